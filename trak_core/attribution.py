@@ -1,0 +1,93 @@
+"""The formulas between features and scores, block by block; NumPy only."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trak_core.spec import Combine
+
+
+def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
+    """Return rows of A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T.
+
+    Args:
+        features: Rows of Phi_c, shape (rows, k).
+        solved_targets: (N_c + lambda_c I)^-1 T_c^T, shape (k, m), float64.
+
+    Returns:
+        Shape (rows, m), float64.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 16; spec of the scores, "The formula".
+    """
+    return features.astype(np.float64) @ solved_targets
+
+
+def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
+    """Return the loss weights with their size raised to ``power`` and their sign kept, float64."""
+    weights = loss_weights.astype(np.float64)
+    return np.sign(weights) * np.abs(weights) ** power
+
+
+def combined(
+    blocks: Sequence[np.ndarray], loss_weights: Sequence[np.ndarray], combine: Combine
+) -> np.ndarray:
+    """Average one block of rows over the checkpoints.
+
+    Args:
+        blocks: Rows of A_c, one (rows, m) array a checkpoint.
+        loss_weights: Q_c^power of these rows, one (rows,) array a checkpoint.
+        combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), TRAK's own;
+            ``average_of_products``: mean_c(A_c * Q_c^power).
+
+    Returns:
+        Rows of the scores, shape (rows, m), float64.
+
+    Source: Park et al., "TRAK", ICML 2023, equation 17; spec of the scores, "The formula".
+    """
+    total = np.zeros(blocks[0].shape)
+    for block, weights in zip(blocks, loss_weights, strict=True):
+        total += block * weights[:, None] if combine is Combine.AVERAGE_OF_PRODUCTS else block
+    if combine is Combine.PRODUCT_OF_AVERAGES:
+        total *= np.mean(loss_weights, axis=0)[:, None]
+    return total / len(blocks)
+
+
+@dataclass(slots=True)
+class Extremes:
+    """The largest scores of each target seen so far, with the rows they stand in.
+
+    Attributes:
+        rows: Row numbers, shape (kept, m), largest score first; ties go to the earlier row.
+        scores: Shape (kept, m), float32.
+    """
+
+    rows: np.ndarray
+    scores: np.ndarray
+
+
+def largest(blocks: Iterable[tuple[int, np.ndarray]], keep: int) -> Extremes:
+    """Return the ``keep`` largest entries of every column, in one pass over blocks of rows.
+
+    Memory is that of one block and the result. How rows are cut into blocks changes nothing.
+
+    Args:
+        blocks: First row number and values (rows, m), from the top down.
+        keep: How many, fewer if there are fewer rows.
+
+    Returns:
+        The largest entries.
+    """
+    kept: Extremes | None = None
+    for start, block in blocks:
+        rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
+        scores = block
+        if kept is not None:
+            rows, scores = np.vstack([kept.rows, rows]), np.vstack([kept.scores, block])
+        # Stable, so that of equal scores the earlier row stays.
+        order = np.argsort(-scores, axis=0, kind="stable")[:keep]
+        kept = Extremes(
+            np.take_along_axis(rows, order, axis=0), np.take_along_axis(scores, order, axis=0)
+        )
+    assert kept is not None
+    return kept

@@ -1,0 +1,150 @@
+"""Checkpoints: finding the weights in a file or folder, and fitting them to a model.
+
+Nothing here unpickles: PyTorch files are read with ``weights_only=True``, the rest is safetensors.
+"""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+
+# Files of a Hugging Face folder, the first that exists counts; an index names shards.
+_FOLDER_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+# Where training frameworks put the state dict inside a larger dict.
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+# What data parallelism and torch.compile put before every key.
+_PREFIXES = ("module.", "_orig_mod.")
+
+
+def _weight_files(checkpoint: Path) -> list[Path]:
+    if not checkpoint.exists():
+        raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
+    if not checkpoint.is_dir():
+        return [checkpoint]
+    for name in _FOLDER_FILES:
+        path = checkpoint / name
+        if path.is_file():
+            if path.suffix != ".json":
+                return [path]
+            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            return [path, *(checkpoint / shard for shard in shards)]
+    raise InputError(
+        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}. Found "
+        f"{', '.join(sorted(p.name for p in checkpoint.iterdir())) or 'nothing'}."
+    )
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        raise InputError(
+            f"{path}: a checkpoint must be a state dict saved by torch.save, or safetensors; "
+            "pickled objects other than tensors are never loaded. Reading it failed: "
+            f"{str(error).splitlines()[0]} Save `model.state_dict()` and use that file."
+        ) from error
+    for wrapper in _WRAPPERS:
+        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise InputError(
+            f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
+            f"the keys {', '.join(_WRAPPERS)}. Found {type(state).__name__} with "
+            f"{', '.join(map(str, list(state)[:5])) if isinstance(state, dict) else 'no keys'}. "
+            "Save `model.state_dict()` and use that file."
+        )
+    return state
+
+
+def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint, on the CPU.
+
+    Args:
+        checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, or a Hugging
+            Face folder, sharded or not. A prefix ``module.`` or ``_orig_mod.`` that every key has
+            is taken off.
+
+    Returns:
+        Names to tensors.
+
+    Raises:
+        InputError: If there is no such file, or if it holds something else.
+    """
+    state: dict[str, Tensor] = {}
+    for path in _weight_files(checkpoint):
+        if path.suffix != ".json":
+            state |= _read(path)
+    for prefix in _PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+    """Put a checkpoint's weights into ``model``, and the model into evaluation mode.
+
+    Every parameter and buffer of the model must be in the checkpoint, with its shape, and nothing
+    else; tied parameters need to be there once.
+
+    Args:
+        model: Changed in place.
+        checkpoint: See ``read_state_dict``.
+
+    Raises:
+        InputError: If the keys or shapes don't fit; it lists them.
+    """
+    state = read_state_dict(checkpoint)
+    own = model.state_dict()
+    stored = {own[key].data_ptr() for key in own.keys() & state.keys() if own[key].numel()}
+    missing = [k for k in own if k not in state and own[k].data_ptr() not in stored]
+    unexpected = [k for k in state if k not in own]
+    misshapen = [
+        f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
+        for k in own
+        if k in state and state[k].shape != own[k].shape
+    ]
+    problems = [
+        f"{what}: {_listed(names)}"
+        for what, names in (
+            ("missing in the checkpoint", missing),
+            ("unknown to the model", unexpected),
+            ("of another shape", misshapen),
+        )
+        if names
+    ]
+    if problems:
+        raise InputError(
+            f"{checkpoint}: the checkpoint's keys must be those of the study's model. "
+            f"Found {'; '.join(problems)}. Does make_model() build the model that was saved?"
+        )
+    model.load_state_dict(state, strict=False)
+    model.eval()
+
+
+def checkpoint_sha256(checkpoint: Path) -> str:
+    """Return the SHA-256 of a checkpoint's weight files, in order, as 64 hexadecimal digits."""
+    digest = hashlib.sha256()
+    for path in _weight_files(checkpoint):
+        with path.open("rb") as file:
+            while block := file.read(2**22):
+                digest.update(block)
+    return digest.hexdigest()

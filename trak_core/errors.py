@@ -1,0 +1,9 @@
+"""The one kind of error that is meant for the person at the keyboard."""
+
+
+class InputError(ValueError):
+    """Something the user gave cannot be used.
+
+    Its message stands alone: what must hold, what was found, what to do. Jobs print it without a
+    traceback; any other exception is a defect of ours and keeps its traceback.
+    """

@@ -1,0 +1,148 @@
+"""Per-sample gradients of a model output, as blocks of one parameter each.
+
+The layout of the whole project is fixed here: a gradient has one coordinate a parameter entry, the
+parameters in ``named_parameters`` order, each row-major; n samples give an (n, p) matrix whose
+columns come as blocks, so that nothing is ever concatenated.
+"""
+
+import fnmatch
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from trak_core.errors import InputError
+from trak_core.model_outputs import ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """What one batch gives under one checkpoint.
+
+    Attributes:
+        gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
+        outputs: f, shape (batch,).
+        predictions: Shape (batch,).
+    """
+
+    gradients: dict[str, Tensor]
+    outputs: Tensor
+    predictions: Tensor
+
+
+def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Return the parameters to differentiate, in ``named_parameters`` order.
+
+    Args:
+        model: Its parameters with ``requires_grad=False`` are left out.
+        patterns: Shell-style patterns (``layer4.*``) of full parameter names; None takes all.
+
+    Returns:
+        Names to parameters, at least one.
+
+    Raises:
+        InputError: If a pattern matches no parameter, or if nothing is left to differentiate.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if patterns is None:
+        selected = trainable
+    else:
+        for pattern in patterns:
+            if not fnmatch.filter(trainable, pattern):
+                raise InputError(
+                    "Every pattern under `parameters` must match the name of a parameter with "
+                    f"requires_grad. Found {pattern!r}, which matches none of "
+                    f"{', '.join(trainable) or 'no parameters'}."
+                )
+        selected = {
+            name: p
+            for name, p in trainable.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        }
+    if not selected:
+        raise InputError("The model must have a parameter with requires_grad. Found none.")
+    return selected
+
+
+def model_prediction(outputs: object) -> Tensor:
+    """Return the tensor in what a model returned: the tensor itself, or its ``logits``."""
+    return outputs if isinstance(outputs, Tensor) else outputs.logits  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def per_sample_gradients(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    batch: Sequence[Tensor],
+) -> PerSample:
+    """Differentiate f of each sample of a batch with respect to ``parameters`` alone.
+
+    The numbers of a sample don't depend on the other samples of its batch, to rounding.
+
+    Args:
+        model: In evaluation mode, on the batch's device. Unchanged.
+        parameters: From ``select_parameters``.
+        output: The model output f.
+        batch: The model's positional arguments and, last, the labels; first dimension = sample.
+
+    Returns:
+        Gradients, outputs and predictions of the batch, on its device.
+
+    Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
+    """
+    trained = {name: p.detach() for name, p in parameters.items()}
+    fixed = {
+        name: tensor.detach()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name not in trained
+    }
+
+    def value(trained: dict[str, Tensor], *sample: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        *inputs, label = sample
+        arguments = tuple(tensor.unsqueeze(0) for tensor in inputs)
+        outputs = model_prediction(functional_call(model, (trained, fixed), arguments)).squeeze(0)
+        f = output.value(outputs, label)
+        return f, (f.detach(), output.prediction(outputs.detach()))
+
+    in_dims = (None, *(0 for _ in batch))
+    # Fused attention has no vmap rule; the plain one gives the same function.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        gradients, (outputs, predictions) = vmap(grad(value, has_aux=True), in_dims)(
+            trained, *batch
+        )
+    return PerSample(gradients, outputs, predictions)
+
+
+def n_params(parameters: dict[str, nn.Parameter]) -> int:
+    """Return p, the number of entries of the parameters."""
+    return sum(math.prod(p.shape) for p in parameters.values())
+
+
+def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
+    """Stop at NaN or infinity.
+
+    Args:
+        result: What a batch gave.
+        sample_ids: The batch's ids, for the message.
+
+    Raises:
+        InputError: Naming the samples and the parameters.
+    """
+    bad = ~torch.isfinite(result.outputs)
+    names = ["the model output itself"] if bad.any() else []
+    for name, block in result.gradients.items():
+        bad_rows = ~torch.isfinite(block.flatten(1)).all(dim=1)
+        if bad_rows.any():
+            names.append(name)
+            bad = bad | bad_rows
+    if names:
+        found = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
+        raise InputError(
+            "Per-sample gradients must be finite. Found NaN or infinity for the samples "
+            f"{', '.join(map(str, found[:8]))}{' and more' if len(found) > 8 else ''} in "
+            f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''}. Look for bad values "
+            "in these samples and in the checkpoint; an infinite score would hide them."
+        )

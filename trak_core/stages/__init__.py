@@ -1,0 +1,1 @@
+"""One module a job: paths and plain values in, one artifact out."""

@@ -1,0 +1,150 @@
+"""Project the per-sample gradients of one split under one checkpoint."""
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trak_core.artifacts import ArtifactError, Writer, create
+from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    PerSample,
+    check_finite,
+    n_params,
+    per_sample_gradients,
+    select_parameters,
+)
+from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.progress import blocks_with_progress
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.software import software
+from trak_core.study import TRAIN, Study
+
+
+def _device(name: str) -> tuple[torch.device, str]:
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise InputError(
+                "compute.device is cuda, so torch must find a CUDA device. Found none: check "
+                "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu."
+            )
+        return torch.device("cuda"), f"cuda {torch.cuda.get_device_name()}"
+    return torch.device("cpu"), "cpu"
+
+
+def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
+    """Return the rows in the dtype they are stored in; float16 must hold them."""
+    if dtype == "float32":
+        return rows
+    stored = rows.astype(np.float16)
+    lost = ~np.isfinite(stored) | ((stored == 0) & (rows != 0))
+    if lost.any():
+        found = [str(sample_ids[i]) for i in np.flatnonzero(lost.any(axis=1))[:8]]
+        raise ArtifactError(
+            "Features stored as float16 must lie between 6e-8 and 65504. Found values from "
+            f"{np.abs(rows[rows != 0]).min():.2g} to {np.abs(rows).max():.2g} in the samples "
+            f"{', '.join(found)}. Set features_dtype to float32."
+        )
+    return stored
+
+
+def _project(result: PerSample, projection: ProjectionSpec, threads: int) -> np.ndarray:
+    rows = np.zeros((len(result.outputs), projection.proj_dim), np.float32)
+    offset = 0
+    for block in result.gradients.values():
+        gradients = block.flatten(1).float().cpu().numpy()
+        project(gradients, projection, offset=offset, out=rows, accumulate=True, threads=threads)
+        offset += gradients.shape[1]
+    rows *= np.float32(1 / np.sqrt(projection.proj_dim))
+    return rows
+
+
+def compute_features(
+    *,
+    features: Path,
+    checkpoint: Path,
+    study: Path,
+    split: str,
+    shard: int,
+    n_shards: int,
+    spec: dict[str, Any],
+    code: str,
+    device: str,
+    batch_size: int,
+    threads: int,
+) -> None:
+    """Fold gradients and projection over the samples of one split, or of one shard of it.
+
+    The numbers don't depend on ``n_shards``, ``batch_size`` or ``threads``, to float32 rounding.
+
+    Args:
+        features: The file to write.
+        checkpoint: File or folder with the weights.
+        study: The study's Python file.
+        split: ``train``, or the name of an experiment.
+        shard: Which shard, from 1.
+        n_shards: How many there are; 1 for the whole split.
+        spec: From the config: checkpoint (id), model_output, parameters, projection, dtype,
+            targets (ids; None for train).
+        code: The stage's code digest.
+        device: ``cpu`` or ``cuda``, for the gradients.
+        batch_size: Samples differentiated at once.
+        threads: For torch and the projection.
+
+    Raises:
+        InputError: If study, checkpoint or gradients are not what they must be.
+    """
+    torch.set_num_threads(threads)
+    torch_device, device_name = _device(device)
+    loaded = Study.load(study)
+    model = loaded.make_model()
+    load_checkpoint(model, checkpoint)
+    model.to(torch_device)
+    parameters = select_parameters(model, spec["parameters"])
+    output = MODEL_OUTPUTS[spec["model_output"]]
+    data = loaded.split(split, spec["targets"])
+    start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
+    projection = ProjectionSpec(
+        **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
+    )
+    names = [f"{name} {tuple(p.shape)}" for name, p in parameters.items()]
+    file_spec = {
+        "projection": {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"},
+        "parameters": hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest(),
+        "model_output": spec["model_output"],
+        "checkpoint": {"id": spec["checkpoint"], "sha256": checkpoint_sha256(checkpoint)},
+        "split": split,
+        "dtype": spec["dtype"],
+        "study": spec["study"],
+    }
+    if n_shards > 1:
+        file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
+    kind = "trak-features" if n_shards == 1 else "trak-features-shard"
+    provenance = software(code, device_name, "torch", "numpy", "numba")
+    print(
+        f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
+        f"to {projection.proj_dim} dimensions, gradients on {device_name}",
+        flush=True,
+    )
+    ids = data.ids[start:stop]
+    with create(features, kind, file_spec, provenance) as writer:
+        rows = writer.matrix(
+            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
+        )
+        columns = Columns([], [], [])
+        for first, last in blocks_with_progress(len(ids), batch_size, "samples"):
+            batch = tuple(t.to(torch_device) for t in data.batch(start + first, start + last))
+            check_labels(batch[-1], ids[first:last], output_classes(model, spec, batch))
+            result = per_sample_gradients(model, parameters, output, batch)
+            check_finite(result, ids[first:last])
+            projected = _project(result, projection, threads)
+            rows[first:last] = _stored(projected, spec["dtype"], ids[first:last])
+            columns.append(result, batch[-1])
+        columns.write(writer, ids, spec["model_output"], with_weights=split == TRAIN)

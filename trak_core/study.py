@@ -1,0 +1,185 @@
+"""A study: the user's Python file that says what the model and the data are.
+
+Its functions, each without arguments unless said otherwise:
+
+    make_model()             the torch module, weights unset
+    train_data()             the training samples: anything with len() and [i]
+    target_data()            the pool of samples to explain, likewise
+    train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
+    train(**arguments)       optional: trains and returns a model; arguments come from the config
+    draw(axes, sample)       optional: draws one sample into matplotlib axes
+
+A sample is a tuple: the model's positional arguments, then the label.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from trak_core.errors import InputError
+
+TRAIN = "train"
+_MAX_ID = 64
+_ID_CHARACTERS = "letters, digits, '.', '_' and '-'"
+
+
+class Samples(Protocol):
+    """Map-style data: what ``torch.utils.data.Dataset`` with a length is."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one sample, a tuple whose last entry is the label."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Samples with their ids, all integers or all strings."""
+
+    samples: Samples
+    ids: list[int] | list[str]
+
+    def take(self, ids: Sequence[int | str]) -> "Split":
+        """Return the samples with these ids, in this order.
+
+        Raises:
+            InputError: If an id is not there, or twice in ``ids``.
+        """
+        position = {sample_id: i for i, sample_id in enumerate(self.ids)}
+        unknown = [i for i in ids if i not in position]
+        if unknown:
+            raise InputError(
+                "Targets must be ids of the study's target_data(). Found "
+                f"{', '.join(map(str, unknown[:8]))}{' and more' if len(unknown) > 8 else ''}; "
+                f"there are {len(position)} ids, {self.ids[0]} to {self.ids[-1]}."
+            )
+        if len(set(ids)) < len(ids):
+            twice = sorted({str(i) for i in ids if list(ids).count(i) > 1})
+            raise InputError(f"A target must be listed once. Found twice: {', '.join(twice[:8])}.")
+        rows = [position[i] for i in ids]
+        return Split(torch.utils.data.Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
+
+    def batch(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return samples ``start`` to ``stop`` as stacked tensors, the label last."""
+        return tuple(default_collate([tuple(self.samples[i]) for i in range(start, stop)]))
+
+
+def _run(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
+    # Modules beside the study import as they would for a script.
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
+    plain = [i.item() if hasattr(i, "item") else i for i in ids]
+    if len(plain) != n_samples:
+        raise InputError(
+            f"{function}() must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
+        )
+    if len(set(plain)) < n_samples:
+        raise InputError(f"{function}() must give every sample its own id. Found repeated ids.")
+    if all(type(i) is int for i in plain) or all(
+        type(i) is str and 0 < len(i.encode()) <= _MAX_ID for i in plain
+    ):
+        return plain
+    raise InputError(
+        f"{function}() must give integers only, or strings of 1 to {_MAX_ID} bytes only. Found "
+        f"{', '.join(repr(i) for i in plain[:3])}, ..."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The functions of a study's file, checked as they are used."""
+
+    path: Path
+    module: ModuleType
+
+    @classmethod
+    def load(cls, path: Path) -> "Study":
+        """Run a study's file.
+
+        Raises:
+            InputError: If there is no such file.
+        """
+        return cls(path, _run(path))
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return one of the study's functions.
+
+        Raises:
+            InputError: If the file defines no such function.
+        """
+        found = getattr(self.module, name, None)
+        if not callable(found):
+            own = [
+                n
+                for n, v in vars(self.module).items()
+                if getattr(v, "__module__", None) == self.module.__name__ and callable(v)
+            ]
+            raise InputError(
+                f"{self.path}: the study must define a function {name}(). Found "
+                f"{', '.join(own) or 'no functions'}."
+            )
+        return found
+
+    def has(self, name: str) -> bool:
+        """Return whether the study defines a function of this name."""
+        return callable(getattr(self.module, name, None))
+
+    def make_model(self) -> nn.Module:
+        """Return the study's model, weights unset.
+
+        Raises:
+            InputError: If make_model() returns anything but a torch module.
+        """
+        model = self.function("make_model")()
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"{self.path}: make_model() must return a torch.nn.Module. Found "
+                f"{type(model).__name__}."
+            )
+        return model
+
+    def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
+        """Return the training samples, or the targets of an experiment.
+
+        Args:
+            name: ``"train"``, or anything else for targets.
+            targets: The ids of the experiment's targets, in order; None for the training samples.
+
+        Raises:
+            InputError: If data or ids are not what they must be.
+        """
+        pool = "train" if name == TRAIN else "target"
+        samples = self.function(f"{pool}_data")()
+        if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
+            raise InputError(
+                f"{self.path}: {pool}_data() must return samples with len() and [i], such as a "
+                f"torch Dataset. Found {type(samples).__name__}."
+            )
+        if len(samples) == 0:
+            raise InputError(f"{self.path}: {pool}_data() must hold samples. Found none.")
+        ids = range(len(samples))
+        if self.has(f"{pool}_ids"):
+            ids = self.function(f"{pool}_ids")()
+        split = Split(samples, _checked_ids(list(ids), len(samples), f"{pool}_ids"))
+        return split if targets is None else split.take(targets)
