@@ -27,6 +27,7 @@ _HASH_BLOCK_BYTES = 2**24
 # What each kind of file must hold, and the rule that makes it.
 _KINDS = {
     "trak-features": (("features", "outputs", "sample_ids"), "compute_features"),
+    "trak-features-shard": (("features", "outputs", "sample_ids"), "compute_feature_shard"),
     "trak-normal-matrix": (("normal_matrix", "mean_squared_norm"), "compute_normal_matrix"),
     "trak-checkpoint-scores": (("loss_weights",), "compute_scores"),
     "trak-scores": (("top_influences", "targets", "train"), "average_scores"),

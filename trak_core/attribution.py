@@ -1,6 +1,6 @@
 """The formulas between features and scores, block by block; NumPy only."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +53,7 @@ def combined(
     return total / len(blocks)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Extremes:
     """The largest scores of each target seen so far, with the rows they stand in.
 
@@ -66,28 +66,23 @@ class Extremes:
     scores: np.ndarray
 
 
-def largest(blocks: Iterable[tuple[int, np.ndarray]], keep: int) -> Extremes:
-    """Return the ``keep`` largest entries of every column, in one pass over blocks of rows.
+def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
+    """Fold one more block of rows into the ``keep`` largest entries of every column.
 
-    Memory is that of one block and the result. How rows are cut into blocks changes nothing.
+    How rows are cut into blocks changes nothing, as long as they come from the top down.
 
     Args:
-        blocks: First row number and values (rows, m), from the top down.
+        seen: What the blocks before gave; None for the first.
+        start: Row number of the block's first row.
+        block: Scores, shape (rows, m).
         keep: How many, fewer if there are fewer rows.
 
     Returns:
-        The largest entries.
+        The largest entries so far.
     """
-    kept: Extremes | None = None
-    for start, block in blocks:
-        rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
-        scores = block
-        if kept is not None:
-            rows, scores = np.vstack([kept.rows, rows]), np.vstack([kept.scores, block])
-        # Stable, so that of equal scores the earlier row stays.
-        order = np.argsort(-scores, axis=0, kind="stable")[:keep]
-        kept = Extremes(
-            np.take_along_axis(rows, order, axis=0), np.take_along_axis(scores, order, axis=0)
-        )
-    assert kept is not None
-    return kept
+    rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
+    if seen is not None:
+        rows, block = np.vstack([seen.rows, rows]), np.vstack([seen.scores, block])
+    # Stable, so that of equal scores the earlier row stays.
+    order = np.argsort(-block, axis=0, kind="stable")[:keep]
+    return Extremes(np.take_along_axis(rows, order, axis=0), np.take_along_axis(block, order, axis=0))

@@ -146,3 +146,59 @@ def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
             f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''}. Look for bad values "
             "in these samples and in the checkpoint; an infinite score would hide them."
         )
+
+
+def count_classes(
+    model: nn.Module, output: ModelOutput, batch: Sequence[Tensor], device: torch.device
+) -> int | None:
+    """Run the model on a batch's first sample and return how many labels it can tell apart.
+
+    Returns:
+        The number of classes; None where labels are numbers.
+
+    Raises:
+        InputError: If the model cannot take the sample.
+    """
+    inputs = [tensor[:1].to(device) for tensor in batch[:-1]]
+    try:
+        with torch.no_grad():
+            return output.n_classes(model_prediction(model(*inputs))[0])
+    except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs) or "no inputs"
+        raise InputError(
+            "A sample must be a tuple of the model's positional arguments and, last, the label. "
+            f"Calling the model with one sample of shapes {shapes} failed: "
+            f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def check_labels(labels: Tensor, n_classes: int | None, sample_ids: Sequence[object]) -> None:
+    """Refuse labels that the model cannot have been trained with.
+
+    Args:
+        labels: One a sample.
+        n_classes: From ``count_classes``.
+        sample_ids: The samples' ids, for the message.
+
+    Raises:
+        InputError: If a class is not an integer from 0 to n_classes - 1, or a number not finite.
+    """
+    if labels.ndim != 1:
+        raise InputError(
+            f"A label must be one number a sample. Found labels of shape {tuple(labels.shape)}."
+        )
+    if n_classes is None:
+        good = torch.isfinite(labels)
+        expected = "finite numbers"
+    else:
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+            raise InputError(
+                f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}."
+            )
+        good = (labels >= 0) & (labels < n_classes)
+        expected = f"integers from 0 to {n_classes - 1}, the classes of the study's model"
+    if not good.all():
+        i = int((~good).nonzero()[0])
+        raise InputError(
+            f"Labels must be {expected}. Found {labels[i].item()} in sample {sample_ids[i]}."
+        )

@@ -2,20 +2,22 @@
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.func import vmap
 
-from trak_core.artifacts import ArtifactError, Writer, create
+from trak_core.artifacts import create
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
 from trak_core.gradients import (
     PerSample,
     check_finite,
+    check_labels,
+    count_classes,
     n_params,
     per_sample_gradients,
     select_parameters,
@@ -47,7 +49,7 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
     lost = ~np.isfinite(stored) | ((stored == 0) & (rows != 0))
     if lost.any():
         found = [str(sample_ids[i]) for i in np.flatnonzero(lost.any(axis=1))[:8]]
-        raise ArtifactError(
+        raise InputError(
             "Features stored as float16 must lie between 6e-8 and 65504. Found values from "
             f"{np.abs(rows[rows != 0]).min():.2g} to {np.abs(rows).max():.2g} in the samples "
             f"{', '.join(found)}. Set features_dtype to float32."
@@ -134,17 +136,41 @@ def compute_features(
         flush=True,
     )
     ids = data.ids[start:stop]
+    n_classes = count_classes(model, output, data.batch(start, start + 1), torch_device)
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
         )
-        columns = Columns([], [], [])
         for first, last in blocks_with_progress(len(ids), batch_size, "samples"):
-            batch = tuple(t.to(torch_device) for t in data.batch(start + first, start + last))
-            check_labels(batch[-1], ids[first:last], output_classes(model, spec, batch))
-            result = per_sample_gradients(model, parameters, output, batch)
+            batch = data.batch(start + first, start + last)
+            check_labels(batch[-1], n_classes, ids[first:last])
+            result = per_sample_gradients(
+                model, parameters, output, [tensor.to(torch_device) for tensor in batch]
+            )
             check_finite(result, ids[first:last])
             projected = _project(result, projection, threads)
             rows[first:last] = _stored(projected, spec["dtype"], ids[first:last])
-            columns.append(result, batch[-1])
-        columns.write(writer, ids, spec["model_output"], with_weights=split == TRAIN)
+            results.append((result.outputs.cpu(), result.predictions.cpu(), batch[-1]))
+        outputs, predictions, labels = (torch.cat(parts) for parts in zip(*results, strict=True))
+        writer.vector("sample_ids", list(ids))
+        writer.vector("labels", labels.numpy())
+        writer.vector("outputs", outputs.float().numpy())
+        writer.vector("predictions", predictions.numpy())
+        if split == TRAIN:
+            weights = vmap(output.loss_weight)(outputs, labels)
+            _warn_of_saturation(weights)
+            writer.vector("loss_weights", weights.float().numpy())
+            writer.vector("curvature", vmap(output.curvature)(outputs, labels).float().numpy())
+
+
+def _warn_of_saturation(loss_weights: Tensor) -> None:
+    """Say when most training samples are fitted so well that their scores all but vanish."""
+    saturated = (loss_weights.abs() < 1e-3).float().mean().item()
+    if saturated > 0.5:
+        print(
+            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
+            "are fitted almost exactly and get scores near 0. A loss_weight_power below 1, or an "
+            "earlier checkpoint, ranks them better.",
+            flush=True,
+        )

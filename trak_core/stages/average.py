@@ -1,0 +1,191 @@
+"""Average the checkpoints of an experiment into its scores."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import Artifact, check_same, create, open_artifact
+from trak_core.attribution import Extremes, combined, largest, powered, similarities
+from trak_core.progress import blocks_with_progress
+from trak_core.spec import Combine
+from trak_core.stages.normal_matrix import rows_of
+from trak_core.stages.software import software
+
+_RULE = "compute_scores"
+Rows = Callable[[int, int], np.ndarray]
+
+
+def _check_together(parts: Sequence[Artifact], expected: dict[str, Any]) -> None:
+    """Refuse score files of different experiments, settings, samples or checkpoints."""
+    keys = ("experiment", "weighting", "damping", "parameters", "model_output", "dtype", "study")
+    for part, checkpoint in zip(parts, expected["checkpoints"], strict=True):
+        found = {key: part.spec[key] for key in keys}
+        check_same("settings", {k: parts[0].spec[k] for k in keys}, found, part.path, _RULE)
+        wanted = {key: expected[key] for key in ("experiment", "weighting", "damping")}
+        found = {key: part.spec[key] for key in wanted}
+        check_same("settings of today's config", wanted, found, part.path, _RULE)
+        check_same("checkpoint", checkpoint, part.spec["checkpoint"]["id"], part.path, _RULE)
+        matrix = {k: v for k, v in part.spec["projection"].items() if k != "stream"}
+        first = {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"}
+        check_same("projection", first, matrix, part.path, _RULE)
+        for ids in ("train_ids", "target_ids"):
+            check_same(ids.replace("_", " "), parts[0].ids(ids), part.ids(ids), part.path, _RULE)
+
+
+def _rows(part: Artifact, features: Artifact | None) -> Rows:
+    """Return how to get rows of A_c: as stored, or from the solved targets."""
+    if features is None:
+        stored = part.matrix("similarities")
+        return lambda start, stop: stored[start:stop]
+    check_same(
+        "training features",
+        part.spec["train_features"],
+        features.content_hash,
+        features.path,
+        "compute_features",
+    )
+    solved, phi = part.matrix("solved_targets")[:], features.matrix("features")
+    return lambda start, stop: similarities(phi[start:stop], solved)
+
+
+def _samples(parts: Sequence[Artifact], side: str) -> pd.DataFrame:
+    """Return ids and labels with what the checkpoints make of them on average.
+
+    ``margin`` is the mean model output; ``prediction`` the mean, or the most frequent class.
+    """
+    predictions = np.stack([part.vector(f"{side}_predictions") for part in parts])
+    if predictions.dtype.kind == "f":
+        prediction = predictions.mean(axis=0, dtype=np.float64).astype(np.float32)
+    else:
+        classes = np.unique(predictions)
+        votes = (predictions[:, :, None] == classes).sum(axis=0)
+        prediction = classes[votes.argmax(axis=1)]
+    outputs = np.stack([part.vector(f"{side}_outputs") for part in parts])
+    return pd.DataFrame(
+        {
+            "id": parts[0].ids(f"{side}_ids"),
+            "label": parts[0].vector(f"{side}_labels"),
+            "prediction": prediction,
+            "margin": outputs.mean(axis=0, dtype=np.float64).astype(np.float32),
+        }
+    )
+
+
+def _influences(
+    extremes: dict[int, Extremes], train: pd.DataFrame, targets: pd.DataFrame
+) -> pd.DataFrame:
+    """Return for each target the training samples with the largest scores of either sign."""
+    frames = []
+    for column, target in enumerate(targets["id"]):
+        for sign, found in extremes.items():
+            rows, scores = found.rows[:, column], found.scores[:, column]
+            rows, scores = rows[scores > 0], scores[scores > 0]
+            frames.append(
+                pd.DataFrame(
+                    {
+                        "target_id": target,
+                        "rank": np.arange(1, len(rows) + 1),
+                        "sign": np.full(len(rows), sign),
+                        "train_id": train["id"].to_numpy()[rows],
+                        "train_label": train["label"].to_numpy()[rows],
+                        "score": sign * scores,
+                    }
+                )
+            )
+    return pd.concat(frames, ignore_index=True)
+
+
+def average_scores(
+    *,
+    scores: Path,
+    checkpoint_scores: Sequence[Path],
+    features: Sequence[Path],
+    expected: dict[str, Any],
+    combine: str,
+    loss_weight_power: float,
+    top: int,
+    unit: str,
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Combine A_c and loss weights over all checkpoints, block of rows by block of rows.
+
+    Args:
+        scores: The file to write.
+        checkpoint_scores: One file a checkpoint.
+        features: Their training features, where only the solved targets were kept; else empty.
+        expected: From the config: experiment, weighting, damping, checkpoints (ids, in order).
+        combine: ``product_of_averages`` or ``average_of_products``.
+        loss_weight_power: In (0, 1].
+        top: Influences of either sign kept for each target.
+        unit: Of the scores, in plain words.
+        code: The stage's code digest.
+        memory_mb: Budget for blocks of rows; changes nothing.
+
+    Raises:
+        ArtifactError: If the files don't belong together.
+    """
+    with ExitStack() as stack:
+        parts = [
+            stack.enter_context(open_artifact(path, "trak-checkpoint-scores"))
+            for path in checkpoint_scores
+        ]
+        phis = [stack.enter_context(open_artifact(path, "trak-features")) for path in features]
+        _check_together(parts, expected)
+        rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
+        weights = [powered(part.vector("loss_weights"), loss_weight_power) for part in parts]
+        train, targets = _samples(parts, "train"), _samples(parts, "target")
+        n_train, n_targets = len(train), len(targets)
+        # Per row: one block a checkpoint, the sum, and the sort of the largest.
+        row_bytes = 8 * n_targets * (len(parts) + 6)
+        if phis:
+            row_bytes += 12 * phis[0].matrix("features").shape[1]
+        block = rows_of(memory_mb, row_bytes)
+
+        spec = {
+            **expected,
+            "combine": combine,
+            "loss_weight_power": loss_weight_power,
+            "model_output": parts[0].spec["model_output"],
+            "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
+            "checkpoints": [part.spec["checkpoint"] for part in parts],
+        }
+        with create(
+            scores,
+            "trak-scores",
+            spec,
+            software(code, "cpu", "numpy", "pandas"),
+            unit=unit,
+            sign=(
+                "positive: the training sample pushes the target's model output up; scores of a "
+                "subset add up to a prediction of how the output moves when trained on it"
+            ),
+            n_checkpoints=len(parts),
+            checkpoints=" ".join(expected["checkpoints"]),
+            damping=float(expected["damping"]),
+            combine=combine,
+            loss_weight_power=float(loss_weight_power),
+        ) as writer:
+            values = None
+            if not phis:
+                ids = train["id"].tolist(), targets["id"].tolist()
+                values = writer.matrix("scores", *ids, chunks=(1024, 64))
+            extremes: dict[int, Extremes] = {}
+            for start, stop in blocks_with_progress(n_train, block, "training samples"):
+                mean = combined(
+                    [part_rows(start, stop) for part_rows in rows],
+                    [part_weights[start:stop] for part_weights in weights],
+                    Combine(combine),
+                ).astype(np.float32)
+                if values is not None:
+                    values[start:stop] = mean
+                for sign in (1, -1):
+                    extremes[sign] = largest(extremes.get(sign), start, sign * mean, top)
+            for key, table in (("targets", targets), ("train", train)):
+                writer.table(key, table, ["id"])
+            influences = _influences(extremes, train, targets)
+            writer.table("top_influences", influences, ["target_id", "rank", "sign"])

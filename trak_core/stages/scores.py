@@ -1,0 +1,110 @@
+"""Compare every training sample with every target of an experiment under one checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts import check_same, create, open_artifact
+from trak_core.attribution import similarities
+from trak_core.errors import InputError
+from trak_core.linalg import damped_solve
+from trak_core.progress import blocks_with_progress
+from trak_core.stages.normal_matrix import check_made_for, rows_of
+from trak_core.stages.software import software
+
+# What one checkpoint's train and target features must share.
+_SHARED = ("projection", "parameters", "model_output", "checkpoint", "dtype", "study")
+_PER_SAMPLE = ("labels", "outputs", "predictions")
+
+
+def compute_scores(
+    *,
+    scores: Path,
+    train: Path,
+    targets: Path,
+    normal_matrix: Path,
+    expected: dict[str, Any],
+    damping: float,
+    weighting: str,
+    keep: str,
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Solve for the targets, then stream the training features once.
+
+    Writes A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i |phi_i|^2, and
+    what the average over checkpoints needs of this one. With ``keep="top_k"`` only the solved
+    targets are kept, and the average streams Phi_c again: n x m is never stored.
+
+    Args:
+        scores: The file to write.
+        train: The checkpoint's training features.
+        targets: Its features of the experiment's targets.
+        normal_matrix: Its normal matrix.
+        expected: See ``check_made_for``; its split is the experiment.
+        damping: Relative damping, at least 0.
+        weighting: Which normal matrix it must be.
+        keep: ``full`` or ``top_k``.
+        code: The stage's code digest.
+        memory_mb: Budget for blocks of rows; changes nothing but rounding.
+
+    Raises:
+        InputError: If the files don't belong together, if the damped matrix is singular, or if the
+            targets alone exceed the budget.
+    """
+    with (
+        open_artifact(train, "trak-features") as train_file,
+        open_artifact(targets, "trak-features") as target_file,
+        open_artifact(normal_matrix, "trak-normal-matrix") as matrix_file,
+    ):
+        check_made_for(train_file, {**expected, "split": "train"}, "compute_features")
+        check_made_for(target_file, expected, "compute_features")
+        shared = {key: train_file.spec[key] for key in _SHARED}
+        found = {key: target_file.spec[key] for key in _SHARED}
+        check_same("specification of features", shared, found, targets, "compute_features")
+        wanted = {"weighting": weighting, "features": train_file.content_hash}
+        found = {key: matrix_file.spec[key] for key in wanted}
+        check_same("features", wanted, found, normal_matrix, "compute_normal_matrix")
+
+        n_train, proj_dim = train_file.matrix("features").shape
+        train_ids, target_ids = train_file.index("features"), target_file.index("features")
+        fixed_mb = 8 * (proj_dim * 3 * (proj_dim + len(target_ids))) >> 20
+        if fixed_mb > memory_mb:
+            raise InputError(
+                f"compute.memory_mb must hold the solve: {fixed_mb} MiB for proj_dim {proj_dim} "
+                f"and {len(target_ids)} targets. Found {memory_mb}. Raise it, or cut the "
+                "experiment in two."
+            )
+        lambda_ = damping * matrix_file.scalar("mean_squared_norm")
+        solved = damped_solve(
+            matrix_file.matrix("normal_matrix")[:],
+            lambda_,
+            (matrix_file.scalar("smallest_eigenvalue"), matrix_file.scalar("largest_eigenvalue")),
+            target_file.matrix("features")[:].astype(np.float64).T,
+        )
+        spec = {
+            **shared,
+            "experiment": expected["split"],
+            "weighting": weighting,
+            "damping": damping,
+            "lambda": lambda_,
+            "train_features": train_file.content_hash,
+        }
+        provenance = software(code, "cpu", "numpy", "scipy")
+        with create(scores, "trak-checkpoint-scores", spec, provenance) as writer:
+            if keep == "full":
+                values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
+                features = train_file.matrix("features")
+                block = rows_of(memory_mb, 12 * (proj_dim + len(target_ids)))
+                for start, stop in blocks_with_progress(n_train, block, "training samples"):
+                    values[start:stop] = similarities(features[start:stop], solved)
+            else:
+                writer.matrix(
+                    "solved_targets", range(proj_dim), target_ids, dtype=np.float64
+                )[:] = solved
+            writer.vector("loss_weights", train_file.vector("loss_weights"))
+            for side, file in (("train", train_file), ("target", target_file)):
+                writer.vector(f"{side}_ids", file.ids("sample_ids"))
+                for key in _PER_SAMPLE:
+                    writer.vector(f"{side}_{key}", file.vector(key))
