@@ -43,7 +43,7 @@ def target_data() -> Dataset:
 
 
 def make_model() -> nn.Module:
-    """Return a CNN of 39,018 parameters for 8x8 images and ten classes."""
+    """Return a CNN of 38,282 parameters for 8x8 images and ten classes."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),

@@ -99,6 +99,13 @@ def _influences(
     return pd.concat(frames, ignore_index=True)
 
 
+def _unit(weighting: str, power: float, model_output: str) -> str:
+    """Return the scores' unit in plain words (spec of the scores, "What a score says")."""
+    if weighting == "curvature" and power == 1:
+        return f"that of the model output ({model_output})"
+    return "relative: order and ratios within a target mean something, the absolute size does not"
+
+
 def average_scores(
     *,
     scores: Path,
@@ -108,7 +115,6 @@ def average_scores(
     combine: str,
     loss_weight_power: float,
     top: int,
-    unit: str,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -122,7 +128,6 @@ def average_scores(
         combine: ``product_of_averages`` or ``average_of_products``.
         loss_weight_power: In (0, 1].
         top: Influences of either sign kept for each target.
-        unit: Of the scores, in plain words.
         code: The stage's code digest.
         memory_mb: Budget for blocks of rows; changes nothing.
 
@@ -159,7 +164,7 @@ def average_scores(
             "trak-scores",
             spec,
             software(code, "cpu", "numpy", "pandas"),
-            unit=unit,
+            unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"

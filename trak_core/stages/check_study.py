@@ -5,7 +5,6 @@ that a second start of Snakemake neither imports torch nor touches the data; tra
 each experiment have keys of their own, so that scoring new targets never asks for training data.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,13 +79,3 @@ def check_study(
         sizes[name] = len(split.ids)
     return sizes
 
-
-if __name__ == "__main__":
-    import sys
-
-    request = json.loads(sys.stdin.read())
-    request["study"] = Path(request["study"])
-    try:
-        print(json.dumps(check_study(**request)))
-    except InputError as found:
-        sys.exit(str(found))

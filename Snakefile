@@ -1,0 +1,33 @@
+from snakemake.utils import min_version
+
+min_version("9.19.0")
+
+
+# A config named on the command line replaces the default study; two studies are never mixed.
+if not workflow.overwrite_configfiles:
+
+    configfile: "config/config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/study.smk"
+include: "workflow/rules/checkpoints.smk"
+include: "workflow/rules/features.smk"
+include: "workflow/rules/scores.smk"
+
+
+localrules:
+    all,
+    scores,
+
+
+rule all:
+    default_target: True
+    input:
+        expand("<results>/scores/{experiment}.h5", experiment=experiments),
+        expand("<results>/figures/{experiment}.png", experiment=experiments),
+
+
+rule scores:
+    input:
+        expand("<results>/scores/{experiment}.h5", experiment=experiments),

@@ -1,0 +1,192 @@
+"""Checking a config, in words a user can act on. Pure functions: the Snakefile reads the files."""
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+from trak_core.errors import InputError
+from trak_core.spec import stream_of
+
+ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where plain YAML keeps the last without a word."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
+    seen: dict[Any, int] = {}
+    for name, key in pairs:
+        line = key.start_mark.line + 1
+        if name in seen:
+            raise InputError(
+                f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
+                f"{seen[name]} and {line}; the first would be lost without a word."
+            )
+        seen[name] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def check_unique_keys(path: Path) -> None:
+    """Refuse a YAML file in which a key stands twice in one mapping.
+
+    Raises:
+        InputError: It names the key and both lines.
+    """
+    with path.open(encoding="utf-8") as file:
+        try:
+            yaml.load(file, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
+        except yaml.YAMLError as error:
+            raise InputError(f"{path}: a config must be YAML. {error}") from error
+
+
+def _explained(error: jsonschema.ValidationError) -> str:
+    where = ".".join(str(part) for part in error.absolute_path) or "the config"
+    schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
+    if error.validator == "additionalProperties":
+        known = ", ".join(schema.get("properties", {})) or "none"
+        message = f"{error.message.split(' (')[1].rstrip(')').strip()}" if "(" in error.message else ""
+        return f"{where}: unknown key: {message}. Known keys: {known}."
+    if error.validator == "required":
+        return f"{where}: {error.message}."
+    meaning = schema.get("description")
+    expected = {
+        "type": lambda: f"must be of type {error.validator_value}",
+        "enum": lambda: f"must be one of {', '.join(map(str, error.validator_value))}",
+        "minimum": lambda: f"must be at least {error.validator_value}",
+        "exclusiveMinimum": lambda: f"must be above {error.validator_value}",
+        "maximum": lambda: f"must be at most {error.validator_value}",
+        "minItems": lambda: "must not be empty",
+        "minProperties": lambda: "must not be empty",
+    }.get(str(error.validator), lambda: error.message)()
+    text = f"{where}: {expected}. Found {error.instance!r}."
+    return f"{text} Meaning: {meaning}" if meaning else text
+
+
+def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
+    """Yield what went wrong inside alternatives, not that no alternative fits."""
+    if error.validator in ("anyOf", "oneOf") and error.context:
+        deepest = max(len(e.absolute_path) for e in error.context)
+        branch = [e for e in error.context if len(e.absolute_path) == deepest]
+        if deepest > len(error.absolute_path):
+            for inner in branch:
+                yield from _leaves(inner)
+            return
+    yield error
+
+
+def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Compare a config with its schema.
+
+    Args:
+        config: Plain values.
+        schema: JSON Schema, draft 2020-12.
+
+    Raises:
+        InputError: It lists everything that is wrong, a line each.
+    """
+    validator = jsonschema.Draft202012Validator(schema)
+    errors = [leaf for error in validator.iter_errors(config) for leaf in _leaves(error)]
+    lines = list(dict.fromkeys(_explained(error) for error in errors))
+    if lines:
+        raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
+
+
+def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Read columns of a tab-separated table with a header.
+
+    Raises:
+        InputError: If the file or a column is missing, or if it has no rows.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: the table must exist. Found nothing there.")
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file, delimiter="\t")
+        missing = [c for c in columns if c not in (reader.fieldnames or ())]
+        if missing:
+            raise InputError(
+                f"{path}: the table must be tab-separated with the columns {', '.join(columns)}. "
+                f"Missing: {', '.join(missing)}; found {', '.join(reader.fieldnames or ())}."
+            )
+        rows = [tuple(str(row[c]).strip() for c in columns) for row in reader]
+    if not rows:
+        raise InputError(f"{path}: the table must have rows. Found only a header.")
+    return rows
+
+
+def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> dict[str, Any]:
+    """Return checkpoint ids with their paths or training arguments, sorted by id.
+
+    Args:
+        checkpoints: The config's ``checkpoints``: a mapping, or the path of a table with the
+            columns ``checkpoint`` and ``path``.
+        trained: Whether the pipeline trains them; then values are arguments, not paths.
+
+    Raises:
+        InputError: If an id is not usable as a file name, stands twice, or shares its projection
+            stream with another, or if values are not what ``trained`` asks for.
+    """
+    if isinstance(checkpoints, str):
+        pairs: list[tuple[str, Any]] = [
+            (i, p) for i, p in read_table(Path(checkpoints), ("checkpoint", "path"))
+        ]
+    else:
+        pairs = [(str(i), value) for i, value in checkpoints.items()]
+    names = [name for name, _ in pairs]
+    streams: dict[int, str] = {}
+    for name, value in pairs:
+        if not re.match(ID_PATTERN, name):
+            raise InputError(
+                "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
+                f"starting with '.' or '-'. Found {name!r}."
+            )
+        if names.count(name) > 1:
+            raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
+        if isinstance(value, str) == trained:
+            raise InputError(
+                "With `training`, a checkpoint must be a mapping of training arguments; without "
+                f"it, the path of a file or folder. Found {value!r} for checkpoint {name!r}, "
+                f"{'with' if trained else 'without'} `training`."
+            )
+        other = streams.setdefault(stream_of(name), name)
+        if other != name:
+            raise InputError(
+                f"Checkpoints must have projections of their own. The ids {other!r} and "
+                f"{name!r} give the same one by chance: rename either."
+            )
+    return dict(sorted(pairs))
+
+
+def target_ids(targets: list[int | str] | str) -> list[int | str]:
+    """Return an experiment's target ids.
+
+    Args:
+        targets: The ids, or the path of a table with the column ``id``; ids there count as
+            integers if all of them are.
+
+    Raises:
+        InputError: If the table is missing or malformed.
+    """
+    if not isinstance(targets, str):
+        return list(targets)
+    ids = [row[0] for row in read_table(Path(targets), ("id",))]
+    return [int(i) for i in ids] if all(re.fullmatch(r"-?\d+", i) for i in ids) else list(ids)
+
+
+def ordered(value: Any) -> Any:
+    """Return plain values with the keys of every mapping sorted.
+
+    Snakemake compares the text of a job's params: the order of keys in a config must not count.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
+    return [ordered(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,62 @@
+import os
+from pathlib import Path
+
+import yaml
+from snakemake.utils import validate
+
+from trak_core.config import (
+    check_config,
+    check_unique_keys,
+    checkpoint_table,
+    ordered,
+    target_ids,
+)
+from trak_core.errors import InputError
+from trak_core.provenance import code_digest, stat_signature, study_digest
+
+# Jobs are processes of their own: they import the trak_core that this file imports.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [workflow.basedir, os.environ.get("PYTHONPATH")])
+)
+schema = Path(workflow.basedir, "workflow/schemas/config.schema.yaml")
+
+try:
+    for file in workflow.overwrite_configfiles or workflow.configfiles:
+        check_unique_keys(Path(file))
+    check_config(config, yaml.safe_load(schema.read_text()))
+    validate(config, schema=str(schema))  # fills in the defaults
+    checkpoints = checkpoint_table(config["checkpoints"], trained="training" in config)
+    experiments = {
+        name: target_ids(experiment["targets"])
+        for name, experiment in config["experiments"].items()
+    }
+    if not Path(config["study"]).is_file():
+        raise InputError(
+            f"{config['study']}: the study's Python file must exist, relative to the folder "
+            "that Snakemake runs in. Found nothing there."
+        )
+except InputError as error:
+    raise WorkflowError(str(error)) from None
+
+compute = config["compute"]
+study = study_digest(Path(config["study"]))
+shards = {"train": compute["shards"]} | {
+    name: experiment["shards"] for name, experiment in config["experiments"].items()
+}
+any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
+
+
+pathvars:
+    results=config["results"],
+
+
+wildcard_constraints:
+    checkpoint=any_of(checkpoints),
+    experiment=any_of(experiments),
+    split=any_of(shards),
+    shard=r"\d+",
+
+
+def memory_mb(wildcards, attempt):
+    # Interpreter, torch and a study's own data come on top of the arrays.
+    return attempt * (compute["memory_mb"] + 1500)

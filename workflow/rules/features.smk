@@ -1,0 +1,120 @@
+def projection_settings():
+    return ordered(config["projection"])
+
+
+def features_spec(wildcards):
+    """What decides the numbers of a split's features, as one dict."""
+    return ordered(
+        {
+            "checkpoint": wildcards.checkpoint,
+            "model_output": config["model_output"],
+            "parameters": None if config["parameters"] == "all" else config["parameters"],
+            "projection": config["projection"],
+            "dtype": config["features_dtype"],
+            "study": study,
+            "targets": experiments.get(wildcards.split),
+        }
+    )
+
+
+def shards_of(wildcards):
+    n = shards[wildcards.split]
+    folder = f"{config['results']}/shards/{wildcards.checkpoint}/{wildcards.split}"
+    return [f"{folder}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+rule compute_features:
+    input:
+        checkpoint=checkpoint_input,
+    output:
+        features="<results>/features/{checkpoint}/{split}.h5",
+    log:
+        "<results>/logs/compute_features/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
+    wildcard_constraints:
+        split=any_of([split for split, n in shards.items() if n == 1]),
+    conda:
+        "../envs/trak.yaml"
+    threads: compute["threads"]
+    resources:
+        gpu=int(compute["device"] == "cuda"),
+        mem_mb=memory_mb,
+        runtime=compute["runtime_minutes"],
+        device=compute["device"],
+        batch_size=compute["batch_size"],
+    params:
+        code=code_digest("trak_core.stages.features"),
+        signature=checkpoint_signature,
+        spec=features_spec,
+        study=config["study"],
+    message:
+        "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_features.py"
+
+
+use rule compute_features as compute_feature_shard with:
+    output:
+        features=temp("<results>/shards/{checkpoint}/{split}/{shard}-of-{n_shards}.h5"),
+    log:
+        "<results>/logs/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.log",
+    benchmark:
+        "<results>/benchmarks/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.tsv"
+    wildcard_constraints:
+        split=any_of(shards),
+        n_shards=r"\d+",
+    message:
+        "Projecting gradients of {wildcards.split}, shard {wildcards.shard} of "
+        "{wildcards.n_shards}, under checkpoint {wildcards.checkpoint}"
+
+
+rule join_shards:
+    input:
+        shards=shards_of,
+    output:
+        features="<results>/features/{checkpoint}/{split}.h5",
+    log:
+        "<results>/logs/join_shards/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/join_shards/{checkpoint}/{split}.tsv"
+    wildcard_constraints:
+        split=any_of([split for split, n in shards.items() if n > 1]),
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        mem_mb=memory_mb,
+        runtime=compute["runtime_minutes"],
+    params:
+        code=code_digest("trak_core.stages.shards"),
+    message:
+        "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/join_shards.py"
+
+
+rule compute_normal_matrix:
+    input:
+        features="<results>/features/{checkpoint}/train.h5",
+    output:
+        normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_normal_matrix/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_normal_matrix/{checkpoint}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: compute["threads"]
+    resources:
+        mem_mb=memory_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=compute["runtime_minutes"],
+    params:
+        code=code_digest("trak_core.stages.normal_matrix"),
+        expected=lambda wildcards: expected_features(wildcards.checkpoint, "train"),
+        weighting=config["scoring"]["normal_matrix"],
+    message:
+        "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_normal_matrix.py"

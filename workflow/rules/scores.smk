@@ -1,0 +1,130 @@
+scoring = config["scoring"]
+
+
+def expected_features(checkpoint, split):
+    """What features must say of themselves to be used under today's config."""
+    return ordered(
+        {
+            "checkpoint": checkpoint,
+            "split": split,
+            "model_output": config["model_output"],
+            "projection": config["projection"],
+            "dtype": config["features_dtype"],
+            "study": study,
+        }
+    )
+
+
+def expected_scores(wildcards):
+    return ordered(
+        {
+            "experiment": wildcards.experiment,
+            "checkpoints": list(checkpoints),
+            "damping": scoring["damping"],
+            "weighting": scoring["normal_matrix"],
+        }
+    )
+
+
+def checkpoint_scores(wildcards):
+    return [f"{config['results']}/scores/{wildcards.experiment}/{c}.h5" for c in checkpoints]
+
+
+def streamed_features(wildcards):
+    if scoring["scores"] == "full":
+        return []
+    return [f"{config['results']}/features/{c}/train.h5" for c in checkpoints]
+
+
+rule compute_scores:
+    input:
+        train="<results>/features/{checkpoint}/train.h5",
+        targets="<results>/features/{checkpoint}/{experiment}.h5",
+        normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
+    output:
+        scores="<results>/scores/{experiment}/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        mem_mb=memory_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=compute["runtime_minutes"],
+    params:
+        code=code_digest("trak_core.stages.scores"),
+        expected=lambda wildcards: expected_features(
+            wildcards.checkpoint, wildcards.experiment
+        ),
+        settings=ordered(
+            {
+                "damping": scoring["damping"],
+                "weighting": scoring["normal_matrix"],
+                "keep": scoring["scores"],
+            }
+        ),
+    message:
+        "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_scores.py"
+
+
+rule average_scores:
+    input:
+        checkpoint_scores=checkpoint_scores,
+        features=streamed_features,
+    output:
+        scores="<results>/scores/{experiment}.h5",
+    log:
+        "<results>/logs/average_scores/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/average_scores/{experiment}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        mem_mb=memory_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=compute["runtime_minutes"],
+    params:
+        code=code_digest("trak_core.stages.average"),
+        expected=expected_scores,
+        settings=ordered(
+            {
+                "combine": scoring["combine"],
+                "loss_weight_power": scoring["loss_weight_power"],
+                "top": scoring["top"],
+            }
+        ),
+    message:
+        "Averaging the checkpoints of experiment {wildcards.experiment}"
+    script:
+        "../scripts/average_scores.py"
+
+
+rule draw_influences:
+    input:
+        scores="<results>/scores/{experiment}.h5",
+    output:
+        figure="<results>/figures/{experiment}.png",
+    log:
+        "<results>/logs/draw_influences/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/draw_influences/{experiment}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        mem_mb=memory_mb,
+        runtime=compute["runtime_minutes"],
+    params:
+        code=code_digest("trak_core.stages.figure"),
+        digest=study,
+        study=config["study"],
+    message:
+        "Drawing the influences on experiment {wildcards.experiment}"
+    script:
+        "../scripts/draw_influences.py"

@@ -1,0 +1,24 @@
+"""Average the checkpoints of one experiment."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trak_core.job import logged_to
+
+if TYPE_CHECKING:
+    from snakemake.iocontainers import Snakemake
+
+    snakemake: Snakemake
+
+with logged_to(snakemake.log[0]):
+    from trak_core.stages.average import average_scores
+
+    average_scores(
+        scores=Path(snakemake.output.scores),
+        checkpoint_scores=[Path(p) for p in snakemake.input.checkpoint_scores],
+        features=[Path(p) for p in snakemake.input.features],
+        expected=snakemake.params.expected,
+        code=snakemake.params.code,
+        memory_mb=snakemake.resources.memory_mb,
+        **snakemake.params.settings,
+    )

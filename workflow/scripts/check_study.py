@@ -1,0 +1,19 @@
+"""Look a study over: the request comes as JSON on standard input, the answer goes out likewise.
+
+The Snakefile runs this in a process of its own, so that neither torch nor the study's code is
+loaded into Snakemake.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from trak_core.errors import InputError
+from trak_core.stages.check_study import check_study
+
+request = json.load(sys.stdin)
+try:
+    sizes = check_study(**(request | {"study": Path(request["study"])}))
+except InputError as error:
+    sys.exit(str(error))
+print(json.dumps(sizes))

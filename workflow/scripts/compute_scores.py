@@ -1,0 +1,25 @@
+"""Compare the training samples with the targets of one experiment under one checkpoint."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trak_core.job import logged_to
+
+if TYPE_CHECKING:
+    from snakemake.iocontainers import Snakemake
+
+    snakemake: Snakemake
+
+with logged_to(snakemake.log[0]):
+    from trak_core.stages.scores import compute_scores
+
+    compute_scores(
+        scores=Path(snakemake.output.scores),
+        train=Path(snakemake.input.train),
+        targets=Path(snakemake.input.targets),
+        normal_matrix=Path(snakemake.input.normal_matrix),
+        expected=snakemake.params.expected,
+        code=snakemake.params.code,
+        memory_mb=snakemake.resources.memory_mb,
+        **snakemake.params.settings,
+    )
