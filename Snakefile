@@ -11,6 +11,7 @@ if not workflow.overwrite_configfiles:
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/study.smk"
+include: "workflow/rules/jobs.smk"
 include: "workflow/rules/checkpoints.smk"
 include: "workflow/rules/features.smk"
 include: "workflow/rules/scores.smk"

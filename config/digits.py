@@ -17,9 +17,9 @@ _ORDER = np.random.default_rng(0).permutation(1797)
 
 
 def _scans(ids: np.ndarray) -> Dataset:
-    digits = load_digits()
-    images = torch.tensor(digits.images[ids], dtype=torch.float32).unsqueeze(1) / 16
-    return TensorDataset(images, torch.tensor(digits.target[ids]))
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels[ids], dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return TensorDataset(images, torch.tensor(labels[ids]))
 
 
 def train_ids() -> np.ndarray:

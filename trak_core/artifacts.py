@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ class Writer:
         self.file.create_dataset(key, data=value)
 
     def table(self, key: str, rows: pd.DataFrame, searchable: Sequence[str]) -> None:
-        """Write a small table by pandas itself; ``searchable`` columns can be used in ``where=``."""
+        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
         self.tables.append((key, rows, list(searchable)))
 
 
@@ -178,6 +178,9 @@ def _attribute_bytes(value: Any) -> bytes:
 
 def _content_hash(file: h5py.File) -> str:
     """Hash names, attributes, dtypes, shapes and values of all that a file holds.
+
+    Returns:
+        32 hexadecimal digits.
 
     Raises:
         ValueError: If a floating-point value is not finite; it names the dataset.
@@ -207,7 +210,7 @@ def _content_hash(file: h5py.File) -> str:
 @contextlib.contextmanager
 def create(
     path: Path, kind: str, spec: Mapping[str, Any], provenance: Mapping[str, Any], **attributes: Any
-) -> Iterator[Writer]:
+) -> Generator[Writer, None, None]:
     """Write one artifact: the file appears complete under ``path``, or not at all.
 
     Args:
@@ -272,17 +275,22 @@ class Artifact:
     spec: dict[str, Any]
     content_hash: str
 
+    def _dataset(self, key: str) -> h5py.Dataset:
+        dataset = self.file[key]
+        assert isinstance(dataset, h5py.Dataset)
+        return dataset
+
     def matrix(self, key: str) -> h5py.Dataset:
         """Return the values of a frame, to be read by blocks."""
-        return self.file[f"{key}/block0_values"]  # pyright: ignore[reportReturnType]
+        return self._dataset(f"{key}/block0_values")
 
     def index(self, key: str) -> list[Any]:
         """Return the row ids of a frame."""
-        return _plain_ids(self.file[f"{key}/axis1"][:])  # pyright: ignore[reportIndexIssue]
+        return _plain_ids(self.vector(f"{key}/axis1"))
 
     def columns(self, key: str) -> list[Any]:
         """Return the column ids of a frame."""
-        return _plain_ids(self.file[f"{key}/axis0"][:])  # pyright: ignore[reportIndexIssue]
+        return _plain_ids(self.vector(f"{key}/axis0"))
 
     def has(self, key: str) -> bool:
         """Return whether the file holds this key."""
@@ -290,7 +298,7 @@ class Artifact:
 
     def vector(self, key: str) -> np.ndarray:
         """Return one value a sample."""
-        return self.file[key][:]  # pyright: ignore[reportIndexIssue, reportReturnType]
+        return np.asarray(self._dataset(key)[:])
 
     def ids(self, key: str) -> list[Any]:
         """Return ids stored as a vector."""
@@ -298,11 +306,11 @@ class Artifact:
 
     def scalar(self, key: str) -> float:
         """Return one number."""
-        return float(self.file[key][()])  # pyright: ignore[reportIndexIssue, reportArgumentType]
+        return float(np.asarray(self._dataset(key)[()]))
 
 
 @contextlib.contextmanager
-def open_artifact(path: Path, kind: str) -> Iterator[Artifact]:
+def open_artifact(path: Path, kind: str) -> Generator[Artifact, None, None]:
     """Open an artifact after making sure of all of it.
 
     Args:

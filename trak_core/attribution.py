@@ -85,4 +85,6 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
         rows, block = np.vstack([seen.rows, rows]), np.vstack([seen.scores, block])
     # Stable, so that of equal scores the earlier row stays.
     order = np.argsort(-block, axis=0, kind="stable")[:keep]
-    return Extremes(np.take_along_axis(rows, order, axis=0), np.take_along_axis(block, order, axis=0))
+    return Extremes(
+        np.take_along_axis(rows, order, axis=0), np.take_along_axis(block, order, axis=0)
+    )

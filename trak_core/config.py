@@ -44,7 +44,7 @@ def check_unique_keys(path: Path) -> None:
     """
     with path.open(encoding="utf-8") as file:
         try:
-            yaml.load(file, Loader=_UniqueKeyLoader)  # noqa: S506 -- a SafeLoader
+            yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
         except yaml.YAMLError as error:
             raise InputError(f"{path}: a config must be YAML. {error}") from error
 
@@ -54,14 +54,16 @@ def _explained(error: jsonschema.ValidationError) -> str:
     schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
     if error.validator == "additionalProperties":
         known = ", ".join(schema.get("properties", {})) or "none"
-        message = f"{error.message.split(' (')[1].rstrip(')').strip()}" if "(" in error.message else ""
+        message = (
+            f"{error.message.split(' (')[1].rstrip(')').strip()}" if "(" in error.message else ""
+        )
         return f"{where}: unknown key: {message}. Known keys: {known}."
     if error.validator == "required":
         return f"{where}: {error.message}."
     meaning = schema.get("description")
     expected = {
         "type": lambda: f"must be of type {error.validator_value}",
-        "enum": lambda: f"must be one of {', '.join(map(str, error.validator_value))}",
+        "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
         "minimum": lambda: f"must be at least {error.validator_value}",
         "exclusiveMinimum": lambda: f"must be above {error.validator_value}",
         "maximum": lambda: f"must be at most {error.validator_value}",
@@ -103,6 +105,13 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
 
 def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Read columns of a tab-separated table with a header.
+
+    Args:
+        path: The table.
+        columns: Names of the columns to read.
+
+    Returns:
+        One tuple of stripped strings a row.
 
     Raises:
         InputError: If the file or a column is missing, or if it has no rows.

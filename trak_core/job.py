@@ -1,15 +1,15 @@
-"""What every job does around its work: log everything, and explain an input error in one message."""
+"""What every job does around its work: a log, and one message for an input error."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 from trak_core.errors import InputError
 
 
 @contextmanager
-def logged_to(path: str) -> Iterator[None]:
+def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
     Args:

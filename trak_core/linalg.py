@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import scipy.linalg
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 
 from trak_core.errors import InputError
 
@@ -31,7 +32,7 @@ def normal_matrix(blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
     for features, weights in blocks:
         rows = features.astype(np.float64) * np.sqrt(weights.astype(np.float64))[:, None]
         # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
-        part = scipy.linalg.blas.dsyrk(1.0, rows.T, lower=1)
+        part = dsyrk(1.0, rows.T, lower=1)
         total = part if total is None else total + part
         squared += float(np.einsum("ij,ij->", rows, rows))
         n_rows += len(rows)

@@ -38,7 +38,7 @@ def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = above + tuple((node.module or "").split(".") if node.module else ())
             yield base
-            yield from (base + (alias.name,) for alias in node.names)
+            yield from ((*base, alias.name) for alias in node.names)
 
 
 def _closure(start: _Name, root: Path) -> dict[_Name, Path]:

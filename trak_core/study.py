@@ -81,7 +81,8 @@ def _run(path: Path) -> ModuleType:
     # Modules beside the study import as they would for a script.
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -115,7 +116,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Run a study's file.
+        """Return the study in a Python file, which is run.
 
         Raises:
             InputError: If there is no such file.

@@ -1,10 +1,11 @@
 """The projection on a CPU: R is made tile by tile, each tile used in one matrix product."""
 
 import numpy as np
-from numba import config, njit, prange, set_num_threads
+from numba import get_num_threads, njit, prange, set_num_threads
 
 from trak_core.projection.philox import philox4x32
 
+_MAX_THREADS = get_num_threads()  # before anything lowers it
 _BLOCK = 128  # coordinates that one line of Philox calls serves
 _TILE_BYTES = 8 * 2**20
 
@@ -26,9 +27,7 @@ def rademacher_tile_cpu(tile, first, seed_low, seed_high, stream):
             q = np.uint64(4 * (first_block + block) + t)
             low, high = np.uint32(q & np.uint64(0xFFFFFFFF)), np.uint32(q >> np.uint64(32))
             for call in range(n_calls):
-                w0, w1, w2, w3 = philox4x32(
-                    np.uint32(call), low, high, stream, seed_low, seed_high
-                )
+                w0, w1, w2, w3 = philox4x32(np.uint32(call), low, high, stream, seed_low, seed_high)
                 words[t, 4 * call] = w0
                 words[t, 4 * call + 1] = w1
                 words[t, 4 * call + 2] = w2
@@ -57,7 +56,7 @@ def project_rademacher_cpu(
         threads: How many threads make the tiles (the matrix product has BLAS's own setting).
         out: Shape (n_samples, proj_dim), float32; added to.
     """
-    set_num_threads(min(threads, config.NUMBA_NUM_THREADS))
+    set_num_threads(min(threads, _MAX_THREADS))
     n_params, proj_dim = gradients.shape[1], out.shape[1]
     # Whole blocks of coordinates, on the absolute grid: where a chunk begins must not decide
     # which words are drawn twice.

@@ -65,14 +65,12 @@ def _samples(parts: Sequence[Artifact], side: str) -> pd.DataFrame:
         votes = (predictions[:, :, None] == classes).sum(axis=0)
         prediction = classes[votes.argmax(axis=1)]
     outputs = np.stack([part.vector(f"{side}_outputs") for part in parts])
-    return pd.DataFrame(
-        {
-            "id": parts[0].ids(f"{side}_ids"),
-            "label": parts[0].vector(f"{side}_labels"),
-            "prediction": prediction,
-            "margin": outputs.mean(axis=0, dtype=np.float64).astype(np.float32),
-        }
-    )
+    return pd.DataFrame({
+        "id": parts[0].ids(f"{side}_ids"),
+        "label": parts[0].vector(f"{side}_labels"),
+        "prediction": prediction,
+        "margin": outputs.mean(axis=0, dtype=np.float64).astype(np.float32),
+    })
 
 
 def _influences(
@@ -85,16 +83,14 @@ def _influences(
             rows, scores = found.rows[:, column], found.scores[:, column]
             rows, scores = rows[scores > 0], scores[scores > 0]
             frames.append(
-                pd.DataFrame(
-                    {
-                        "target_id": target,
-                        "rank": np.arange(1, len(rows) + 1),
-                        "sign": np.full(len(rows), sign),
-                        "train_id": train["id"].to_numpy()[rows],
-                        "train_label": train["label"].to_numpy()[rows],
-                        "score": sign * scores,
-                    }
-                )
+                pd.DataFrame({
+                    "target_id": target,
+                    "rank": np.arange(1, len(rows) + 1),
+                    "sign": np.full(len(rows), sign),
+                    "train_id": train["id"].to_numpy()[rows],
+                    "train_label": train["label"].to_numpy()[rows],
+                    "score": sign * scores,
+                })
             )
     return pd.concat(frames, ignore_index=True)
 

@@ -78,4 +78,3 @@ def check_study(
             )
         sizes[name] = len(split.ids)
     return sizes
-

@@ -31,6 +31,12 @@ def _frame(axes: Axes, color: str, title: str) -> None:
         spine.set_color(color)
 
 
+def _table(scores: Path, key: str) -> pd.DataFrame:
+    table = pd.read_hdf(scores, key)
+    assert isinstance(table, pd.DataFrame)
+    return table
+
+
 def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -45,8 +51,8 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
     """
     with open_artifact(scores, "trak-scores") as file:
         experiment = file.spec["experiment"]
-    targets, train = (pd.read_hdf(scores, key).set_index("id") for key in ("targets", "train"))
-    influences = pd.read_hdf(scores, "top_influences")
+    targets, train = (_table(scores, key).set_index("id") for key in ("targets", "train"))
+    influences = _table(scores, "top_influences")
     loaded = Study.load(study)
     draw = loaded.function("draw") if loaded.has("draw") else _draw_text
     train_split = loaded.split("train", None)
@@ -69,16 +75,18 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
         _frame(grid[row, 0], "black", f"{title}, predicted {_shown(about['prediction'].item())}")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + _EACH, _RED)):
             mine = (influences["target_id"] == target) & (influences["sign"] == sign)
-            rows = list(influences[mine].head(_EACH).itertuples())
+            rows = influences[mine].head(_EACH).to_dict("records")
             for offset in range(_EACH):
                 axes = grid[row, first + offset]
                 if offset >= len(rows):
                     axes.set_axis_off()
                     continue
                 found = rows[offset]
-                draw(axes, train_split.samples[train_row[found.train_id]])
-                label = _shown(train.loc[found.train_id, "label"].item())
-                _frame(axes, color, f"train {found.train_id}\nlabel {label}, {found.score:+.2g}")
+                draw(axes, train_split.samples[train_row[found["train_id"]]])
+                label = _shown(train.loc[found["train_id"], "label"].item())
+                _frame(
+                    axes, color, f"train {found['train_id']}\nlabel {label}, {found['score']:+.2g}"
+                )
     partial = figure.with_name(f".{figure.name}.part")
     # The software version in a PNG's metadata is all that would differ between machines.
     with mpl.rc_context({"savefig.dpi": 110}):

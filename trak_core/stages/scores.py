@@ -100,9 +100,9 @@ def compute_scores(
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     values[start:stop] = similarities(features[start:stop], solved)
             else:
-                writer.matrix(
-                    "solved_targets", range(proj_dim), target_ids, dtype=np.float64
-                )[:] = solved
+                writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
+                    :
+                ] = solved
             writer.vector("loss_weights", train_file.vector("loss_weights"))
             for side, file in (("train", train_file), ("target", target_file)):
                 writer.vector(f"{side}_ids", file.ids("sample_ids"))

@@ -1,33 +1,3 @@
-def checkpoint_path(wildcards):
-    if "training" in config:
-        return f"{config['results']}/checkpoints/{wildcards.checkpoint}.pt"
-    return checkpoints[wildcards.checkpoint]
-
-
-if "training" in config:
-    checkpoint_input = checkpoint_path
-else:
-    # A user's own file counts by its size and time, in a param: Snakemake alone would miss one
-    # that was replaced by an older file, or changed inside a folder.
-    checkpoint_input = ancient(checkpoint_path)
-    if workflow.is_main_process:
-        gone = [path for path in checkpoints.values() if not Path(path).exists()]
-        if gone:
-            raise WorkflowError(
-                f"Checkpoints must exist. Found nothing at: {', '.join(gone)} "
-                f"(from {os.getcwd()})."
-            )
-
-
-def checkpoint_signature(wildcards):
-    path = Path(checkpoint_path(wildcards))
-    return None if "training" in config else stat_signature(path)
-
-
-def training_arguments(wildcards):
-    return ordered(config["training"] | checkpoints[wildcards.checkpoint])
-
-
 rule train_checkpoint:
     output:
         checkpoint="<results>/checkpoints/{checkpoint}.pt",

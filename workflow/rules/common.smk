@@ -15,8 +15,10 @@ from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature, study_digest
 
 # Jobs are processes of their own: they import the trak_core that this file imports.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [workflow.basedir, os.environ.get("PYTHONPATH")])
+os.environ.update(
+    PYTHONPATH=os.pathsep.join(
+        filter(None, [workflow.basedir, os.getenv("PYTHONPATH")])
+    )
 )
 schema = Path(workflow.basedir, "workflow/schemas/config.schema.yaml")
 

@@ -1,28 +1,3 @@
-def projection_settings():
-    return ordered(config["projection"])
-
-
-def features_spec(wildcards):
-    """What decides the numbers of a split's features, as one dict."""
-    return ordered(
-        {
-            "checkpoint": wildcards.checkpoint,
-            "model_output": config["model_output"],
-            "parameters": None if config["parameters"] == "all" else config["parameters"],
-            "projection": config["projection"],
-            "dtype": config["features_dtype"],
-            "study": study,
-            "targets": experiments.get(wildcards.split),
-        }
-    )
-
-
-def shards_of(wildcards):
-    n = shards[wildcards.split]
-    folder = f"{config['results']}/shards/{wildcards.checkpoint}/{wildcards.split}"
-    return [f"{folder}/{i}-of-{n}.h5" for i in range(1, n + 1)]
-
-
 rule compute_features:
     input:
         checkpoint=checkpoint_input,

@@ -29,12 +29,16 @@ def study_key(split):
 if workflow.is_main_process:
     record = Path(config["results"], "study.json")
     known = json.loads(record.read_text()) if record.exists() else {}
-    new = [split for split in shards if known.get(split, {}).get("key") != study_key(split)]
+    new = [
+        split for split in shards if known.get(split, {}).get("key") != study_key(split)
+    ]
     if new:
         request = {
             "study": config["study"],
             "model_output": config["model_output"],
-            "parameters": None if config["parameters"] == "all" else config["parameters"],
+            "parameters": (
+                None if config["parameters"] == "all" else config["parameters"]
+            ),
             "trained": "training" in config,
             "splits": {split: experiments.get(split) for split in new},
             "shards": shards,
@@ -51,7 +55,9 @@ if workflow.is_main_process:
         known |= {
             split: {"key": study_key(split), "n_samples": sizes[split]} for split in new
         }
-        known = {split: known[split] for split in shards} | {"n_params": sizes["n_params"]}
+        known = {split: known[split] for split in shards} | {
+            "n_params": sizes["n_params"]
+        }
         record.parent.mkdir(parents=True, exist_ok=True)
         partial = record.with_name(f".{record.name}.{os.getpid()}.part")
         partial.write_text(json.dumps(known, indent=1))

@@ -1,14 +1,8 @@
 """Average the checkpoints of one experiment."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trak_core.job import logged_to
-
-if TYPE_CHECKING:
-    from snakemake.iocontainers import Snakemake
-
-    snakemake: Snakemake
 
 with logged_to(snakemake.log[0]):
     from trak_core.stages.average import average_scores

@@ -1,14 +1,8 @@
 """Project the per-sample gradients of one split, or one shard of it, under one checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trak_core.job import logged_to
-
-if TYPE_CHECKING:
-    from snakemake.iocontainers import Snakemake
-
-    snakemake: Snakemake
 
 with logged_to(snakemake.log[0]):
     from trak_core.stages.features import compute_features

@@ -1,0 +1,92 @@
+# What each job needs to know, as functions of its wildcards; there are no rules here.
+#
+# Snakemake compares params as an unordered set of values, and each value as text: settings therefore
+# go into one dict a job, with its keys sorted.
+
+scoring = config["scoring"]
+
+
+def checkpoint_path(wildcards):
+    if "training" in config:
+        return f"{config['results']}/checkpoints/{wildcards.checkpoint}.pt"
+    return checkpoints[wildcards.checkpoint]
+
+
+if "training" in config:
+    checkpoint_input = checkpoint_path
+else:
+    # A user's own file counts by its size and time, in a param: Snakemake alone would miss one
+    # that was replaced by an older file, or changed inside a folder.
+    checkpoint_input = ancient(checkpoint_path)
+    if workflow.is_main_process:
+        gone = [path for path in checkpoints.values() if not Path(path).exists()]
+        if gone:
+            raise WorkflowError(
+                f"Checkpoints must exist. Found nothing at: {', '.join(gone)} "
+                f"(from {os.getcwd()})."
+            )
+
+
+def checkpoint_signature(wildcards):
+    path = Path(checkpoint_path(wildcards))
+    return None if "training" in config else stat_signature(path)
+
+
+def training_arguments(wildcards):
+    return ordered(config["training"] | checkpoints[wildcards.checkpoint])
+
+
+def features_settings(checkpoint):
+    return {
+        "checkpoint": checkpoint,
+        "model_output": config["model_output"],
+        "projection": config["projection"],
+        "dtype": config["features_dtype"],
+        "study": study,
+    }
+
+
+def features_spec(wildcards):
+    """What decides the numbers of a split's features."""
+    parameters = config["parameters"]
+    return ordered(
+        features_settings(wildcards.checkpoint)
+        | {
+            "parameters": None if parameters == "all" else parameters,
+            "targets": experiments.get(wildcards.split),
+        }
+    )
+
+
+def expected_features(checkpoint, split):
+    """What features must say of themselves to be used under today's config."""
+    return ordered(features_settings(checkpoint) | {"split": split})
+
+
+def shards_of(wildcards):
+    n = shards[wildcards.split]
+    folder = f"{config['results']}/shards/{wildcards.checkpoint}/{wildcards.split}"
+    return [f"{folder}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+def expected_scores(wildcards):
+    return ordered(
+        {
+            "experiment": wildcards.experiment,
+            "checkpoints": list(checkpoints),
+            "damping": scoring["damping"],
+            "weighting": scoring["normal_matrix"],
+        }
+    )
+
+
+def checkpoint_scores(wildcards):
+    return [
+        f"{config['results']}/scores/{wildcards.experiment}/{c}.h5" for c in checkpoints
+    ]
+
+
+def streamed_features(wildcards):
+    if scoring["scores"] == "full":
+        return []
+    return [f"{config['results']}/features/{c}/train.h5" for c in checkpoints]
