@@ -75,18 +75,17 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
         _frame(grid[row, 0], "black", f"{title}, predicted {_shown(about['prediction'].item())}")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + _EACH, _RED)):
             mine = (influences["target_id"] == target) & (influences["sign"] == sign)
-            rows = influences[mine].head(_EACH).to_dict("records")
+            best = influences[mine].head(_EACH)
+            rows = list(zip(best["train_id"], best["score"], strict=True))
             for offset in range(_EACH):
                 axes = grid[row, first + offset]
                 if offset >= len(rows):
                     axes.set_axis_off()
                     continue
-                found = rows[offset]
-                draw(axes, train_split.samples[train_row[found["train_id"]]])
-                label = _shown(train.loc[found["train_id"], "label"].item())
-                _frame(
-                    axes, color, f"train {found['train_id']}\nlabel {label}, {found['score']:+.2g}"
-                )
+                train_id, score = rows[offset]
+                draw(axes, train_split.samples[train_row[train_id]])
+                label = _shown(train.loc[train_id, "label"].item())
+                _frame(axes, color, f"train {train_id}\nlabel {label}, {score:+.2g}")
     partial = figure.with_name(f".{figure.name}.part")
     # The software version in a PNG's metadata is all that would differ between machines.
     with mpl.rc_context({"savefig.dpi": 110}):
