@@ -44,7 +44,7 @@ def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
 def _closure(start: _Name, root: Path) -> dict[_Name, Path]:
     """Map each module under ``root`` that importing ``start`` runs to its file."""
     reached: dict[_Name, Path] = {}
-    pending = [start]
+    pending = [start[:depth] for depth in range(1, len(start) + 1)]
     while pending:
         name = pending.pop()
         file = _module_file(root, name)
@@ -100,8 +100,9 @@ def code_digest(module: str) -> str:
     Raises:
         ModuleNotFoundError: If there is no such module.
     """
-    files = _closure(tuple(module.split(".")), _REPOSITORY)
-    if not files:
+    name = tuple(module.split("."))
+    files = _closure(name, _REPOSITORY)
+    if name not in files:
         raise ModuleNotFoundError(f"no module {module!r} under {_REPOSITORY}")
     return _digest(files)
 

@@ -10,9 +10,8 @@ import pandas as pd
 
 from trak_core.artifacts import Artifact, check_same, create, open_artifact
 from trak_core.attribution import Extremes, combined, largest, powered, similarities
-from trak_core.progress import blocks_with_progress
+from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.spec import Combine
-from trak_core.stages.normal_matrix import rows_of
 from trak_core.stages.software import software
 
 _RULE = "compute_scores"
@@ -189,4 +188,6 @@ def average_scores(
             for key, table in (("targets", targets), ("train", train)):
                 writer.table(key, table, ["id"])
             influences = _influences(extremes, train, targets)
-            writer.table("top_influences", influences, ["target_id", "rank", "sign"])
+            # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
+            searchable = ["target_id", "rank", "train_id", "score"]
+            writer.table("top_influences", influences, searchable)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from trak_core.artifacts import create
+from trak_core.blocks import blocks_with_progress
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
 from trak_core.gradients import (
@@ -23,7 +24,6 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model_outputs import MODEL_OUTPUTS
-from trak_core.progress import blocks_with_progress
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.software import software
@@ -45,7 +45,8 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
     """Return the rows in the dtype they are stored in; float16 must hold them."""
     if dtype == "float32":
         return rows
-    stored = rows.astype(np.float16)
+    with np.errstate(over="ignore", under="ignore"):
+        stored = rows.astype(np.float16)
     lost = ~np.isfinite(stored) | ((stored == 0) & (rows != 0))
     if lost.any():
         found = [str(sample_ids[i]) for i in np.flatnonzero(lost.any(axis=1))[:8]]

@@ -6,39 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import Artifact, check_same, create, open_artifact
+from trak_core.artifacts import check_made_for, create, open_artifact
+from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.linalg import extreme_eigenvalues, normal_matrix
-from trak_core.progress import blocks_with_progress
 from trak_core.spec import Weighting
 from trak_core.stages.software import software
-
-
-def rows_of(memory_mb: int, row_bytes: int) -> int:
-    """Return how many rows of this size fit half of a job's memory budget, at least one."""
-    return max(1, memory_mb * 2**20 // 2 // row_bytes)
-
-
-def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> None:
-    """Refuse features that were made for another config than today's.
-
-    An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
-    itself says what it is.
-
-    Args:
-        artifact: The open features.
-        expected: From the config: projection (kind, proj_dim, seed), dtype, model_output, study,
-            checkpoint (id), split.
-        rule: The rule that makes such files.
-    """
-    spec = artifact.spec
-    projection = {key: spec["projection"][key] for key in expected["projection"]}
-    found = {
-        "projection": projection,
-        "checkpoint": spec["checkpoint"]["id"],
-        **{key: spec[key] for key in ("dtype", "model_output", "study", "split")},
-    }
-    wanted = {key: expected[key] for key in found}
-    check_same("settings of today's config", wanted, found, artifact.path, rule)
 
 
 def compute_normal_matrix(
@@ -85,4 +57,6 @@ def compute_normal_matrix(
         writer.scalar("n_train", n_train)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
-        writer.scalar("condition_number", largest / max(smallest, np.finfo(float).tiny))
+        # At most what float64 can tell: an exactly singular matrix has one as well.
+        floor = largest * np.finfo(np.float64).eps
+        writer.scalar("condition_number", largest / max(smallest, floor) if largest > 0 else 1.0)

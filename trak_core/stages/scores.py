@@ -5,12 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import check_same, create, open_artifact
+from trak_core.artifacts import check_made_for, check_same, create, open_artifact
 from trak_core.attribution import similarities
+from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.errors import InputError
 from trak_core.linalg import damped_solve
-from trak_core.progress import blocks_with_progress
-from trak_core.stages.normal_matrix import check_made_for, rows_of
 from trak_core.stages.software import software
 
 # What one checkpoint's train and target features must share.

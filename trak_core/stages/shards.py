@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from trak_core.artifacts import Artifact, check_same, create, open_artifact
+from trak_core.blocks import blocks_with_progress
 from trak_core.errors import InputError
-from trak_core.progress import blocks_with_progress
 from trak_core.stages.software import software
 
 _ROWS = 4096

@@ -1,0 +1,17 @@
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[1]
+# The default study is imported by name where a test needs its functions.
+sys.path.insert(0, str(REPOSITORY / "config"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_randomness():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    numba.set_num_threads(1)

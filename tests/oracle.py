@@ -1,0 +1,72 @@
+"""Scores by an independent road: plain autograd, float64, dense matrices, no code of ours but the
+reference projection matrix."""
+
+import copy
+
+import numpy as np
+import torch
+
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, stream_of
+
+
+def jacobian(model, samples, output):
+    """Gradients (n, p), outputs and labels, one sample and one backward pass at a time."""
+    rows, outputs, labels = [], [], []
+    parameters = list(model.parameters())
+    for *inputs, label in samples:
+        logits = model(*(x.double().unsqueeze(0) for x in inputs))[0]
+        if output == "image_classification":
+            p = torch.softmax(logits, 0)[label]
+            f = torch.log(p) - torch.log1p(-p)
+        else:
+            f = logits.squeeze()
+        gradients = torch.autograd.grad(f, parameters)
+        rows.append(torch.cat([g.flatten() for g in gradients]))
+        outputs.append(f.item())
+        labels.append(float(label))
+    return torch.stack(rows).numpy(), np.array(outputs), np.array(labels)
+
+
+def scores(
+    models,
+    train,
+    targets,
+    *,
+    output,
+    proj_dim,
+    seed,
+    damping,
+    weighting="plain",
+    combine="product_of_averages",
+    power=1.0,
+):
+    """Return the (n, m) scores of a dict of models, checkpoint id to module."""
+    all_similarities, all_weights = [], []
+    for checkpoint, model in models.items():
+        model = copy.deepcopy(model).double().eval()
+        gradients, f, y = jacobian(model, train, output)
+        target_gradients, _, _ = jacobian(model, targets, output)
+        spec = ProjectionSpec(
+            kind="rademacher",
+            n_params=gradients.shape[1],
+            proj_dim=proj_dim,
+            seed=seed,
+            stream=stream_of(checkpoint),
+        )
+        matrix = projection_matrix(spec) / np.sqrt(proj_dim)
+        phi, phi_targets = gradients @ matrix, target_gradients @ matrix
+        if output == "image_classification":
+            p = 1 / (1 + np.exp(-f))
+            q, curvature = 1 - p, p * (1 - p)
+        else:
+            q, curvature = y - f, np.ones_like(f)
+        w = curvature if weighting == "curvature" else np.ones_like(f)
+        shift = damping * np.mean(w * (phi**2).sum(1))
+        kernel = phi.T @ (w[:, None] * phi) + shift * np.eye(proj_dim)
+        all_similarities.append(phi @ np.linalg.inv(kernel) @ phi_targets.T)
+        all_weights.append(np.sign(q) * np.abs(q) ** power)
+    a, q = np.array(all_similarities), np.array(all_weights)
+    if combine == "average_of_products":
+        return (a * q[:, :, None]).mean(0)
+    return a.mean(0) * q.mean(0)[:, None]

@@ -1,0 +1,117 @@
+"""Run the stages of a study in one process, as the workflow would, and return its scores file."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from trak_core.stages.average import average_scores
+from trak_core.stages.features import compute_features
+from trak_core.stages.normal_matrix import compute_normal_matrix
+from trak_core.stages.scores import compute_scores
+from trak_core.stages.shards import join_shards
+
+
+def run_stages(
+    results: Path,
+    study: Path,
+    checkpoints: dict[str, Path],
+    targets: list,
+    *,
+    model_output: str,
+    proj_dim: int,
+    seed: int = 0,
+    damping: float = 2,
+    weighting: str = "plain",
+    combine: str = "product_of_averages",
+    power: float = 1.0,
+    keep: str = "full",
+    shards: int = 1,
+    batch_size: int = 64,
+    memory_mb: int = 500,
+    parameters: list[str] | None = None,
+    dtype: str = "float32",
+    top: int = 5,
+) -> Path:
+    checkpoint_scores, train_features = [], []
+    for checkpoint, path in sorted(checkpoints.items()):
+        expected = {
+            "checkpoint": checkpoint,
+            "model_output": model_output,
+            "projection": {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed},
+            "dtype": dtype,
+            "study": "digest",
+        }
+
+        def features(split, ids, number=1, of=1, *, expected=expected, path=path):
+            name = f"{split}.h5" if of == 1 else f"{split}-{number}.h5"
+            file = results / "features" / expected["checkpoint"] / name
+            compute_features(
+                features=file,
+                checkpoint=path,
+                study=study,
+                split=split,
+                shard=number,
+                n_shards=of,
+                spec={**expected, "parameters": parameters, "targets": ids},
+                code="code",
+                device="cpu",
+                batch_size=batch_size,
+                threads=1,
+            )
+            return file
+
+        if shards == 1:
+            train = features("train", None)
+        else:
+            train = results / "features" / checkpoint / "train.h5"
+            parts = [features("train", None, i, shards) for i in range(1, shards + 1)]
+            join_shards(features=train, shards=parts, code="code")
+        target = features("mine", targets)
+        matrix = results / "normal_matrix" / f"{checkpoint}.h5"
+        compute_normal_matrix(
+            normal_matrix_file=matrix,
+            features=train,
+            expected={**expected, "split": "train"},
+            weighting=weighting,
+            code="code",
+            memory_mb=memory_mb,
+        )
+        scores = results / "scores/mine" / f"{checkpoint}.h5"
+        compute_scores(
+            scores=scores,
+            train=train,
+            targets=target,
+            normal_matrix=matrix,
+            expected={**expected, "split": "mine"},
+            damping=damping,
+            weighting=weighting,
+            keep=keep,
+            code="code",
+            memory_mb=memory_mb,
+        )
+        checkpoint_scores.append(scores)
+        train_features.append(train)
+    final = results / "scores/mine.h5"
+    average_scores(
+        scores=final,
+        checkpoint_scores=checkpoint_scores,
+        features=train_features if keep == "top_k" else [],
+        expected={
+            "experiment": "mine",
+            "weighting": weighting,
+            "damping": damping,
+            "checkpoints": sorted(checkpoints),
+        },
+        combine=combine,
+        loss_weight_power=power,
+        top=top,
+        code="code",
+        memory_mb=memory_mb,
+    )
+    return final
+
+
+def read_scores(path: Path) -> pd.DataFrame:
+    frame = pd.read_hdf(path, "scores")
+    assert isinstance(frame, pd.DataFrame)
+    return frame

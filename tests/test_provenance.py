@@ -1,0 +1,107 @@
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trak_core import provenance
+from trak_core.provenance import code_digest, stat_signature, study_digest
+
+PACKAGE = Path(provenance.__file__).parent
+STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "__init__")
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    shutil.copytree(PACKAGE, tmp_path / "trak_core")
+    monkeypatch.setattr(provenance, "_REPOSITORY", tmp_path)
+    return tmp_path / "trak_core"
+
+
+def changed(copy, module, edit):
+    before = {stage: code_digest(f"trak_core.stages.{stage}") for stage in STAGES}
+    path = copy / module
+    path.write_text(edit(path.read_text()))
+    after = {stage: code_digest(f"trak_core.stages.{stage}") for stage in STAGES}
+    return {stage for stage in STAGES if before[stage] != after[stage]}
+
+
+def add_code(text):
+    return text + "\n_EDITED = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "stages"),
+    [
+        ("projection/cpu.py", {"features"}),
+        ("projection/reference.py", set()),
+        ("gradients.py", {"features", "check_study"}),
+        ("checkpoints.py", {"features"}),
+        ("attribution.py", {"scores", "average"}),
+        ("linalg.py", {"normal_matrix", "scores"}),
+        ("stages/figure.py", {"figure"}),
+        ("study.py", {"features", "train", "figure", "check_study"}),
+        ("errors.py", set(STAGES) - {"software"}),
+        ("__init__.py", set(STAGES)),
+    ],
+)
+def test_an_edit_changes_the_stages_whose_imports_reach_it(copy, module, stages):
+    assert changed(copy, module, add_code) == stages
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: text + "\n# a comment\n",
+        lambda text: text.replace('"""', '"""Another docstring. ', 1),
+        lambda text: text.replace("\n\n\n", "\n\n\n\n"),
+    ],
+)
+def test_comments_layout_and_docstrings_do_not_count(copy, edit):
+    assert changed(copy, "artifacts/_write.py", edit) == set()
+
+
+def test_closure_holds_every_module_that_importing_runs():
+    """The walk over import statements against what Python really imports."""
+    for stage in STAGES:
+        code = f"import sys, trak_core.stages.{stage}; print(*sys.modules)"
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+        real = {name for name in out if name.split(".")[0] == "trak_core"}
+        name = ("trak_core", "stages", stage)
+        walked = {".".join(n) for n in provenance._closure(name, PACKAGE.parent)}
+        assert real <= walked, stage
+
+
+def test_unknown_module():
+    with pytest.raises(ModuleNotFoundError, match="no_such"):
+        code_digest("trak_core.no_such")
+
+
+def test_study_digest_follows_modules_beside_the_study(tmp_path):
+    study, beside = tmp_path / "study.py", tmp_path / "layers.py"
+    study.write_text("from layers import Block\nimport torch\n")
+    beside.write_text("class Block: pass\n")
+    before = study_digest(study)
+    beside.write_text("class Block: size = 3\n")
+    assert study_digest(study) != before
+    study.write_text("# a comment\nfrom layers import Block\nimport torch\n")
+    beside.write_text("class Block: pass\n")
+    assert study_digest(study) == before
+
+
+def test_signature_notices_an_older_file_and_changes_in_a_folder(tmp_path):
+    file = tmp_path / "a.pt"
+    file.write_bytes(b"1234")
+    before = stat_signature(file)
+    os.utime(file, (0, 0))
+    assert stat_signature(file) != before
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    before = stat_signature(folder)
+    (folder / "weights.bin").write_bytes(b"1")
+    assert stat_signature(folder) != before

@@ -1,0 +1,285 @@
+"""The stages, end to end in one process, against an independent float64 implementation."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pandas as pd
+import pytest
+import torch
+from pipeline import read_scores, run_stages
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.study import Study
+
+STUDIES = Path(__file__).parent / "studies"
+N_TARGETS = 7
+
+
+def trained_diabetes(study, seed):
+    torch.manual_seed(seed)
+    model = study.make_model()
+    data, labels = study.module.train_data().tensors
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = nn.functional.mse_loss(model(data).squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+class Case:
+    """A study with three trained checkpoints on disk."""
+
+    def __init__(self, name, folder):
+        self.path = STUDIES / f"{name}.py"
+        study = Study.load(self.path)
+        digits = name == "small_digits"
+        self.output = "image_classification" if digits else "regression"
+        self.train = study.split("train", None)
+        self.targets = list(study.function("target_ids")()[:N_TARGETS])
+        self.targets = [t.item() if hasattr(t, "item") else t for t in self.targets]
+        self.target_split = study.split("mine", self.targets)
+        self.models, self.checkpoints = {}, {}
+        for seed in range(3):
+            if digits:
+                model = study.function("train")(seed=seed, steps=15)
+            else:
+                model = trained_diabetes(study, seed)
+            self.models[f"c{seed}"] = model
+            self.checkpoints[f"c{seed}"] = folder / f"{name}-{seed}.pt"
+            torch.save(model.state_dict(), self.checkpoints[f"c{seed}"])
+
+    def stages(self, results, n_checkpoints=3, **settings):
+        checkpoints = dict(list(self.checkpoints.items())[:n_checkpoints])
+        return run_stages(
+            results, self.path, checkpoints, self.targets, model_output=self.output, **settings
+        )
+
+    def expected(self, n_checkpoints=3, seed=0, **settings):
+        return oracle.scores(
+            dict(list(self.models.items())[:n_checkpoints]),
+            [self.train.samples[i] for i in range(len(self.train.ids))],
+            [self.target_split.samples[i] for i in range(N_TARGETS)],
+            output=self.output,
+            seed=seed,
+            **settings,
+        )
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.set_num_threads(1)
+    return {name: Case(name, folder) for name in ("small_digits", "diabetes")}
+
+
+@pytest.fixture(params=["small_digits", "diabetes"])
+def case(request, cases):
+    return cases[request.param]
+
+
+def assert_close(found, expected, relative):
+    error = np.abs(found - expected).max() / np.abs(expected).max()
+    assert error < relative, error
+
+
+@pytest.mark.parametrize("n_checkpoints", [1, 3])
+@pytest.mark.parametrize("combine", ["product_of_averages", "average_of_products"])
+@pytest.mark.parametrize(
+    ("damping", "proj_dim", "weighting", "power"),
+    [(2, 300, "plain", 0.5), (2, 300, "curvature", 1), (0, 16, "plain", 1)],
+)
+def test_scores_equal_the_formula_in_float64(
+    case, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power
+):
+    settings = {
+        "damping": damping,
+        "proj_dim": proj_dim,
+        "weighting": weighting,
+        "power": power,
+        "combine": combine,
+    }
+    found = read_scores(case.stages(tmp_path, n_checkpoints, **settings))
+    assert found.index.tolist() == case.train.ids
+    assert found.columns.tolist() == case.targets
+    assert_close(found.to_numpy(), case.expected(n_checkpoints, **settings), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 17}]
+)
+def test_shards_batches_and_memory_do_not_change_scores(case, tmp_path, other):
+    first = read_scores(case.stages(tmp_path / "first", 1, proj_dim=100)).to_numpy()
+    second = read_scores(case.stages(tmp_path / "second", 1, proj_dim=100, **other)).to_numpy()
+    assert_close(second, first, 1e-5)
+
+
+def test_a_second_run_writes_the_same_bytes(case, tmp_path):
+    case.stages(tmp_path / "first", proj_dim=33)
+    case.stages(tmp_path / "second", proj_dim=33)
+    files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*.h5"))
+    assert len(files) == 13
+    for file in files:
+        pair = [(tmp_path / run / file).read_bytes() for run in ("first", "second")]
+        assert hashlib.sha256(pair[0]).digest() == hashlib.sha256(pair[1]).digest(), file
+
+
+def test_top_influences_are_the_extremes_of_the_scores(case, tmp_path):
+    path = case.stages(tmp_path, proj_dim=64, top=5)
+    scores, table = read_scores(path), pd.read_hdf(path, "top_influences")
+    for target in case.targets:
+        for sign in (1, -1):
+            mine = table[(table["target_id"] == target) & (table["sign"] == sign)]
+            best = (sign * scores[target]).sort_values(ascending=False, kind="stable").head(5)
+            assert mine["train_id"].tolist() == best.index.tolist()
+            np.testing.assert_array_equal(mine["score"], sign * best)
+            assert mine["rank"].tolist() == [1, 2, 3, 4, 5]
+    query = f"target_id == {case.targets[0]!r} & score > 0 & rank <= 3"
+    assert len(pd.read_hdf(path, "top_influences", where=query)) == 3
+    with pytest.raises(ValueError, match="sign"):
+        pd.read_hdf(path, "top_influences", where=f"target_id == {case.targets[0]!r} & sign == 1")
+
+
+def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path):
+    settings = {"proj_dim": 64, "top": 4}
+    full = case.stages(tmp_path / "full", **settings)
+    top_k = case.stages(tmp_path / "top_k", keep="top_k", memory_mb=17, **settings)
+    expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
+    with pytest.raises(KeyError):
+        pd.read_hdf(top_k, "scores")
+
+
+def test_labels_predictions_and_margins_come_along(case, tmp_path):
+    path = case.stages(tmp_path, proj_dim=16)
+    for key, split in (("train", case.train), ("targets", case.target_split)):
+        table = pd.read_hdf(path, key)
+        assert table["id"].tolist() == split.ids
+        samples = [split.samples[i] for i in range(len(split.ids))]
+        np.testing.assert_array_equal(table["label"], [s[-1].item() for s in samples])
+        _, f, _ = zip(
+            *(oracle.jacobian(m.double().eval(), samples, case.output) for m in doubles(case)),
+            strict=True,
+        )
+        np.testing.assert_allclose(table["margin"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
+
+
+def doubles(case):
+    import copy
+
+    return [copy.deepcopy(model) for model in case.models.values()]
+
+
+def test_a_singular_matrix_is_explained(cases, tmp_path):
+    with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
+        cases["small_digits"].stages(tmp_path, 1, proj_dim=200, damping=0)
+    assert not (tmp_path / "scores").exists()
+
+
+def test_float16_features(cases, tmp_path):
+    case = cases["small_digits"]
+    found = read_scores(case.stages(tmp_path, 1, proj_dim=100, dtype="float16"))
+    assert_close(found.to_numpy(), case.expected(1, proj_dim=100, damping=2), 5e-3)
+
+
+def test_float16_that_cannot_hold_the_features_is_an_error(cases, tmp_path):
+    case = cases["small_digits"]
+    state = {
+        k: v * (1e5 if k == "8.weight" else 1) for k, v in case.models["c0"].state_dict().items()
+    }
+    torch.save(state, tmp_path / "large.pt")
+    with pytest.raises(InputError, match="features_dtype"):
+        run_stages(
+            tmp_path / "results",
+            case.path,
+            {"large": tmp_path / "large.pt"},
+            case.targets,
+            model_output=case.output,
+            proj_dim=64,
+            dtype="float16",
+        )
+    assert not list((tmp_path / "results").rglob("*.h5"))
+
+
+def test_a_subset_of_parameters(cases, tmp_path):
+    """Only the last layer: the oracle's parameters are frozen but for that layer."""
+    import copy
+
+    case = cases["small_digits"]
+    found = read_scores(case.stages(tmp_path, 1, proj_dim=50, parameters=["8.*"]))
+    model = copy.deepcopy(case.models["c0"])
+
+    class LastLayer(nn.Module):
+        def __init__(self, body, head):
+            super().__init__()
+            self.body = [body]  # hidden from parameters()
+            self.head = head
+
+        def forward(self, x):
+            return self.head(self.body[0](x))
+
+    wrapped = LastLayer(model[:8].double().eval(), model[8])
+    expected = oracle.scores(
+        {"c0": wrapped},
+        [case.train.samples[i] for i in range(len(case.train.ids))],
+        [case.target_split.samples[i] for i in range(N_TARGETS)],
+        output=case.output,
+        proj_dim=50,
+        seed=0,
+        damping=2,
+    )
+    assert_close(found.to_numpy(), expected, 1e-4)
+
+
+def test_files_that_do_not_belong_together_are_refused(cases, tmp_path):
+    case = cases["small_digits"]
+    case.stages(tmp_path / "a", proj_dim=32)
+    case.stages(tmp_path / "b", proj_dim=32, seed=1)
+    (tmp_path / "a/features/c1/mine.h5").write_bytes(
+        (tmp_path / "b/features/c1/mine.h5").read_bytes()
+    )
+    from trak_core.stages.scores import compute_scores
+
+    expected = {
+        "checkpoint": "c1",
+        "model_output": case.output,
+        "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
+        "dtype": "float32",
+        "study": "digest",
+        "split": "mine",
+    }
+    with pytest.raises(InputError, match=r"c1/mine.h5.*seed.*rule compute_features remakes it"):
+        compute_scores(
+            scores=tmp_path / "out.h5",
+            train=tmp_path / "a/features/c1/train.h5",
+            targets=tmp_path / "a/features/c1/mine.h5",
+            normal_matrix=tmp_path / "a/normal_matrix/c1.h5",
+            expected=expected,
+            damping=2,
+            weighting="plain",
+            keep="full",
+            code="code",
+            memory_mb=100,
+        )
+    assert not (tmp_path / "out.h5").exists()
+
+
+def test_not_a_number_in_a_checkpoint_names_samples_and_parameters(cases, tmp_path):
+    case = cases["small_digits"]
+    state = {k: v.clone() for k, v in case.models["c0"].state_dict().items()}
+    state["6.weight"][0, 0] = float("nan")
+    torch.save(state, tmp_path / "bad.pt")
+    with pytest.raises(InputError, match=rf"samples {case.train.ids[0]}, .* in .*0\.weight"):
+        run_stages(
+            tmp_path / "results",
+            case.path,
+            {"bad": tmp_path / "bad.pt"},
+            case.targets,
+            model_output=case.output,
+            proj_dim=8,
+        )
+    assert not list((tmp_path / "results").rglob("*.h5*"))

@@ -1,0 +1,60 @@
+"""Files that are to be combined must belong together."""
+
+from pathlib import Path
+from typing import Any
+
+from trak_core.artifacts._format import ArtifactError
+from trak_core.artifacts._read import Artifact
+
+
+def check_same(what: str, expected: Any, found: Any, path: Path, rule: str) -> None:
+    """Refuse a file that was not made for what it is about to be combined with.
+
+    Args:
+        what: The part of the specification compared, in words.
+        expected: What the config or the other file says.
+        found: What this file says.
+        path: This file.
+        rule: The rule that makes it.
+
+    Raises:
+        ArtifactError: If the two differ; dicts are compared key by key.
+    """
+    if expected == found:
+        return
+    if isinstance(expected, dict) and isinstance(found, dict):
+        keys = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
+        expected = {k: expected.get(k) for k in keys}
+        found = {k: found.get(k) for k in keys}
+    raise ArtifactError(
+        f"{path}: files to be combined must agree in the {what}. Expected {_short(expected)}, "
+        f"found {_short(found)}. Delete the file and run snakemake again: rule {rule} remakes it."
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> None:
+    """Refuse features that were made for another config than today's.
+
+    An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
+    itself says what it is.
+
+    Args:
+        artifact: The open features.
+        expected: From the config: projection (kind, proj_dim, seed), dtype, model_output, study,
+            checkpoint (id), split.
+        rule: The rule that makes such files.
+    """
+    spec = artifact.spec
+    projection = {key: spec["projection"][key] for key in expected["projection"]}
+    found = {
+        "projection": projection,
+        "checkpoint": spec["checkpoint"]["id"],
+        **{key: spec[key] for key in ("dtype", "model_output", "study", "split")},
+    }
+    wanted = {key: expected[key] for key in found}
+    check_same("settings of today's config", wanted, found, artifact.path, rule)

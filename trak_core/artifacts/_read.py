@@ -1,0 +1,118 @@
+"""Reading an artifact, after making sure of all of it."""
+
+import contextlib
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from trak_core.artifacts._format import KINDS, VERSION, ArtifactError, content_hash, plain_ids
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A verified file, open for reading; see ``open_artifact``."""
+
+    path: Path
+    file: h5py.File
+    spec: dict[str, Any]
+    content_hash: str
+
+    def _dataset(self, key: str) -> h5py.Dataset:
+        dataset = self.file[key]
+        assert isinstance(dataset, h5py.Dataset)
+        return dataset
+
+    def matrix(self, key: str) -> h5py.Dataset:
+        """Return the values of a frame, to be read by blocks."""
+        return self._dataset(f"{key}/block0_values")
+
+    def index(self, key: str) -> list[Any]:
+        """Return the row ids of a frame."""
+        return plain_ids(self.vector(f"{key}/axis1"))
+
+    def columns(self, key: str) -> list[Any]:
+        """Return the column ids of a frame."""
+        return plain_ids(self.vector(f"{key}/axis0"))
+
+    def has(self, key: str) -> bool:
+        """Return whether the file holds this key."""
+        return key in self.file
+
+    def vector(self, key: str) -> np.ndarray:
+        """Return one value a sample."""
+        return np.asarray(self._dataset(key)[:])
+
+    def ids(self, key: str) -> list[Any]:
+        """Return ids stored as a vector."""
+        return plain_ids(self.vector(key))
+
+    def scalar(self, key: str) -> float:
+        """Return one number."""
+        return float(np.asarray(self._dataset(key)[()]))
+
+
+@contextlib.contextmanager
+def open_artifact(path: Path, kind: str) -> Generator[Artifact, None, None]:
+    """Open an artifact after making sure of all of it.
+
+    Args:
+        path: The file.
+        kind: The ``encoding-type`` it must have.
+
+    Yields:
+        The open artifact.
+
+    Raises:
+        ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
+            or not finite. It names the file, what was expected and found, and the rule that
+            remakes it.
+    """
+    keys, rule = KINDS[kind]
+    remake = f"Delete the file and run snakemake again: rule {rule} remakes it."
+    if not path.is_file():
+        raise ArtifactError(f"{path}: a {kind} file must be here. Found nothing. {remake}")
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise ArtifactError(
+            f"{path}: a {kind} file must be readable HDF5. Found {str(error).splitlines()[0]}. "
+            f"{remake}"
+        ) from error
+    with file:
+        try:
+            found = (file.attrs.get("encoding-type"), file.attrs.get("encoding-version"))
+            found = tuple(v.decode() if isinstance(v, bytes) else v for v in found)
+            if found != (kind, VERSION):
+                raise ArtifactError(
+                    f"{path}: the file must be {kind}, version {VERSION}. Found {found[0]}, "
+                    f"version {found[1]}. {remake}"
+                )
+            missing = [key for key in keys if key not in file]
+            if missing:
+                raise ArtifactError(
+                    f"{path}: a {kind} file must hold {', '.join(keys)}. Missing: "
+                    f"{', '.join(missing)}. {remake}"
+                )
+            stored = file.attrs.get("content-hash")
+            stored = stored.decode() if isinstance(stored, bytes) else stored
+            computed = content_hash(file)
+            if stored != computed:
+                raise ArtifactError(
+                    f"{path}: the content must have the hash stored with it. Found {computed}, "
+                    f"stored {stored}: the file was changed or damaged. {remake}"
+                )
+            spec = file.attrs["spec"]
+            spec = json.loads(spec.decode() if isinstance(spec, bytes) else str(spec))
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            if isinstance(error, ArtifactError):
+                raise
+            raise ArtifactError(
+                f"{path}: a {kind} file must be whole. Reading it failed: "
+                f"{str(error).splitlines()[0]}. {remake}"
+            ) from error
+        yield Artifact(path, file, spec, computed)

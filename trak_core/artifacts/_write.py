@@ -1,0 +1,183 @@
+"""Writing an artifact: whole under its final name, or not at all."""
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts._format import VERSION, ArtifactError, content_hash, ids_array
+
+
+def _text(value: str) -> tuple[np.bytes_, np.dtype]:
+    # PyTables reads its own attributes only as UTF-8 of a fixed length.
+    encoded = value.encode()
+    return np.bytes_(encoded), h5py.string_dtype("utf-8", max(1, len(encoded)))
+
+
+def _put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
+    for name, value in attributes.items():
+        if isinstance(value, str):
+            data, dtype = _text(value)
+            node.attrs.create(name, data, dtype=dtype)
+        else:
+            node.attrs[name] = value
+
+
+def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
+    values = ids_array(ids)
+    dataset = group.create_dataset(name, data=values, fletcher32=True, chunks=values.shape)
+    _put_attributes(
+        dataset,
+        CLASS="ARRAY",
+        VERSION="2.4",
+        TITLE="",
+        FLAVOR="numpy",
+        kind="string" if values.dtype.kind == "S" else "integer",
+        name=np.bytes_(b"N."),  # pandas' own spelling of "the axis has no name"
+        transposed=np.uint8(1),
+    )
+
+
+@dataclass(slots=True)
+class Writer:
+    """An artifact being written; see ``create``."""
+
+    file: h5py.File
+    tables: list[tuple[str, pd.DataFrame, list[str]]] = field(default_factory=list)
+
+    def matrix(
+        self,
+        key: str,
+        index: Sequence[Any],
+        columns: Sequence[Any],
+        *,
+        dtype: Any = np.float32,
+        chunks: tuple[int, int] = (256, 2**14),
+    ) -> h5py.Dataset:
+        """Make a frame and return its values, to be filled by blocks.
+
+        Args:
+            key: Name of the frame.
+            index: Row ids, integers or strings.
+            columns: Column ids, likewise.
+            dtype: Of the values.
+            chunks: Rows and columns of a chunk at most.
+
+        Returns:
+            A dataset of shape (len(index), len(columns)).
+        """
+        group = self.file.create_group(key)
+        _put_attributes(
+            group,
+            CLASS="GROUP",
+            VERSION="1.0",
+            TITLE="",
+            pandas_type="frame",
+            pandas_version="0.15.2",
+            encoding="UTF-8",
+            errors="strict",
+            ndim=2,
+            nblocks=1,
+            axis0_variety="regular",
+            axis1_variety="regular",
+            block0_items_variety="regular",
+        )
+        for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
+            _axis(group, name, ids)
+        shape = (len(index), len(columns))
+        values = group.create_dataset(
+            "block0_values",
+            shape=shape,
+            dtype=dtype,
+            chunks=(min(shape[0], chunks[0]), min(shape[1], chunks[1])),
+            fletcher32=True,
+        )
+        _put_attributes(
+            values,
+            CLASS="CARRAY",
+            VERSION="1.1",
+            TITLE="",
+            FLAVOR="numpy",
+            transposed=np.uint8(1),
+        )
+        return values
+
+    def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
+        """Write one value a sample, or ids."""
+        array = ids_array(values) if isinstance(values, list) else np.asarray(values)
+        self.file.create_dataset(key, data=array, chunks=array.shape, fletcher32=True)
+
+    def scalar(self, key: str, value: float) -> None:
+        """Write one number."""
+        self.file.create_dataset(key, data=value)
+
+    def table(self, key: str, rows: pd.DataFrame, searchable: Sequence[str]) -> None:
+        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
+        self.tables.append((key, rows, list(searchable)))
+
+
+@contextlib.contextmanager
+def create(
+    path: Path, kind: str, spec: Mapping[str, Any], provenance: Mapping[str, Any], **attributes: Any
+) -> Generator[Writer, None, None]:
+    """Write one artifact: the file appears complete under ``path``, or not at all.
+
+    Args:
+        path: Final name; its folder is made.
+        kind: The ``encoding-type``.
+        spec: Everything that decides the numbers, as plain values.
+        provenance: Software and device; no clock times, so that a repeated run is byte-identical.
+        **attributes: More root attributes.
+
+    Yields:
+        The writer. On an exception the temporary file goes and ``path`` stays as it was.
+
+    Raises:
+        ArtifactError: If a value written is not finite.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    try:
+        with h5py.File(partial, "w") as file:
+            _put_attributes(
+                file,
+                **{"encoding-type": kind, "encoding-version": VERSION},
+                spec=json.dumps(spec, sort_keys=True),
+                provenance=json.dumps(provenance, sort_keys=True),
+                **attributes,
+            )
+            writer = Writer(file)
+            yield writer
+        # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
+        for key, rows, searchable in writer.tables:
+            with pd.HDFStore(partial, "a") as store:
+                store.put(
+                    key,
+                    rows,
+                    format="table",
+                    data_columns=searchable,
+                    index=False,
+                    track_times=False,
+                )
+        with h5py.File(partial, "r+") as file:
+            try:
+                _put_attributes(file, **{"content-hash": content_hash(file)})
+            except ValueError as error:
+                raise ArtifactError(
+                    f"{path}: every number of an artifact must be finite, but {error}. "
+                    "Nothing was written."
+                ) from error
+        descriptor = os.open(partial, os.O_RDWR)
+        os.fsync(descriptor)
+        os.close(descriptor)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
