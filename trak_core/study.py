@@ -62,7 +62,7 @@ class Split:
             raise InputError(
                 "Targets must be ids of the study's target_data(). Found "
                 f"{', '.join(map(str, unknown[:8]))}{' and more' if len(unknown) > 8 else ''}; "
-                f"there are {len(position)} ids, {self.ids[0]} to {self.ids[-1]}."
+                f"it has {len(position)}, such as {self.ids[0]} and {self.ids[-1]}."
             )
         if len(set(ids)) < len(ids):
             twice = sorted({str(i) for i in ids if list(ids).count(i) > 1})
