@@ -1,0 +1,133 @@
+"""The README is run: its own study, its config, its commands and the code that reads results."""
+
+import contextlib
+import io
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+import yaml
+from workspace import REPOSITORY, Workspace, jobs
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def block(info):
+    found = re.findall(rf"^```{re.escape(info)}\n(.*?)^```", README, flags=re.S | re.M)
+    assert len(found) == 1, info
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["diabetes.py", "diabetes.yaml"])
+def test_the_study_shown_is_the_one_that_is_tested(name):
+    language = name.split(".")[1].replace("py", "python")
+    assert block(f"{language} {name}") == (REPOSITORY / "tests/studies" / name).read_text()
+
+
+def test_a_study_is_about_thirty_lines():
+    assert len(block("python diabetes.py").splitlines()) <= 30
+
+
+@pytest.fixture(scope="module")
+def diabetes(tmp_path_factory):
+    """The README's own-model section, as a user would follow it."""
+    folder = tmp_path_factory.mktemp("readme") / "study"
+    config = yaml.safe_load(block("yaml diabetes.yaml"))
+    workspace = Workspace.make(folder, "diabetes.py", config)
+    workspace.path("checkpoints").mkdir()
+    for run in (1, 2, 3):
+        torch.manual_seed(run)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
+        torch.save(model.state_dict(), workspace.path(f"checkpoints/run{run}.pt"))
+    command = next(line for line in README.splitlines() if "--configfile diabetes.yaml" in line)
+    arguments = shlex.split(command)[2:]
+    assert arguments[:3] == ["--cores", "2", "--configfile"]
+    result = workspace.snakemake("--cores", "2", text=block("yaml diabetes.yaml"))
+    assert result.returncode == 0, result.stdout
+    assert jobs(result.stdout)["draw_influences"] == 1
+    return workspace
+
+
+def test_the_own_study_gives_scores_and_a_figure(diabetes):
+    results = diabetes.path("results-diabetes")
+    scores = pd.read_hdf(results / "scores/two-patients.h5", "scores")
+    assert scores.shape == (342, 2)
+    assert scores.columns.tolist() == ["patient-342", "patient-400"]
+    assert (results / "figures/two-patients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_list_untracked_finds_what_a_removed_experiment_left(diabetes, tmp_path):
+    study = diabetes.copy(tmp_path / "study")
+    study.config["experiments"] = {"other": {"targets": ["patient-342"]}}
+    output = study.snakemake("--list-untracked").stdout
+    assert "results-diabetes/scores/two-patients.h5" in output
+    assert "results-diabetes/features/run1/two-patients.h5" in output
+
+
+def test_deleting_the_scores_of_each_checkpoint_reruns_nothing(diabetes, tmp_path):
+    study = diabetes.copy(tmp_path / "study")
+    shutil.rmtree(study.path("results-diabetes/scores/two-patients"))
+    assert study.run("all") == {}
+    shutil.rmtree(study.path("results-diabetes/features"))
+    assert study.run("all") == {}
+    study.config["scoring"] = {"damping": 1}
+    assert study.run()["compute_features"] == 6
+
+
+def test_reading_the_results(tmp_path, monkeypatch):
+    """The code block runs on files of the shape and names that the default study makes."""
+    config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
+    config["results"] = "results"
+    config["study"] = str(REPOSITORY / "config/digits.py")
+    config["checkpoints"] = {"seed0": {"seed": 0}}
+    config["experiments"] = {"hard": {"targets": [1573, 1662, 678, 905]}}
+    config["projection"]["proj_dim"] = 32
+    workspace = Workspace.make(tmp_path / "study", "small_digits.py", {**config})
+    workspace.config["study"] = config["study"]
+    workspace.run()
+    monkeypatch.chdir(workspace.folder)
+    code = re.search(r"^```python\n(import pandas.*?)^```", README, flags=re.S | re.M)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(code.group(1), {})
+    shown = re.search(r"^```text\n( +1573.*?)^```", README, flags=re.S | re.M).group(1)
+    headers = [line.split() for line in printed.getvalue().splitlines()]
+    assert ["1573", "1662", "678"] in headers
+    assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in headers
+    assert ["id", "label", "prediction", "margin"] in headers
+    assert len(shown.splitlines()) == len(headers)
+
+
+def test_every_key_of_the_config_is_described():
+    schema = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
+    described = (REPOSITORY / "config/README.md").read_text()
+
+    def keys(node, prefix=""):
+        for key, value in node.get("properties", {}).items():
+            assert value.get("description"), key
+            inner = list(keys(value, f"{key}.")) if key != "experiments" else []
+            yield from inner or [prefix + key]
+
+    for key in keys(schema):
+        assert f"`{key}`" in described, key
+        default = schema
+        for part in key.split("."):
+            default = default["properties"][part]
+        row = next(line for line in described.splitlines() if line.startswith(f"| `{key}`"))
+        if "default" in default:
+            assert str(default["default"]) in row, key
+
+
+def test_paths_in_the_readme_exist():
+    for link in re.findall(r"\]\(([^)#]+)\)", README):
+        if not link.startswith("http"):
+            assert (REPOSITORY / link).exists(), link
+    for path in ("config/digits.py", "config/config.yaml", "config/smoke.yaml"):
+        assert path in README
+        assert Path(REPOSITORY, path).exists()
