@@ -52,10 +52,11 @@ def _read(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+        reason = (str(error).splitlines() or ["it ends too early."])[0]
         raise InputError(
             f"{path}: a checkpoint must be a state dict saved by torch.save, or safetensors; "
             "pickled objects other than tensors are never loaded. Reading it failed: "
-            f"{str(error).splitlines()[0]} Save `model.state_dict()` and use that file."
+            f"{reason} Save `model.state_dict()` and use that file."
         ) from error
     for wrapper in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):

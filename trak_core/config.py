@@ -53,11 +53,9 @@ def _explained(error: jsonschema.ValidationError) -> str:
     where = ".".join(str(part) for part in error.absolute_path) or "the config"
     schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
     if error.validator == "additionalProperties":
-        known = ", ".join(schema.get("properties", {})) or "none"
-        message = (
-            f"{error.message.split(' (')[1].rstrip(')').strip()}" if "(" in error.message else ""
-        )
-        return f"{where}: unknown key: {message}. Known keys: {known}."
+        known = schema.get("properties", {})
+        unknown = ", ".join(repr(key) for key in error.instance if key not in known)
+        return f"{where}: unknown key {unknown}. Known keys: {', '.join(known)}."
     if error.validator == "required":
         return f"{where}: {error.message}."
     meaning = schema.get("description")
@@ -75,15 +73,13 @@ def _explained(error: jsonschema.ValidationError) -> str:
 
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
-    """Yield what went wrong inside alternatives, not that no alternative fits."""
-    if error.validator in ("anyOf", "oneOf") and error.context:
-        deepest = max(len(e.absolute_path) for e in error.context)
-        branch = [e for e in error.context if len(e.absolute_path) == deepest]
-        if deepest > len(error.absolute_path):
-            for inner in branch:
-                yield from _leaves(inner)
-            return
-    yield error
+    """Yield what went wrong in the alternative that was meant: the one of the value's type."""
+    meant = [e for e in error.context or () if not (e.validator == "type" and not e.path)]
+    if error.validator in ("anyOf", "oneOf") and meant:
+        for inner in meant:
+            yield from _leaves(inner)
+    else:
+        yield error
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:

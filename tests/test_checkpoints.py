@@ -1,0 +1,129 @@
+import json
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trak_core.checkpoints import checkpoint_sha256, load_checkpoint, read_state_dict
+from trak_core.errors import InputError
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def state():
+    return net().state_dict()
+
+
+def same(state, path):
+    model = net()
+    load_checkpoint(model, path)
+    assert not model.training
+    return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
+def test_pytorch_files(state, tmp_path, prefix, wrapper):
+    stored = {prefix + key: value for key, value in state.items()}
+    torch.save({wrapper: stored, "epoch": 3} if wrapper else stored, tmp_path / "a.pt")
+    assert same(state, tmp_path / "a.pt")
+
+
+def test_safetensors(state, tmp_path):
+    save_file(state, tmp_path / "a.safetensors")
+    assert same(state, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hugging_face_folders(state, tmp_path, suffix, sharded):
+    save = save_file if suffix == "safetensors" else torch.save
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    (tmp_path / "config.json").write_text("{}")
+    if not sharded:
+        save(state, tmp_path / f"{stem}.{suffix}")
+    else:
+        keys = sorted(state)
+        files = {key: f"{stem}-0000{1 + (i > 2)}-of-00002.{suffix}" for i, key in enumerate(keys)}
+        for file in set(files.values()):
+            save({key: state[key] for key in keys if files[key] == file}, tmp_path / file)
+        index = {"metadata": {}, "weight_map": files}
+        (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    assert same(state, tmp_path)
+    before = checkpoint_sha256(tmp_path)
+    (tmp_path / "config.json").write_text('{"other": 1}')
+    assert checkpoint_sha256(tmp_path) == before
+
+
+def test_tied_parameters_are_needed_once(tmp_path):
+    weight = torch.randn(5, 3)
+    save_file({"embedding.weight": weight}, tmp_path / "a.safetensors")
+    model = Tied()
+    load_checkpoint(model, tmp_path / "a.safetensors")
+    assert torch.equal(model.head.weight, weight)
+
+
+def truncated(state, path):
+    torch.save(state, path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def whole_model(state, path):
+    torch.save(net(), path)
+
+
+def list_of_tensors(state, path):
+    torch.save(list(state.values()), path)
+
+
+def text(state, path):
+    path.write_text("not a checkpoint")
+
+
+def empty(state, path):
+    path.write_bytes(b"")
+
+
+def other_zip(state, path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a", "b")
+
+
+@pytest.mark.parametrize("write", [truncated, whole_model, list_of_tensors, text, empty, other_zip])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_what_is_no_checkpoint_is_explained(state, tmp_path, write, name):
+    write(state, tmp_path / name)
+    with pytest.raises(InputError, match=r"a\.\w+: a checkpoint must be a state dict"):
+        read_state_dict(tmp_path / name)
+
+
+def test_no_file_and_no_weights(tmp_path):
+    with pytest.raises(InputError, match="Found nothing there"):
+        read_state_dict(tmp_path / "gone.pt")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match=r"must hold one of model\.safetensors.* Found notes\.txt"):
+        read_state_dict(tmp_path)
+
+
+def test_keys_that_do_not_fit_are_listed(state, tmp_path):
+    del state["0.bias"]
+    state["extra"] = torch.zeros(1)
+    state["2.weight"] = torch.zeros(3, 4)
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(InputError) as error:
+        load_checkpoint(net(), tmp_path / "a.pt")
+    assert "missing in the checkpoint: 0.bias; unknown to the model: extra" in str(error.value)
+    assert "of another shape: 2.weight (3, 4) for (2, 4)" in str(error.value)
