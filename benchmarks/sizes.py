@@ -78,7 +78,7 @@ def measured(function: Callable, **arguments: object) -> tuple[float, float]:
 
 def main() -> None:
     """Parse the command line, run every stage, print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Time, memory and disk of the stages.")
     parser.add_argument("--train", type=int, default=50_000, help="n")
     parser.add_argument("--targets", type=int, default=1000, help="m")
     parser.add_argument("--proj-dim", type=int, default=2048, help="k")

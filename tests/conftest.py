@@ -1,7 +1,6 @@
 import sys
 from pathlib import Path
 
-import numba
 import pytest
 import torch
 
@@ -14,4 +13,3 @@ sys.path.insert(0, str(REPOSITORY / "config"))
 def fixed_randomness():
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    numba.set_num_threads(1)

@@ -54,7 +54,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
     schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
     if error.validator == "additionalProperties":
         known = schema.get("properties", {})
-        unknown = ", ".join(repr(key) for key in error.instance if key not in known)
+        given = error.instance if isinstance(error.instance, Mapping) else {}
+        unknown = ", ".join(repr(key) for key in given if key not in known)
         return f"{where}: unknown key {unknown}. Known keys: {', '.join(known)}."
     if error.validator == "required":
         return f"{where}: {error.message}."

@@ -1,11 +1,10 @@
 """The projection on a CPU: R is made tile by tile, each tile used in one matrix product."""
 
 import numpy as np
-from numba import get_num_threads, njit, prange, set_num_threads
+from numba import config, njit, prange, set_num_threads
 
 from trak_core.projection.philox import philox4x32
 
-_MAX_THREADS = get_num_threads()  # before anything lowers it
 _BLOCK = 128  # coordinates that one line of Philox calls serves
 _TILE_BYTES = 8 * 2**20
 
@@ -56,7 +55,8 @@ def project_rademacher_cpu(
         threads: How many threads make the tiles (the matrix product has BLAS's own setting).
         out: Shape (n_samples, proj_dim), float32; added to.
     """
-    set_num_threads(min(threads, _MAX_THREADS))
+    most = config.NUMBA_NUM_THREADS  # pyright: ignore[reportAttributeAccessIssue]
+    set_num_threads(min(threads, most))
     n_params, proj_dim = gradients.shape[1], out.shape[1]
     # Whole blocks of coordinates, on the absolute grid: where a chunk begins must not decide
     # which words are drawn twice.

@@ -73,25 +73,27 @@ def _samples(parts: Sequence[Artifact], side: str) -> pd.DataFrame:
 
 
 def _influences(
-    extremes: dict[int, Extremes], train: pd.DataFrame, targets: pd.DataFrame
+    helpful: Extremes, harmful: Extremes, train: pd.DataFrame, targets: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return for each target the training samples with the largest scores of either sign."""
-    frames = []
-    for column, target in enumerate(targets["id"]):
-        for sign, found in extremes.items():
-            rows, scores = found.rows[:, column], found.scores[:, column]
-            rows, scores = rows[scores > 0], scores[scores > 0]
-            frames.append(
-                pd.DataFrame({
-                    "target_id": target,
-                    "rank": np.arange(1, len(rows) + 1),
-                    "sign": np.full(len(rows), sign),
-                    "train_id": train["id"].to_numpy()[rows],
-                    "train_label": train["label"].to_numpy()[rows],
-                    "score": sign * scores,
-                })
-            )
-    return pd.concat(frames, ignore_index=True)
+    """Return for each target the training samples with the largest scores of either sign.
+
+    ``harmful`` are the largest of the negated scores.
+    """
+    # (target, sign, rank): the order of the table.
+    rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
+    sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
+    kept = sizes > 0
+    target, sign, rank = np.nonzero(kept)
+    signs = np.array([1, -1])[sign]
+    train_rows = rows[kept]
+    return pd.DataFrame({
+        "target_id": targets["id"].to_numpy()[target],
+        "rank": rank + 1,
+        "sign": signs,
+        "train_id": train["id"].to_numpy()[train_rows],
+        "train_label": train["label"].to_numpy()[train_rows],
+        "score": (signs * sizes[kept]).astype(np.float32),
+    })
 
 
 def _unit(weighting: str, power: float, model_output: str) -> str:
@@ -174,7 +176,7 @@ def average_scores(
             if not phis:
                 ids = train["id"].tolist(), targets["id"].tolist()
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
-            extremes: dict[int, Extremes] = {}
+            helpful = harmful = None
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = combined(
                     [part_rows(start, stop) for part_rows in rows],
@@ -183,11 +185,13 @@ def average_scores(
                 ).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
-                for sign in (1, -1):
-                    extremes[sign] = largest(extremes.get(sign), start, sign * mean, top)
+                helpful = largest(helpful, start, mean, top)
+                harmful = largest(harmful, start, -mean, top)
             for key, table in (("targets", targets), ("train", train)):
                 writer.table(key, table, ["id"])
-            influences = _influences(extremes, train, targets)
+            assert helpful is not None
+            assert harmful is not None
+            influences = _influences(helpful, harmful, train, targets)
             # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
             searchable = ["target_id", "rank", "train_id", "score"]
             writer.table("top_influences", influences, searchable)

@@ -37,11 +37,15 @@ try:
             f"{config['study']}: the study's Python file must exist, relative to the folder "
             "that Snakemake runs in. Found nothing there."
         )
+    study = study_digest(Path(config["study"]))
 except InputError as error:
     raise WorkflowError(str(error)) from None
+except SyntaxError as error:
+    raise WorkflowError(
+        f"The study must be Python. Found in {error.filename}, line {error.lineno}: {error.msg}."
+    ) from None
 
 compute = config["compute"]
-study = study_digest(Path(config["study"]))
 shards = {"train": compute["shards"]} | {
     name: experiment["shards"] for name, experiment in config["experiments"].items()
 }

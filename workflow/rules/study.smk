@@ -28,7 +28,10 @@ def study_key(split):
 
 if workflow.is_main_process:
     record = Path(config["results"], "study.json")
-    known = json.loads(record.read_text()) if record.exists() else {}
+    try:
+        known = json.loads(record.read_text())
+    except (OSError, ValueError):
+        known = {}
     new = [
         split for split in shards if known.get(split, {}).get("key") != study_key(split)
     ]
