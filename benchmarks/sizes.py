@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trak_core.artifacts import create
+from trak_core.artifacts import FEATURES, create
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.average import average_scores
 from trak_core.stages.normal_matrix import compute_normal_matrix
@@ -44,7 +44,7 @@ def write_features(path: Path, checkpoint: str, split: str, n_rows: int, proj_di
         "dtype": "float32",
         "study": "",
     }
-    with create(path, "trak-features", spec, {}) as writer:
+    with create(path, FEATURES, spec, {}) as writer:
         rows = writer.matrix("features", range(n_rows), range(proj_dim))
         for start in range(0, n_rows, 4096):
             stop = min(start + 4096, n_rows)

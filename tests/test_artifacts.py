@@ -1,16 +1,26 @@
 import contextlib
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
 
-from trak_core.artifacts import ArtifactError, check_same, create, open_artifact
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    NORMAL_MATRIX,
+    SCORES,
+    ArtifactError,
+    check_same,
+    create,
+    open_artifact,
+)
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}
 
 
-def write(path, ids=(3, 1, 2), values=None, kind="trak-scores", spec=None):
+def write(path, ids=(3, 1, 2), values=None, kind=SCORES, spec=None):
     ids = list(ids)
     with create(path, kind, spec or {"b": 1, "a": [1, 2]}, {"numpy": "x"}, unit="log-odds") as file:
         rows = file.matrix("scores", ids, ["t1", "t2"])
@@ -26,7 +36,7 @@ def write(path, ids=(3, 1, 2), values=None, kind="trak-scores", spec=None):
 @pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
 def test_what_is_written_is_read(tmp_path, ids):
     path = write(tmp_path / "deep/er/a.h5", ids)
-    with open_artifact(path, "trak-scores") as file:
+    with open_artifact(path, SCORES) as file:
         assert file.spec == {"a": [1, 2], "b": 1}
         assert file.index("scores") == ids
         assert file.columns("scores") == ["t1", "t2"]
@@ -65,7 +75,7 @@ def test_the_same_content_is_the_same_bytes(tmp_path):
 def test_an_exception_leaves_what_was_there(tmp_path):
     path = write(tmp_path / "a.h5")
     before = path.read_bytes()
-    with contextlib.suppress(KeyboardInterrupt), create(path, "trak-scores", {}, {}) as file:
+    with contextlib.suppress(KeyboardInterrupt), create(path, SCORES, {}, {}) as file:
         file.matrix("scores", [1], [2])
         raise KeyboardInterrupt
     assert path.read_bytes() == before
@@ -125,7 +135,7 @@ def damage(path, how):
 def test_bad_files_are_refused_by_name_with_the_way_out(tmp_path, how, message):
     path = write(tmp_path / "a.h5")
     damage(path, how)
-    with pytest.raises(ArtifactError) as error, open_artifact(path, "trak-scores"):
+    with pytest.raises(ArtifactError) as error, open_artifact(path, SCORES):
         pass
     assert str(error.value).startswith(f"{path}: ")
     assert message in str(error.value)
@@ -135,14 +145,14 @@ def test_bad_files_are_refused_by_name_with_the_way_out(tmp_path, how, message):
 def test_another_kind_is_refused(tmp_path):
     path = write(tmp_path / "a.h5")
     expected = r"must be trak-features, version 1\. Found trak-scores"
-    with pytest.raises(ArtifactError, match=expected), open_artifact(path, "trak-features"):
+    with pytest.raises(ArtifactError, match=expected), open_artifact(path, FEATURES):
         pass
 
 
 def test_a_flipped_bit_is_found_or_harmless(tmp_path):
     """At positions spread over the whole file; what is not found changes nothing that is read."""
     path = tmp_path / "a.h5"
-    with create(path, "trak-features", {"a": 1}, {"b": 2}) as file:
+    with create(path, FEATURES, {"a": 1}, {"b": 2}) as file:
         rows = file.matrix("features", range(100), range(50))
         rows[:] = np.random.default_rng(1).standard_normal((100, 50))
         file.vector("sample_ids", [f"sample-{i}" for i in range(100)])
@@ -162,7 +172,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path):
 
 
 def contents(path):
-    with open_artifact(path, "trak-features") as file:
+    with open_artifact(path, FEATURES) as file:
         return (
             file.spec,
             file.matrix("features")[:].tolist(),
@@ -179,3 +189,25 @@ def test_check_same_names_what_differs(tmp_path):
         ArtifactError, match=r"the settings\. Expected \{'b': 2\}, found \{'b': 3\}"
     ):
         check_same("settings", {"a": 1, "b": 2}, {"a": 1, "b": 3}, tmp_path, "rule_name")
+
+
+KEPT = Path(__file__).parent / "data/artifacts"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "key", "shape", "total"),
+    [
+        ("features", FEATURES, "features", (342, 4), 100.47964784502983),
+        ("normal_matrix", NORMAL_MATRIX, "normal_matrix", (4, 4), 4413.66804107367),
+        ("checkpoint_scores", CHECKPOINT_SCORES, "similarities", (342, 2), 0.4368532412809145),
+        ("scores", SCORES, "scores", (342, 2), 0.7496946244430092),
+    ],
+)
+@pytest.mark.parametrize("version", sorted(p.name for p in KEPT.iterdir()))
+def test_files_of_every_version_are_read_forever(version, name, kind, key, shape, total):
+    path = KEPT / version / f"{name}.h5"
+    with open_artifact(path, kind) as file:
+        values = file.matrix(key)[:]
+    assert values.shape == shape
+    np.testing.assert_allclose(values.sum(dtype=np.float64), total)
+    np.testing.assert_array_equal(pd.read_hdf(path, key), values)

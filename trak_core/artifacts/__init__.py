@@ -6,14 +6,28 @@ A file is complete under its final name or it is not there. It carries what deci
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
 
-from trak_core.artifacts._format import ArtifactError
+from trak_core.artifacts._format import (
+    CHECKPOINT_SCORES,
+    FEATURE_SHARD,
+    FEATURES,
+    NORMAL_MATRIX,
+    SCORES,
+    ArtifactError,
+    Kind,
+)
 from trak_core.artifacts._join import check_made_for, check_same
 from trak_core.artifacts._read import Artifact, open_artifact
 from trak_core.artifacts._write import Writer, create
 
 __all__ = [
+    "CHECKPOINT_SCORES",
+    "FEATURES",
+    "FEATURE_SHARD",
+    "NORMAL_MATRIX",
+    "SCORES",
     "Artifact",
     "ArtifactError",
+    "Kind",
     "Writer",
     "check_made_for",
     "check_same",

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import h5py
@@ -11,14 +12,31 @@ from trak_core.errors import InputError
 
 VERSION = 1
 _HASH_BLOCK_BYTES = 2**24
-# What each kind of file must hold, and the rule that makes it.
-KINDS = {
-    "trak-features": (("features", "outputs", "sample_ids"), "compute_features"),
-    "trak-features-shard": (("features", "outputs", "sample_ids"), "compute_feature_shard"),
-    "trak-normal-matrix": (("normal_matrix", "mean_squared_norm"), "compute_normal_matrix"),
-    "trak-checkpoint-scores": (("loss_weights",), "compute_scores"),
-    "trak-scores": (("top_influences", "targets", "train"), "average_scores"),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of file.
+
+    Attributes:
+        encoding_type: What the file calls itself.
+        keys: What it must hold at least.
+        rule: The rule that makes it.
+    """
+
+    encoding_type: str
+    keys: tuple[str, ...]
+    rule: str
+
+
+_FEATURES = ("features", "outputs", "sample_ids")
+FEATURES = Kind("trak-features", _FEATURES, "compute_features")
+FEATURE_SHARD = Kind("trak-features", _FEATURES, "compute_feature_shard")
+NORMAL_MATRIX = Kind(
+    "trak-normal-matrix", ("normal_matrix", "mean_squared_norm"), "compute_normal_matrix"
+)
+CHECKPOINT_SCORES = Kind("trak-scores", ("loss_weights", "train_ids"), "compute_scores")
+SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 
 
 class ArtifactError(InputError):

@@ -50,6 +50,7 @@ def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> N
         rule: The rule that makes such files.
     """
     spec = artifact.spec
+    check_same("rows: the whole split", None, spec.get("shard"), artifact.path, rule)
     projection = {key: spec["projection"][key] for key in expected["projection"]}
     found = {
         "projection": projection,

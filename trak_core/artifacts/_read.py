@@ -10,7 +10,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from trak_core.artifacts._format import KINDS, VERSION, ArtifactError, content_hash, plain_ids
+from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, plain_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,12 @@ class Artifact:
 
 
 @contextlib.contextmanager
-def open_artifact(path: Path, kind: str) -> Generator[Artifact, None, None]:
+def open_artifact(path: Path, kind: Kind) -> Generator[Artifact, None, None]:
     """Open an artifact after making sure of all of it.
 
     Args:
         path: The file.
-        kind: The ``encoding-type`` it must have.
+        kind: What it must be.
 
     Yields:
         The open artifact.
@@ -72,30 +72,30 @@ def open_artifact(path: Path, kind: str) -> Generator[Artifact, None, None]:
             or not finite. It names the file, what was expected and found, and the rule that
             remakes it.
     """
-    keys, rule = KINDS[kind]
-    remake = f"Delete the file and run snakemake again: rule {rule} remakes it."
+    name = kind.encoding_type
+    remake = f"Delete the file and run snakemake again: rule {kind.rule} remakes it."
     if not path.is_file():
-        raise ArtifactError(f"{path}: a {kind} file must be here. Found nothing. {remake}")
+        raise ArtifactError(f"{path}: a {name} file must be here. Found nothing. {remake}")
     try:
         file = h5py.File(path, "r")
     except OSError as error:
         raise ArtifactError(
-            f"{path}: a {kind} file must be readable HDF5. Found {str(error).splitlines()[0]}. "
+            f"{path}: a {name} file must be readable HDF5. Found {str(error).splitlines()[0]}. "
             f"{remake}"
         ) from error
     with file:
         try:
             found = (file.attrs.get("encoding-type"), file.attrs.get("encoding-version"))
             found = tuple(v.decode() if isinstance(v, bytes) else v for v in found)
-            if found != (kind, VERSION):
+            if found != (name, VERSION):
                 raise ArtifactError(
-                    f"{path}: the file must be {kind}, version {VERSION}. Found {found[0]}, "
+                    f"{path}: the file must be {name}, version {VERSION}. Found {found[0]}, "
                     f"version {found[1]}. {remake}"
                 )
-            missing = [key for key in keys if key not in file]
+            missing = [key for key in kind.keys if key not in file]
             if missing:
                 raise ArtifactError(
-                    f"{path}: a {kind} file must hold {', '.join(keys)}. Missing: "
+                    f"{path}: a {name} file must hold {', '.join(kind.keys)}. Missing: "
                     f"{', '.join(missing)}. {remake}"
                 )
             stored = file.attrs.get("content-hash")
@@ -112,7 +112,7 @@ def open_artifact(path: Path, kind: str) -> Generator[Artifact, None, None]:
             if isinstance(error, ArtifactError):
                 raise
             raise ArtifactError(
-                f"{path}: a {kind} file must be whole. Reading it failed: "
+                f"{path}: a {name} file must be whole. Reading it failed: "
                 f"{str(error).splitlines()[0]}. {remake}"
             ) from error
         yield Artifact(path, file, spec, computed)

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts._format import VERSION, ArtifactError, content_hash, ids_array
+from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, ids_array
 
 
 def _text(value: str) -> tuple[np.bytes_, np.dtype]:
@@ -126,13 +126,17 @@ class Writer:
 
 @contextlib.contextmanager
 def create(
-    path: Path, kind: str, spec: Mapping[str, Any], provenance: Mapping[str, Any], **attributes: Any
+    path: Path,
+    kind: Kind,
+    spec: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+    **attributes: Any,
 ) -> Generator[Writer, None, None]:
     """Write one artifact: the file appears complete under ``path``, or not at all.
 
     Args:
         path: Final name; its folder is made.
-        kind: The ``encoding-type``.
+        kind: What it is.
         spec: Everything that decides the numbers, as plain values.
         provenance: Software and device; no clock times, so that a repeated run is byte-identical.
         **attributes: More root attributes.
@@ -149,7 +153,7 @@ def create(
         with h5py.File(partial, "w") as file:
             _put_attributes(
                 file,
-                **{"encoding-type": kind, "encoding-version": VERSION},
+                **{"encoding-type": kind.encoding_type, "encoding-version": VERSION},
                 spec=json.dumps(spec, sort_keys=True),
                 provenance=json.dumps(provenance, sort_keys=True),
                 **attributes,

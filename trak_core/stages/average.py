@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import Artifact, check_same, create, open_artifact
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    SCORES,
+    Artifact,
+    check_same,
+    create,
+    open_artifact,
+)
 from trak_core.attribution import Extremes, combined, largest, powered, similarities
 from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.spec import Combine
@@ -133,10 +141,10 @@ def average_scores(
     """
     with ExitStack() as stack:
         parts = [
-            stack.enter_context(open_artifact(path, "trak-checkpoint-scores"))
+            stack.enter_context(open_artifact(path, CHECKPOINT_SCORES))
             for path in checkpoint_scores
         ]
-        phis = [stack.enter_context(open_artifact(path, "trak-features")) for path in features]
+        phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         _check_together(parts, expected)
         rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
         weights = [powered(part.vector("loss_weights"), loss_weight_power) for part in parts]
@@ -158,7 +166,7 @@ def average_scores(
         }
         with create(
             scores,
-            "trak-scores",
+            SCORES,
             spec,
             software(code, "cpu", "numpy", "pandas"),
             unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from trak_core.artifacts import create
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.blocks import blocks_with_progress
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
@@ -129,7 +129,7 @@ def compute_features(
     }
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
-    kind = "trak-features" if n_shards == 1 else "trak-features-shard"
+    kind = FEATURES if n_shards == 1 else FEATURE_SHARD
     provenance = software(code, device_name, "torch", "numpy", "numba")
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "

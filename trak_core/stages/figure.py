@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trak_core.artifacts import open_artifact
+from trak_core.artifacts import SCORES, open_artifact
 from trak_core.study import Study
 
 _TARGETS = 6
@@ -49,7 +49,7 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
         scores: The experiment's scores.
         study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
     """
-    with open_artifact(scores, "trak-scores") as file:
+    with open_artifact(scores, SCORES) as file:
         experiment = file.spec["experiment"]
     targets, train = (_table(scores, key).set_index("id") for key in ("targets", "train"))
     influences = _table(scores, "top_influences")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import check_made_for, create, open_artifact
+from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.linalg import extreme_eigenvalues, normal_matrix
 from trak_core.spec import Weighting
@@ -33,7 +33,7 @@ def compute_normal_matrix(
         memory_mb: Budget for blocks of rows; changes nothing but rounding.
     """
     kind = Weighting(weighting)
-    with open_artifact(features, "trak-features") as train:
+    with open_artifact(features, FEATURES) as train:
         check_made_for(train, expected, "compute_features")
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
@@ -49,7 +49,11 @@ def compute_normal_matrix(
         spec = {**train.spec, "weighting": str(kind), "features": train.content_hash}
     smallest, largest = extreme_eigenvalues(matrix)
     with create(
-        normal_matrix_file, "trak-normal-matrix", spec, software(code, "cpu", "numpy", "scipy")
+        normal_matrix_file,
+        NORMAL_MATRIX,
+        spec,
+        software(code, "cpu", "numpy", "scipy"),
+        weighting=str(kind),
     ) as writer:
         names = range(proj_dim)
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix

@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import check_made_for, check_same, create, open_artifact
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    NORMAL_MATRIX,
+    check_made_for,
+    check_same,
+    create,
+    open_artifact,
+)
 from trak_core.attribution import similarities
 from trak_core.blocks import blocks_with_progress, rows_of
 from trak_core.errors import InputError
@@ -53,9 +61,9 @@ def compute_scores(
             targets alone exceed the budget.
     """
     with (
-        open_artifact(train, "trak-features") as train_file,
-        open_artifact(targets, "trak-features") as target_file,
-        open_artifact(normal_matrix, "trak-normal-matrix") as matrix_file,
+        open_artifact(train, FEATURES) as train_file,
+        open_artifact(targets, FEATURES) as target_file,
+        open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
         check_made_for(train_file, {**expected, "split": "train"}, "compute_features")
         check_made_for(target_file, expected, "compute_features")
@@ -91,7 +99,7 @@ def compute_scores(
             "train_features": train_file.content_hash,
         }
         provenance = software(code, "cpu", "numpy", "scipy")
-        with create(scores, "trak-checkpoint-scores", spec, provenance) as writer:
+        with create(scores, CHECKPOINT_SCORES, spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
                 features = train_file.matrix("features")

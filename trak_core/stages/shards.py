@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trak_core.artifacts import Artifact, check_same, create, open_artifact
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, Artifact, check_same, create, open_artifact
 from trak_core.blocks import blocks_with_progress
 from trak_core.errors import InputError
 from trak_core.stages.software import software
@@ -44,7 +44,7 @@ def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
         ArtifactError: If a shard is damaged, or if the shards are not those of one split.
     """
     with ExitStack() as stack:
-        parts = [stack.enter_context(open_artifact(p, "trak-features-shard")) for p in shards]
+        parts = [stack.enter_context(open_artifact(p, FEATURE_SHARD)) for p in shards]
         if not parts:
             raise InputError("A split must have at least one shard. Found none.")
         _check(parts)
@@ -53,7 +53,7 @@ def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
         matrix = first.matrix("features")
         columns = first.columns("features")
         provenance = software(code, "cpu", "numpy")
-        with create(features, "trak-features", _common(first.spec), provenance) as writer:
+        with create(features, FEATURES, _common(first.spec), provenance) as writer:
             rows = writer.matrix("features", ids, columns, dtype=matrix.dtype)
             offset = 0
             for part in parts:
