@@ -1,0 +1,46 @@
+"""Versions: the lower bounds are the ones that the gate tests, the pins lie within the ranges."""
+
+import re
+import tomllib
+
+from packaging.requirements import Requirement
+from workspace import REPOSITORY
+
+import trak_core
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+
+
+def pins(name):
+    lines = (REPOSITORY / name).read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def requirements(*extras):
+    groups = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][e] for e in extras)]
+    return [Requirement(text) for group in groups for text in group]
+
+
+def test_lower_bounds_are_what_the_gate_installs():
+    lowest = pins(".ci/lowest.txt")
+    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in requirements("workflow")}
+    assert bounds.pop("torch") == "2.11"
+    assert lowest.pop("torch") == pins("constraints.txt")["torch"]
+    assert lowest == bounds
+
+
+def test_pins_lie_within_the_ranges():
+    constraints = {k.lower().replace("_", "-"): v for k, v in pins("constraints.txt").items()}
+    for requirement in requirements("workflow", "test"):
+        assert requirement.specifier.contains(constraints[requirement.name]), requirement
+
+
+def test_every_dependency_has_its_reason():
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    for requirement in requirements("workflow"):
+        assert re.search(rf'"{requirement.name}>=[^"]+",\s+# \w+', text), requirement.name
+
+
+def test_the_changelog_has_a_place_for_this_version():
+    assert "## [Unreleased]" in (REPOSITORY / "CHANGELOG.md").read_text()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trak_core.__version__)
