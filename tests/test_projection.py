@@ -1,11 +1,18 @@
 import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+import trak_core
 from trak_core.errors import InputError
 from trak_core.projection import project
-from trak_core.projection.cpu import rademacher_tile_cpu
+from trak_core.projection.cpu.slices import slice_length
 from trak_core.projection.reference import (
     philox4x32_reference,
     project_reference,
@@ -13,14 +20,23 @@ from trak_core.projection.reference import (
 )
 from trak_core.spec import ProjectionSpec, stream_of
 
-# Odd, prime and off-by-one sizes: no block of coordinates or of columns divides them.
-SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (2, 129, 33), (7, 257, 64), (5, 1000, 130)]
+KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
+# Odd, prime and off-by-one sizes: no block of coordinates, samples or columns divides them.
+SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (9, 129, 33), (7, 257, 64), (17, 1000, 130)]
 FAR = 2**32 * 8 + 77
+SEED = (5 << 32) + 77
 
 
-def rademacher(n_params, proj_dim, seed=0, stream=0):
+def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
+    """A projection; ``proj_dim`` is taken down to what the kind can have."""
+    if kind == "hadamard":
+        proj_dim = 1 << (proj_dim.bit_length() - 1)
+    elif kind == "sjlt" and stripes is None:
+        stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
+    elif kind == "none":
+        proj_dim = n_params
     return ProjectionSpec(
-        kind="rademacher", n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream
+        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes
     )
 
 
@@ -30,11 +46,26 @@ def integer_gradients(n_samples, n_params):
     return rng.integers(-8, 9, (n_samples, n_params)).astype(np.float32)
 
 
-def tile(spec, first, n_rows):
-    out = np.full((n_rows, spec.proj_dim), np.nan, np.float32)
-    halves = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32)
-    rademacher_tile_cpu(out, first, *halves, np.uint32(spec.stream))
-    return out
+def real_gradients(n_samples, n_params):
+    return np.random.default_rng(1).standard_normal((n_samples, n_params)).astype(np.float32)
+
+
+def expected_projection(gradients, spec):
+    """The reference's sums, rounded to float32 where the specification rounds."""
+    sums = project_reference(gradients, spec) / spec.entry_factor
+    return (np.round(sums) if spec.kind != "normal" else sums).astype(np.float32) * np.float32(
+        spec.entry_factor
+    )
+
+
+def check_projection(actual, gradients, spec):
+    """Exact for all kinds but ``normal``, whose entries are no integers."""
+    expected = expected_projection(gradients, spec)
+    assert actual.dtype == np.float32
+    if spec.kind == "normal":
+        assert np.abs(actual - expected).max() <= 1e-6 * np.abs(expected).max()
+    else:
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -54,117 +85,380 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
     assert tuple(int(word) for word in words[:, 0]) == expected
 
 
-def test_an_entry_is_the_bit_that_the_specification_names():
-    """One entry by hand, from the words of one Philox call."""
-    seed, stream, g, j = (5 << 32) + 77, 9, FAR, 6
-    q = 4 * (g >> 7) + ((g >> 1) & 3)
-    counter = np.array([j >> 2, q & 0xFFFFFFFF, q >> 32, stream], np.uint64)[:, None]
-    word = int(philox4x32_reference(counter, (77, 5))[j & 3, 0])
+def word(c0, q, tag, which):
+    """One random word by hand, under seed SEED and stream 9."""
+    counter = np.array([c0, q & 0xFFFFFFFF, q >> 32 | tag << 24, 9], np.uint64)[:, None]
+    return int(philox4x32_reference(counter, (77, 5))[which, 0])
+
+
+def test_a_rademacher_entry_is_the_bit_that_the_specification_names():
+    g, j = FAR, 6
     bit = 2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1)
-    expected = -1 if word >> bit & 1 else 1
-    assert projection_matrix(rademacher(FAR + 1, 7, seed, stream), FAR)[0, j] == expected
+    expected = -1 if word(j >> 2, 4 * (g >> 7) + ((g >> 1) & 3), 0, j & 3) >> bit & 1 else 1
+    assert projection_matrix(spec_of("rademacher", FAR + 1, 7), FAR)[0, j] == expected
 
 
-@pytest.mark.parametrize(
-    ("first", "expected"),
-    [
-        (0, "323df1bcab3e6546"),
-        (FAR, "fe972f788ff9a0ef"),
-    ],
-)
-def test_the_matrix_never_changes(first, expected):
-    """Pinned: features on disk were made with these entries."""
-    entries = projection_matrix(rademacher(2**40, 37, (5 << 32) + 77, 9), first, 300)
-    assert hashlib.blake2b(entries.astype(np.int8), digest_size=8).hexdigest() == expected
+def test_a_normal_entry_is_the_polynomial_of_the_bytes_of_its_word():
+    g, j = FAR, 6
+    x = (sum(word(j >> 2, g, 1, j & 3).to_bytes(4, "little")) - 510) / 147.80166
+    expected = x * (0.967765 + x**2 * (0.004002 + x**2 * 0.001905))
+    actual = projection_matrix(spec_of("normal", FAR + 1, 7), FAR)[0, j]
+    assert actual == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_hadamard_entry_is_the_product_of_three_signs():
+    g, j, k = 64 * 2**30 + 37, 43, 64
+    block, i = g // k, g % k
+    row = word(0, block, 3, i >> 5) >> (i & 31)
+    column = word(2**31, block, 3, j >> 5) >> (j & 31)
+    expected = (-1) ** (row + column + (i & j).bit_count())
+    assert projection_matrix(spec_of("hadamard", g + 1, k), g)[0, j] == expected
+
+
+def test_a_row_of_sjlt_has_one_entry_a_stripe():
+    g, k = FAR, 48
+    rows = projection_matrix(spec_of("sjlt", FAR + 1, k, stripes=6), FAR)[0].reshape(6, 8)
+    for stripe, row in enumerate(rows):
+        w = word(stripe >> 2, g, 2, stripe & 3)
+        expected = np.zeros(8)
+        expected[((w & 0x7FFFFFFF) * 8) >> 31] = np.sqrt(8) * (-1 if w >> 31 else 1)
+        np.testing.assert_array_equal(row, expected)
+
+
+# Pinned: features on disk were made with these entries. Each line has a digest of 300 rows and 64
+# columns as float32, and the first entries of the first two rows.
+KNOWN_ANSWERS = [
+    ("rademacher", 0, "ab8c871e8b64f4c1", [[-1, -1, 1, 1], [-1, -1, -1, -1]]),
+    ("rademacher", FAR, "af1dc09ea3fe07de", [[-1, 1, -1, 1], [1, 1, 1, -1]]),
+    (
+        "normal",
+        0,
+        "4e4024286cf8371a",
+        [
+            [-1.6317667, 0.8416365, -0.14406332, -1.2318658],
+            [0.88154465, -0.039286632, 1.0757552, -0.23577765],
+        ],
+    ),
+    (
+        "normal",
+        FAR,
+        "3aeb8c911643cb20",
+        [
+            [-0.60353404, -0.22267269, -0.49823985, -0.82835084],
+            [0.7752862, 2.5139062, 0.30132166, -0.968307],
+        ],
+    ),
+    ("hadamard", 0, "c49a299ebe284cb5", [[1, 1, 1, -1], [1, -1, 1, 1]]),
+    ("hadamard", FAR, "ad6df384f83be2ea", [[1, 1, 1, 1], [-1, 1, 1, -1]]),
+    ("sjlt", 0, "ec2b2e1c59123012", [[0, 0, 0, -4], [0, 0, 0, 0]]),
+    ("sjlt", FAR, "88a6c9db35c34f2b", [[0, 0, 0, 4], [0, 0, 0, 0]]),
+]
+
+
+@pytest.mark.parametrize(("kind", "first", "digest", "corner"), KNOWN_ANSWERS)
+def test_the_matrix_never_changes(kind, first, digest, corner):
+    entries = projection_matrix(spec_of(kind, 2**40, 64), first, 300).astype(np.float32)
+    np.testing.assert_allclose(entries[:2, :4], corner, rtol=1e-6)
+    assert hashlib.blake2b((entries + 0.0).tobytes(), digest_size=8).hexdigest() == digest
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
 @pytest.mark.parametrize("first", [0, 1, 127, 130, 2**34 + 5, FAR])
-@pytest.mark.parametrize("proj_dim", [1, 4, 37])
-def test_cpu_matrix_equals_reference(first, proj_dim):
-    spec = rademacher(2**40, proj_dim, (5 << 32) + 77, 2**32 - 1)
-    np.testing.assert_array_equal(tile(spec, first, 300), projection_matrix(spec, first, 300))
+@pytest.mark.parametrize(("proj_dim", "stream"), [(1, 0), (4, 2**32 - 1), (37, 9), (300, 1)])
+def test_matrix_on_the_cpu_equals_reference(kind, first, proj_dim, stream):
+    """Bit by bit: a row of the identity picks a row of R."""
+    n = 200
+    spec = spec_of(kind, n if kind == "none" else 2**40, proj_dim, stream=stream)
+    first = 0 if kind == "none" else first
+    matrix = project(np.eye(n, dtype=np.float32), spec, offset=first)
+    expected = projection_matrix(spec, first, n).astype(np.float32)
+    np.testing.assert_array_equal(matrix, expected)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
 @pytest.mark.parametrize(("n_samples", "n_params", "proj_dim"), SHAPES)
-def test_cpu_projection_equals_reference(n_samples, n_params, proj_dim):
-    spec = rademacher(n_params, proj_dim)
+def test_projection_equals_reference(kind, n_samples, n_params, proj_dim):
+    spec = spec_of(kind, n_params, proj_dim)
     gradients = integer_gradients(n_samples, n_params)
-    np.testing.assert_array_equal(project(gradients, spec), project_reference(gradients, spec))
+    check_projection(project(gradients, spec), gradients, spec)
 
 
-def test_columns_are_nested():
-    wide = projection_matrix(rademacher(200, 64))
-    np.testing.assert_array_equal(projection_matrix(rademacher(200, 17)), wide[:, :17])
+@pytest.mark.parametrize("kind", ["rademacher", "normal"])
+def test_columns_are_nested(kind):
+    wide, narrow = spec_of(kind, 200, 64), spec_of(kind, 200, 17)
+    assert wide.is_nested
+    np.testing.assert_array_equal(projection_matrix(narrow), projection_matrix(wide)[:, :17])
 
 
+@pytest.mark.parametrize("kind", ["hadamard", "sjlt"])
+def test_kinds_that_are_not_nested_say_so(kind):
+    wide, narrow = spec_of(kind, 200, 64), spec_of(kind, 200, 16)
+    assert not wide.is_nested
+    assert (projection_matrix(narrow) != projection_matrix(wide)[:, :16]).any()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
 @pytest.mark.parametrize("cuts", [[1], [128], [5, 131, 900], [127, 128, 129]])
-def test_chunks_of_coordinates_add_up(cuts):
-    spec = rademacher(1000, 33)
+def test_chunks_of_coordinates_add_up(kind, cuts):
+    spec = spec_of(kind, 1000, 64)  # the factor of sjlt is 4
     gradients = integer_gradients(4, 1000)
-    out = np.full((4, 33), np.nan, np.float32)
-    parts = np.split(gradients, cuts, axis=1)
-    for i, part in enumerate(parts):
-        offset = sum(p.shape[1] for p in parts[:i])
-        project(
-            np.ascontiguousarray(part), spec, offset=offset, out=out, accumulate=i > 0, threads=2
-        )
-    np.testing.assert_array_equal(out, project(gradients, spec))
+    out = np.full((4, spec.proj_dim), np.nan, np.float32)
+    offset = 0
+    for i, part in enumerate(np.split(gradients, cuts, axis=1)):
+        project(part, spec, offset=offset, out=out, accumulate=i > 0, threads=2)
+        offset += part.shape[1]
+    check_projection(out, gradients, spec)
 
 
-def test_many_tiles_equal_reference(monkeypatch):
-    monkeypatch.setattr("trak_core.projection.cpu._TILE_BYTES", 128 * 4 * 9)
-    spec = rademacher(1000, 9)
-    gradients = integer_gradients(3, 1000)
-    np.testing.assert_array_equal(project(gradients, spec), project_reference(gradients, spec))
+@pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard"])
+def test_chunks_that_end_with_a_slice_change_no_bit(kind):
+    length = slice_length(spec_of(kind, 1, 8))
+    gradients = real_gradients(3, 2 * length + 100)
+    spec = spec_of(kind, gradients.shape[1] + 50, 8)
+    head = project(gradients[:, : length - 50], spec, offset=50)
+    tail = gradients[:, length - 50 :]
+    in_two = project(tail, spec, offset=length, out=head, accumulate=True)
+    np.testing.assert_array_equal(in_two, project(gradients, spec, offset=50))
 
 
-def test_batches_and_threads_do_not_change_the_result():
-    spec = rademacher(501, 17)
-    gradients = integer_gradients(9, 501)
-    parts = [project(part, spec, threads=2) for part in np.split(gradients, [1, 6])]
-    np.testing.assert_array_equal(np.concatenate(parts), project(gradients, spec))
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_batches_and_threads_change_no_bit(kind):
+    n = 2 * slice_length(spec_of(kind, 1, 8)) + 501
+    gradients = real_gradients(11, n)
+    spec = spec_of(kind, n + 77, 17)
+    whole = project(gradients, spec, offset=77)
+    blocks = np.split(gradients, [1, 1, 130, n // 2, n - 3], axis=1)
+    np.testing.assert_array_equal(project(blocks, spec, offset=77), whole)
+    np.testing.assert_array_equal(project(gradients, spec, offset=77, threads=3), whole)
+    parts = [project(part, spec, offset=77, threads=2) for part in np.split(gradients, [1, 9])]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def test_inner_products_are_kept_on_average():
-    gradients = integer_gradients(2, 64)
-    rows = [project(gradients, rademacher(64, 32, stream=s), scale=True) for s in range(400)]
-    estimates = [float(a @ b) for a, b in rows]
-    error = np.std(estimates) / np.sqrt(len(estimates))
-    assert abs(np.mean(estimates) - float(gradients[0] @ gradients[1])) < 3 * error
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_of_every_dtype_equal_their_float32_values(kind, dtype):
+    gradients = torch.from_numpy(real_gradients(5, 300)).to(dtype)
+    spec = spec_of(kind, 300, 33)
+    expected = project(gradients.float().numpy(), spec)
+    actual = project([gradients[:, :131], gradients[:, 131:]], spec)
+    assert isinstance(actual, torch.Tensor)
+    assert actual.dtype is torch.float32
+    np.testing.assert_array_equal(actual.numpy(), expected)
+    if dtype is not torch.bfloat16:
+        np.testing.assert_array_equal(project(gradients.numpy(), spec), expected)
 
 
-def test_streams_and_seeds_are_uncorrelated():
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_rows(kind):
+    wide = integer_gradients(12, 700)
+    spec = spec_of(kind, 350, 33)
+    expected = project(np.ascontiguousarray(wide[::3, ::2]), spec)
+    np.testing.assert_array_equal(project(wide[::3, ::2], spec), expected)
+    columns = np.asfortranarray(wide[::3, ::2])
+    np.testing.assert_array_equal(project(columns, spec), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_keep_six_digits_over_a_million_coordinates(kind):
+    gradients = real_gradients(2, 2**20)
+    spec = spec_of(kind, 2**20, 16)
+    expected = sum(
+        gradients[:, i : i + 2**16].astype(np.float64) @ projection_matrix(spec, i, 2**16)
+        for i in range(0, 2**20, 2**16)
+    )
+    error = np.abs(project(gradients, spec, threads=2) - expected).max()
+    assert error < 1e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+def test_scaled_projection_keeps_squared_norms(kind):
+    spec = spec_of(kind, 64, 32)
+    gradients = real_gradients(1, 64)
+    unscaled = project(gradients, spec)
+    expected = unscaled if kind == "none" else unscaled / np.float32(np.sqrt(32))
+    np.testing.assert_allclose(project(gradients, spec, scale=True), expected, rtol=1e-6)
+
+
+def gradients_of(family, n_params):
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((2, n_params))
+    if family == "heavy tail":
+        rows = rng.standard_t(2.2, (2, n_params))
+    elif family == "1 % sparse":
+        rows *= rng.random((2, n_params)) < 0.01
+    elif family == "64 nonzeros":
+        rows *= np.isin(np.arange(n_params), rng.choice(n_params, 64, replace=False))
+    x, y = rows
+    y += x  # so that the inner product is not near 0
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["gaussian", "heavy tail", "1 % sparse", "64 nonzeros"])
+def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
+    """Mean and variance over independent streams, within three standard errors.
+
+    With signs, the products of a coordinate with itself are exact: a term less than a normal
+    matrix has. A block of ``hadamard`` is exact in its norm: the terms within a block drop out.
+    """
+    n_params, k, n_streams = 4000, 64, 600
+    rows = gradients_of(family, n_params)
+    x, y = rows.astype(np.float64)
+    inner = x @ y
+
+    def pairs(a, b):
+        """Sum over a block of the products, squared: what is exact."""
+        if kind == "normal":
+            return 0.0
+        width = k if kind == "hadamard" else 1
+        products = np.add.reduceat(a * b, np.arange(0, n_params, width))
+        return (products**2).sum()
+
+    specs = (spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams))
+    projected = [project(rows, spec, scale=True).astype(np.float64) for spec in specs]
+    norms = np.array([p @ p for p, _ in projected])
+    inners = np.array([p @ q for p, q in projected])
+    variance_of_norm = 2 / k * (1 - pairs(x, x))
+    if kind == "hadamard":
+        # Var <Rx, Ry> = sum over pairs of different blocks of the cross terms.
+        blocks = [np.add.reduceat(a * b, np.arange(0, n_params, k)) for a, b in ((x, x), (y, y))]
+        exact = (blocks[0] * blocks[1]).sum() + pairs(x, y)
+    else:
+        exact = 0.0 if kind == "normal" else 2 * (x**2 * y**2).sum()
+    variance_of_inner = (1 + inner**2 - exact) / k
+    for values, mean, variance in (
+        (norms, 1.0, variance_of_norm),
+        (inners, inner, variance_of_inner),
+    ):
+        deviations = values - mean
+        assert abs(deviations.mean()) < 3 * np.sqrt(variance / n_streams)
+        squares = deviations**2
+        assert abs(squares.mean() - variance) < 3 * squares.std() / np.sqrt(n_streams)
+
+
+def test_normal_entries_have_the_moments_of_a_normal_distribution():
+    """Over all 2^32 words: the sum of four bytes takes 1,021 values."""
+    weights = np.ones(1)
+    for _ in range(4):
+        weights = np.convolve(weights, np.ones(256) / 256)
+    x = (np.arange(1021) - 510).astype(np.float32) * np.float32(1 / 147.80166)
+    x2 = x * x
+    p = np.float32(0.001905) * x2 + np.float32(0.004002)
+    levels = ((p * x2 + np.float32(0.967765)) * x).astype(np.float64)
+    seen = projection_matrix(spec_of("normal", 4000, 64))
+    assert np.isin(seen, levels).all()
+    assert abs(weights @ levels) < 1e-12
+    assert weights @ levels**2 == pytest.approx(1, abs=2e-5)
+    assert weights @ levels**4 == pytest.approx(3, abs=0.004)
+    assert weights @ levels**6 == pytest.approx(15, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_streams_and_seeds_are_uncorrelated(kind):
     matrices = [
-        projection_matrix(rademacher(512, 64, seed, stream)).ravel()
+        projection_matrix(spec_of(kind, 512, 64, seed, stream)).ravel()
         for seed, stream in [(0, 0), (0, 1), (1, 0), (1 << 32, 0), (0, stream_of("seed0"))]
     ]
     correlation = np.corrcoef(matrices) - np.eye(len(matrices))
-    assert np.abs(correlation).max() < 4 / np.sqrt(512 * 64)
+    # A block of ``hadamard`` has only 128 random signs, and correlates with another's by chance.
+    independent = 512 * 64 if kind != "hadamard" else 512 / 64 * 128
+    assert np.abs(correlation).max() < 4 / np.sqrt(independent)
 
 
-def test_tiny_gradients_survive():
-    gradients = 1e-8 * np.random.default_rng(0).standard_normal((3, 700)).astype(np.float32)
-    spec = rademacher(700, 20)
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiny_gradients_survive(kind):
+    gradients = np.float32(1e-8) * real_gradients(3, 700)
+    spec = spec_of(kind, 700, 20)
     expected = project_reference(gradients, spec)
     error = np.abs(project(gradients, spec) - expected).max()
     assert error < 1e-5 * np.abs(expected).max()
 
 
+def test_memory_does_not_grow_with_the_gradient():
+    """In a process of its own: 32 samples of 2^21 coordinates to 4,096 columns, in blocks."""
+    program = """
+import resource, numpy as np
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec
+spec = ProjectionSpec(kind="rademacher", n_params=2**21, proj_dim=4096, seed=0, stream=0)
+rows = np.zeros((32, 2**21), np.float32)
+out = np.zeros((32, 4096), np.float32)
+project(rows[:, :50], spec, out=out)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+project([rows[:, : 2**20 + 1], rows[:, 2**20 + 1 :]], spec, out=out, threads=2)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(run.stdout) < 64 * 2**10
+
+
+def test_compiled_code_is_found_by_the_next_process_and_not_after_a_change(tmp_path):
+    """A change in a module that a kernel takes a function from counts as well."""
+    program = """
+import numpy as np
+from trak_core.projection.cpu.sjlt import sjlt_slice_cpu as kernel
+key = np.uint32(0), np.uint32(0), np.uint32(0)
+kernel(np.ones((1, 5), np.float32), 0, key, 4, np.ones((1, 8), np.float32))
+print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))
+"""
+    package = tmp_path / "trak_core"
+    shutil.copytree(Path(trak_core.__file__).parent, package, ignore=lambda *_: ["__pycache__"])
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def hits_and_misses():
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
+        )
+        return [int(number) for number in run.stdout.split()]
+
+    assert hits_and_misses() == [0, 1]
+    assert hits_and_misses() == [1, 0]
+    with (package / "projection/philox.py").open("a") as file:
+        file.write("_ANOTHER = 1\n")
+    assert hits_and_misses() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gradients": np.zeros((2, 10))}, "float32"),
+        ({"gradients": np.zeros((2, 10))}, "float32.*dtype float64"),
+        ({"gradients": np.zeros((2, 10), ">f4")}, "dtype >f4"),
+        ({"gradients": torch.zeros((2, 10), dtype=torch.int32)}, "torch.int32"),
         ({"gradients": np.zeros(10, np.float32)}, r"shape \(10,\)"),
+        ({"gradients": [np.zeros((2, 5, 1), np.float32)]}, r"shape \(2, 5, 1\)"),
+        ({"gradients": []}, "at least one block"),
+        ({"gradients": [[1.0, 2.0]]}, "Found list"),
+        ({"gradients": [np.zeros((2, 5), np.float32), np.zeros((3, 5), np.float32)]}, "same"),
+        ({"gradients": [np.zeros((2, 5), np.float32), np.zeros((2, 5), np.float16)]}, "same"),
+        ({"gradients": [np.zeros((2, 5), np.float32), torch.zeros(2, 5)]}, "same"),
+        ({"gradients": np.zeros((2, 11), np.float32)}, "10 rows. Found columns 0 to 11"),
+        ({"gradients": torch.zeros((2, 10), device="meta")}, "Found meta"),
         ({"offset": 1}, "columns 1 to 11"),
         ({"offset": -1}, "columns -1 to 9"),
         ({"out": np.zeros((2, 4), np.float32)}, r"\(2, 3\)"),
+        ({"out": np.zeros((2, 3))}, "float64"),
+        ({"out": torch.zeros((2, 3))}, "same library"),
+        ({"gradients": torch.zeros(2, 10), "out": np.zeros((2, 3), np.float32)}, "same library"),
         ({"accumulate": True}, "out=None"),
+        ({"threads": 0}, "threads"),
     ],
 )
 def test_bad_arguments_are_explained(arguments, message):
     gradients = arguments.pop("gradients", np.zeros((2, 10), np.float32))
     with pytest.raises(InputError, match=message):
-        project(gradients, rademacher(10, 3), **arguments)
+        project(gradients, spec_of("rademacher", 10, 3), **arguments)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_rows_that_are_not_finite_are_named(kind, bad):
+    gradients = real_gradients(12, 300)
+    gradients[9, 250:] = bad
+    if kind == "none":
+        gradients[9, 250] = np.nan
+    with pytest.raises(InputError, match=r"rows 9\."):
+        project(gradients, spec_of(kind, 300, 8))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +472,11 @@ def test_bad_arguments_are_explained(arguments, message):
         {"seed": 2**64},
         {"stream": 2**32},
         {"version": 2},
+        {"stripes": 2},
+        {"proj_dim": 6, "kind": "hadamard"},
+        {"proj_dim": 6, "kind": "sjlt"},
+        {"stripes": 0, "kind": "sjlt"},
+        {"proj_dim": 4, "kind": "none"},
     ],
 )
 def test_fields_out_of_range_are_refused(field):
@@ -186,6 +485,9 @@ def test_fields_out_of_range_are_refused(field):
         ProjectionSpec(**(good | field))
 
 
-def test_empty_batch():
-    empty = np.zeros((0, 10), np.float32)
-    assert project(empty, rademacher(10, 3)).shape == (0, 3)
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("shape", [(0, 10), (3, 0), (0, 0)])
+def test_empty_gradients(kind, shape):
+    spec = spec_of(kind, 10, 4)
+    out = project(np.zeros(shape, np.float32), spec)
+    np.testing.assert_array_equal(out, np.zeros((shape[0], spec.proj_dim), np.float32))

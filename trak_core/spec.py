@@ -1,6 +1,7 @@
 """Frozen descriptions of what to compute; they hold no arrays and import no backend."""
 
 import hashlib
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -9,9 +10,13 @@ from trak_core.errors import InputError
 
 
 class ProjectionKind(StrEnum):
-    """Distribution of the entries of the projection matrix, before scaling."""
+    """How the entries of the projection matrix come about (``projection/reference.py``)."""
 
     RADEMACHER = "rademacher"
+    NORMAL = "normal"
+    HADAMARD = "hadamard"
+    SJLT = "sjlt"
+    NONE = "none"
 
 
 class Weighting(StrEnum):
@@ -32,16 +37,20 @@ class Combine(StrEnum):
 class ProjectionSpec:
     """One projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
 
-    Entry R[g, j] is a function of (kind, seed, stream, g, j) alone; ``n_params`` only says where
-    the matrix ends. ``version`` names the definition of the entries.
+    Entry R[g, j] is a function of (kind, seed, stream, g, j) alone, for ``hadamard`` and ``sjlt``
+    of proj_dim and stripes too; ``n_params`` only says where the matrix ends. ``version`` names the
+    definition of the entries.
 
     Attributes:
-        kind: Distribution of the entries.
+        kind: How the entries come about.
         n_params: Rows of R, the size p of a flattened gradient; below 2^56.
-        proj_dim: Columns of R, the size k of a projected gradient.
+        proj_dim: Columns of R, the size k of a projected gradient; a power of two for ``hadamard``,
+            equal to n_params for ``none``.
         seed: The user's seed, unsigned 64 bit.
         stream: Separates matrices of one seed, unsigned 32 bit; see ``stream_of``.
         version: Version of the definition; 1 is the only one.
+        stripes: Entries a row of ``sjlt`` has, one in each stripe of proj_dim / stripes columns; a
+            divisor of proj_dim, 4 if None. None for the other kinds.
 
     Raises:
         InputError: If a field is out of its range.
@@ -53,6 +62,7 @@ class ProjectionSpec:
     seed: int
     stream: int
     version: int = 1
+    stripes: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field's range."""
@@ -76,10 +86,55 @@ class ProjectionSpec:
                     f"The projection's {field} must be at least {low} and below {high}. "
                     f"Found {value}."
                 )
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Check what one kind asks of the sizes."""
+        if self.kind is ProjectionKind.SJLT:
+            stripes = 4 if self.stripes is None else self.stripes
+            if stripes < 1 or self.proj_dim % stripes:
+                raise InputError(
+                    "The projection's stripes must divide its proj_dim. "
+                    f"Found stripes {stripes}, proj_dim {self.proj_dim}."
+                )
+            object.__setattr__(self, "stripes", stripes)
+        elif self.stripes is not None:
+            raise InputError(
+                "Only the projection kind sjlt has stripes. "
+                f"Found stripes {self.stripes} with kind {self.kind}."
+            )
+        if self.kind is ProjectionKind.HADAMARD and self.proj_dim & (self.proj_dim - 1):
+            raise InputError(
+                "proj_dim must be a power of two for the projection kind hadamard. "
+                f"Found {self.proj_dim}."
+            )
+        if self.kind is ProjectionKind.NONE and self.proj_dim != self.n_params:
+            raise InputError(
+                "proj_dim must equal n_params for the projection kind none. "
+                f"Found proj_dim {self.proj_dim}, n_params {self.n_params}."
+            )
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether the first k columns of a wider matrix are the k-column matrix."""
+        return self.kind in {ProjectionKind.RADEMACHER, ProjectionKind.NORMAL}
+
+    @property
+    def entry_factor(self) -> float:
+        """What multiplies the sums of +-x: sqrt(proj_dim / stripes), and 1 without stripes."""
+        return 1.0 if self.stripes is None else math.sqrt(self.proj_dim / self.stripes)
+
+    @property
+    def scale(self) -> float:
+        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), and 1 for ``none``."""
+        return 1.0 if self.kind is ProjectionKind.NONE else 1 / math.sqrt(self.proj_dim)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON."""
-        return {**asdict(self), "kind": str(self.kind)}
+        """Return the fields as plain values, ready for JSON; ``stripes`` where there are any."""
+        fields = {**asdict(self), "kind": str(self.kind)}
+        if self.stripes is None:
+            del fields["stripes"]
+        return fields
 
 
 def stream_of(checkpoint: str) -> int:

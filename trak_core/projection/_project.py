@@ -1,75 +1,180 @@
-"""The public door of the projection: checks its arguments, then calls the backend."""
+"""The public door of the projection: checks its arguments, then calls the device's backend."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.projection.cpu import project_rademacher_cpu
-from trak_core.spec import ProjectionSpec
+from trak_core.projection.cpu import project_cpu
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+Matrix = np.ndarray | Tensor
+M = TypeVar("M", np.ndarray, Tensor)
+
+_DTYPES = (np.float32, np.float16)
+_TORCH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}, dtype {value.dtype}"
+    return type(value).__name__
+
+
+def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
+    """Return the gradients as a list of matrices that go together."""
+    blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
+    if not blocks:
+        raise InputError("`gradients` must have at least one block. Found an empty sequence.")
+    first = blocks[0]
+    for block in blocks:
+        tensor = isinstance(block, Tensor)
+        known = tensor and block.dtype in _TORCH_DTYPES
+        known = known or (isinstance(block, np.ndarray) and block.dtype in _DTYPES)
+        if not known or block.ndim != 2:
+            raise InputError(
+                "`gradients` must be a matrix with one row a sample, or a sequence of such, of "
+                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}."
+            )
+        alike = type(block) is type(first) and block.dtype == first.dtype
+        alike = alike and len(block) == len(first)
+        if not alike or (tensor and block.device != first.device):
+            raise InputError(
+                "The blocks of `gradients` must have the same samples, dtype and device. "
+                f"Found {_described(first)} and {_described(block)}."
+            )
+    return blocks
+
+
+def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
+    """Return where the result goes, zeroed unless it is to be added to."""
+    shape = (len(like), proj_dim)
+    if out is None:
+        if accumulate:
+            raise InputError("`accumulate=True` needs an `out` to add to. Found out=None.")
+        if isinstance(like, Tensor):
+            return torch.zeros(shape, dtype=torch.float32, device=like.device)
+        return np.zeros(shape, np.float32)
+    good = isinstance(out, Tensor) == isinstance(like, Tensor) and tuple(out.shape) == shape
+    if isinstance(out, Tensor) and isinstance(like, Tensor):
+        good = good and out.dtype is torch.float32 and out.device == like.device
+        good = good and not out.requires_grad
+    else:
+        good = good and out.dtype == np.float32
+    if not good:
+        raise InputError(
+            f"`out` must be float32 of shape {shape}, without gradient and of the same library "
+            f"and device as the gradients. Found {_described(out)}."
+        )
+    if not accumulate:
+        out[:] = 0
+    return out
+
+
+def _array(tensor: Matrix) -> np.ndarray:
+    """Return a matrix on the CPU as an array, without a copy; bfloat16 as its bits in uint16."""
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if tensor.dtype is torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+    return tensor.detach().numpy()
+
+
+def _copy_columns(blocks: Sequence[Matrix], offset: int, out: Any) -> None:
+    """Add the blocks to the columns they stand for: the projection of kind ``none``."""
+    for block in blocks:
+        out[:, offset : offset + block.shape[1]] += block
+        offset += block.shape[1]
+
+
+def _check_finite(out: Matrix) -> None:
+    finite = torch.isfinite(torch.as_tensor(out)).all(dim=1)
+    if not finite.all():
+        rows = (~finite).nonzero().flatten().tolist()
+        raise InputError(
+            "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
+            f"the projection of the rows {', '.join(map(str, rows[:8]))}"
+            f"{' and more' if len(rows) > 8 else ''}."
+        )
 
 
 def project(
-    gradients: np.ndarray,
+    gradients: M | Sequence[M],
     spec: ProjectionSpec,
     *,
     offset: int = 0,
-    out: np.ndarray | None = None,
+    out: M | None = None,
     accumulate: bool = False,
     scale: bool = False,
     threads: int = 1,
-) -> np.ndarray:
+) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Computes :math:`Y = X R[o : o + n]`, with R of entries +1 and -1, each a function of
-    ``(spec.kind, spec.seed, spec.stream, row, column)`` alone: the matrix does not depend on the
-    machine, on the batch, on how the coordinates are cut into chunks, or on ``spec.proj_dim`` (the
-    first k columns of a wider matrix are the k-column matrix). Y is equal to the rounding of its
-    float32 sums. The gradient of a model may come in parts, one call a part with
-    ``accumulate=True``: nothing needs to be concatenated.
+    Computes :math:`Y = X R[o : o + n]`. Each entry of R is a function of the spec and its row and
+    column alone (``reference.py`` defines it): R does not depend on the device, on the dtype of
+    the gradients, on the batch, on how the coordinates are cut into chunks or blocks, or on the
+    number of threads; for ``rademacher`` and ``normal`` not even on ``spec.proj_dim`` (the first k
+    columns of a wider matrix are the k-column matrix). Sums are float32. On one device Y does not
+    depend on the batch, the blocks or the threads, and chunks change it only by rounding.
+
+    The device of the gradients decides where the work is done. On CUDA the kernel is tested when
+    it is first used, and one that fails is an error, never a silent fallback.
 
     Args:
-        gradients: Shape (n_samples, n), float32; n = spec.n_params, or less for a part.
+        gradients: Shape (n_samples, n): a NumPy array (float32, float16) or a torch tensor
+            (float32, float16, bfloat16); n = spec.n_params, or less for a chunk. Or a sequence of
+            such matrices, one a parameter say, that stand for their columns side by side; nothing
+            is concatenated. Rows may be strided.
         spec: The projection to apply.
         offset: Row of R that belongs to the first column of ``gradients``.
-        out: Where the result goes, shape (n_samples, spec.proj_dim), float32; made if None.
+        out: Where the result goes, shape (n_samples, spec.proj_dim), float32, of the gradients'
+            library and device; made if None.
         accumulate: Add to ``out`` instead of overwriting it.
-        scale: Multiply ``out`` by 1/sqrt(spec.proj_dim) at the end, what was in it before
-            included, so that E<Rx, Ry> = <x, y>.
-        threads: How many threads make R; the result does not depend on it.
+        scale: Multiply ``out`` by ``spec.scale`` at the end, what was in it before included, so
+            that E<Rx, Ry> = <x, y>.
+        threads: How many threads work on a CPU.
 
     Returns:
         ``out``, shape (n_samples, spec.proj_dim), float32.
 
     Raises:
-        InputError: If shapes or dtypes are not as above, if the part does not lie within
-            ``spec.n_params``, or if ``accumulate`` comes without ``out``.
+        InputError: If shapes, dtypes or devices are not as above, if the chunk does not lie within
+            ``spec.n_params``, if ``accumulate`` comes without ``out``, if a result is not finite
+            (``out`` is then not usable), or if a CUDA kernel cannot run or fails its test.
 
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.
         Achlioptas, "Database-friendly random projections", JCSS 2003 (entries of one bit).
+        Kane, Nelson, "Sparser Johnson-Lindenstrauss transforms", JACM 2014 (sjlt).
     """
-    if gradients.ndim != 2 or gradients.dtype != np.float32:
-        raise InputError(
-            "`gradients` must be a float32 matrix with one row a sample. "
-            f"Found shape {gradients.shape}, dtype {gradients.dtype}."
-        )
-    n_samples, n_columns = gradients.shape
+    blocks = _checked_blocks(gradients)
+    n_columns = sum(block.shape[1] for block in blocks)
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
             f"`gradients` must lie within the projection's {spec.n_params} rows. Found columns "
             f"{offset} to {offset + n_columns}."
         )
-    shape = (n_samples, spec.proj_dim)
-    if out is None:
-        if accumulate:
-            raise InputError("`accumulate=True` needs an `out` to add to. Found out=None.")
-        out = np.zeros(shape, np.float32)
-    elif out.shape != shape or out.dtype != np.float32:
-        raise InputError(
-            f"`out` must be float32 of shape {shape}. Found {out.dtype} of shape {out.shape}."
-        )
-    elif not accumulate:
-        out[:] = 0
-    project_rademacher_cpu(gradients, spec.seed, spec.stream, offset, threads, out)
+    if threads < 1:
+        raise InputError(f"`threads` must be at least 1. Found {threads}.")
+    out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
+    if spec.kind is ProjectionKind.NONE:
+        _copy_columns(blocks, offset, out)
+    elif isinstance(out, Tensor) and out.device.type == "cuda":
+        # Only here: a machine without CUDA does not need what it imports.
+        from trak_core.projection.cuda import project_cuda
+
+        project_cuda(blocks, spec, offset, out)
+    elif isinstance(out, Tensor) and out.device.type != "cpu":
+        raise InputError(f"`gradients` must be on a CPU or CUDA device. Found {out.device}.")
+    else:
+        arrays = [_array(block) for block in blocks]
+        project_cpu(arrays, spec, offset, threads, _array(out))
     if scale:
-        out *= np.float32(1 / np.sqrt(spec.proj_dim))
+        out *= spec.scale
+    _check_finite(out)
     return out

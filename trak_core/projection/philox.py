@@ -6,6 +6,8 @@ Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 import numpy as np
 from numba import njit
 
+from trak_core.projection.compiled import compiled
+
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 _HALF = np.uint64(32)
@@ -20,3 +22,25 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
         c1, c3 = np.uint32(p1), np.uint32(p0)
         k0, k1 = np.uint32(k0 + _W0), np.uint32(k1 + _W1)
     return c0, c1, c2, c3
+
+
+@compiled
+def fill_words(words, first_call, q, tag, key):
+    """Write the words of the calls c0 = first_call, first_call + 1, ... at one q.
+
+    Args:
+        words: Length a multiple of 4, uint32; written.
+        first_call: Unsigned 32 bit.
+        q: Unsigned, below 2^56.
+        tag: The kind's (``reference.py``).
+        key: The low and the high half of the seed, and the stream, all uint32.
+    """
+    seed_low, seed_high, stream = key
+    low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
+    for i in range(len(words) // 4):
+        call = np.uint32(first_call + i)
+        w0, w1, w2, w3 = philox4x32(call, low, high, stream, seed_low, seed_high)
+        words[4 * i] = w0
+        words[4 * i + 1] = w1
+        words[4 * i + 2] = w2
+        words[4 * i + 3] = w3

@@ -3,21 +3,48 @@
 Everything here is a file format: features made on one machine mean something on another only
 because every backend makes this very matrix. It shares no code with the backends.
 
-An entry of ``rademacher`` is one bit. Philox4x32-10 is keyed with the two halves of the seed; with
-``q = 4 * (g >> 7) + ((g >> 1) & 3)`` its counter for coordinate g and column j is
+Every random word is one of the four of a Philox4x32-10 call, keyed with the two halves of the seed,
+at the counter
 
-    (j >> 2, low 32 bits of q, high 32 bits of q | tag << 24, stream),      tag 0 for rademacher
+    (c0, low 32 bits of q, high 32 bits of q | tag << 24, stream).
 
-and of the four words of output, word ``j & 3`` holds the signs of column j for 32 coordinates; the
-one of g is bit ``2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1)``: -1 where it is set, else +1.
+For coordinate g (row of R) and column j:
+
+``rademacher`` (tag 0): c0 = j >> 2, q = 4 * (g >> 7) + ((g >> 1) & 3), word j & 3. A word holds one
+column's signs for 32 coordinates; the one of g is bit
+2 * ((g >> 4) & 7) + ((g >> 3) & 1) + 16 * (g & 1): -1 where it is set, else +1.
+
+``normal`` (tag 1): c0 = j >> 2, q = g, word j & 3. With s the sum of the word's four bytes less
+510, and every step rounded to float32: x = s * SD, x2 = x * x, p = C5 * x2 + C3, p = p * x2 + C1,
+entry p * x; the products and sums are never contracted to one rounding. The 1,021 levels have mean
+0, variance 0.99999 and excess kurtosis -0.003, and keep within 0.002 of N(0, 1)'s distribution.
+
+``hadamard`` (tag 3): coordinates come in blocks of k = proj_dim, b = g // k, i = g % k; the entry
+is E_b[j] * H[i, j] * D_b[i] with H[i, j] = (-1)^popcount(i & j) and two vectors of k signs: sign v
+of D_b is bit v & 31 of word w = v >> 5, where c0 = w >> 2, q = b, and the word of the call is
+w & 3; E_b is made alike with c0 = (w >> 2) + 2^31. A set bit is -1.
+
+``sjlt`` (tag 2): the columns come in s stripes of k/s; in each, coordinate g has one entry that is
+not zero. For stripe t: c0 = t >> 2, q = g, word t & 3; its low 31 bits, times k/s, shifted right by
+31 are the column within the stripe, its top bit is the sign. The entry is +-sqrt(k/s), applied as
+one factor to the sum of the signed gradients.
+
+``none``: the identity.
 """
 
 import numpy as np
 
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _MASK = np.uint64(0xFFFFFFFF)
-_RADEMACHER_TAG = 0
+_TAG = {
+    ProjectionKind.RADEMACHER: 0,
+    ProjectionKind.NORMAL: 1,
+    ProjectionKind.SJLT: 2,
+    ProjectionKind.HADAMARD: 3,
+}
+_SD = np.float32(1 / 147.80166)
+_C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
@@ -46,6 +73,65 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
     return np.stack([c0, c1, c2, c3])
 
 
+def _words(
+    spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, which: np.ndarray, tag: int
+) -> np.ndarray:
+    """Return word ``which`` of the call at (c0, q): the arguments broadcast, uint64."""
+    c0, q, which = np.broadcast_arrays(c0, q, which)
+    high = (q >> np.uint64(32)) | np.uint64(tag << 24)
+    counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
+    key = spec.seed & 0xFFFFFFFF, spec.seed >> 32
+    words = philox4x32_reference(counter.reshape(4, -1), key).reshape(4, *q.shape)
+    return np.take_along_axis(words, which.astype(np.intp)[None], axis=0)[0]
+
+
+def _signs(words: np.ndarray, bit: np.ndarray | np.uint64) -> np.ndarray:
+    """Return -1 where the bit is set, else +1, in float64."""
+    return 1.0 - 2.0 * ((words >> bit) & np.uint64(1)).astype(np.float64)
+
+
+def _rademacher(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
+    q = 4 * (g >> np.uint64(7)) + ((g >> np.uint64(1)) & np.uint64(3))
+    words = _words(spec, j >> np.uint64(2), q, j & np.uint64(3), _TAG[spec.kind])
+    bit = 2 * ((g >> np.uint64(4)) & np.uint64(7)) + ((g >> np.uint64(3)) & np.uint64(1))
+    return _signs(words, bit + 16 * (g & np.uint64(1)))
+
+
+def _normal(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
+    words = _words(spec, j >> np.uint64(2), g, j & np.uint64(3), _TAG[spec.kind])
+    four = [(words >> np.uint64(8 * i)) & np.uint64(0xFF) for i in range(4)]
+    x = (np.sum(four, axis=0).astype(np.int64) - 510).astype(np.float32) * _SD
+    x2 = x * x
+    p = _C5 * x2 + _C3
+    p = p * x2 + _C1
+    return (p * x).astype(np.float64)
+
+
+def _hadamard(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
+    block, i = g // np.uint64(spec.proj_dim), g % np.uint64(spec.proj_dim)
+    signs = np.ones(np.broadcast_shapes(g.shape, j.shape))
+    for position, first in ((i, 0), (j, 2**31)):
+        word = position >> np.uint64(5)
+        c0 = (word >> np.uint64(2)) + np.uint64(first)
+        words = _words(spec, c0, block, word & np.uint64(3), _TAG[spec.kind])
+        signs = signs * _signs(words, position & np.uint64(31))
+    parity = np.bitwise_count(i & j) & np.uint8(1)
+    return signs * (1.0 - 2.0 * parity)
+
+
+def _sjlt(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
+    stripes = spec.stripes
+    assert stripes is not None
+    width = spec.proj_dim // stripes
+    t = np.arange(stripes, dtype=np.uint64)[None, :]
+    words = _words(spec, t >> np.uint64(2), g, t & np.uint64(3), _TAG[spec.kind])
+    bucket = ((words & np.uint64(0x7FFFFFFF)) * np.uint64(width)) >> np.uint64(31)
+    matrix = np.zeros((len(g), spec.proj_dim))
+    columns = (t * np.uint64(width) + bucket).astype(np.intp)
+    np.put_along_axis(matrix, columns, _signs(words, np.uint64(31)), axis=1)
+    return matrix
+
+
 def projection_matrix(
     spec: ProjectionSpec, first: int = 0, n_rows: int | None = None
 ) -> np.ndarray:
@@ -57,22 +143,22 @@ def projection_matrix(
         n_rows: How many rows; None for all of the matrix from ``first`` on.
 
     Returns:
-        Shape (n_rows, spec.proj_dim), float64, entries +1 or -1.
+        Shape (n_rows, spec.proj_dim), float64.
     """
     n_rows = spec.n_params - first if n_rows is None else n_rows
-    g = first + np.arange(n_rows, dtype=np.uint64)[:, None]
+    g = np.uint64(first) + np.arange(n_rows, dtype=np.uint64)[:, None]
     j = np.arange(spec.proj_dim, dtype=np.uint64)[None, :]
-    g, j = np.broadcast_arrays(g, j)
-    q = 4 * (g >> np.uint64(7)) + ((g >> np.uint64(1)) & np.uint64(3))
-    high = (q >> np.uint64(32)) | np.uint64(_RADEMACHER_TAG << 24)
-    counter = np.stack([j >> np.uint64(2), q & _MASK, high, np.full_like(q, spec.stream)])
-    words = philox4x32_reference(
-        counter.reshape(4, -1), (spec.seed & 0xFFFFFFFF, spec.seed >> 32)
-    ).reshape(4, *g.shape)
-    word = np.take_along_axis(words, (j & np.uint64(3)).astype(np.intp)[None], axis=0)[0]
-    bit = 2 * ((g >> np.uint64(4)) & np.uint64(7)) + ((g >> np.uint64(3)) & np.uint64(1))
-    bit = bit + 16 * (g & np.uint64(1))
-    return 1.0 - 2.0 * ((word >> bit) & np.uint64(1)).astype(np.float64)
+    match spec.kind:
+        case ProjectionKind.RADEMACHER:
+            return _rademacher(spec, g, j)
+        case ProjectionKind.NORMAL:
+            return _normal(spec, g, j)
+        case ProjectionKind.HADAMARD:
+            return _hadamard(spec, g, j)
+        case ProjectionKind.SJLT:
+            return _sjlt(spec, g) * spec.entry_factor
+        case ProjectionKind.NONE:
+            return (g == j).astype(np.float64)
 
 
 def project_reference(gradients: np.ndarray, spec: ProjectionSpec) -> np.ndarray:

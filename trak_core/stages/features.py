@@ -59,14 +59,11 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
 
 
 def _project(result: PerSample, projection: ProjectionSpec, threads: int) -> np.ndarray:
-    rows = np.zeros((len(result.outputs), projection.proj_dim), np.float32)
-    offset = 0
-    for block in result.gradients.values():
-        gradients = block.flatten(1).float().cpu().numpy()
-        project(gradients, projection, offset=offset, out=rows, accumulate=True, threads=threads)
-        offset += gradients.shape[1]
-    rows *= np.float32(1 / np.sqrt(projection.proj_dim))
-    return rows
+    """Project a batch where its gradients are: the blocks as they come, never side by side."""
+    blocks = [block.flatten(1) for block in result.gradients.values()]
+    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
+        blocks = [block.float() for block in blocks]
+    return project(blocks, projection, scale=True, threads=threads).cpu().numpy()
 
 
 def compute_features(
@@ -97,7 +94,7 @@ def compute_features(
         spec: From the config: checkpoint (id), model_output, parameters, projection, dtype,
             targets (ids; None for train).
         code: The stage's code digest.
-        device: ``cpu`` or ``cuda``, for the gradients.
+        device: ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once.
         threads: For torch and the projection.
 

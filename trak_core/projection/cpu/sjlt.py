@@ -1,0 +1,72 @@
+"""The sparse projection on a CPU: each coordinate is added to one column of each stripe."""
+
+import numpy as np
+from numba import types
+
+from trak_core.projection.compiled import compiled
+from trak_core.projection.cpu.lanes import (
+    LANES,
+    LaneArrays,
+    fill_from_lanes,
+    fill_lanes,
+    flush,
+    intrinsic,
+    tiles_of,
+)
+from trak_core.projection.philox import fill_words
+
+_TAG = 2
+_BLOCK = 128  # coordinates put into lanes at once
+_FLUSH = 32  # additions a column, on average, after which the sums go into the total
+
+
+@intrinsic
+def _add_signed(_, sums, column, x, coordinate, sign):
+    """Add to the sums of ``column`` the lanes of ``coordinate``, times its sign."""
+
+    def generate(context, builder, signature, arguments):
+        lanes = LaneArrays(context, builder, signature, arguments)
+        product = builder.fmul(lanes.load(2, arguments[3]), lanes.spread(arguments[4]))
+        total = builder.fadd(lanes.load(0, arguments[1]), product)
+        lanes.store(total, 0, arguments[1])
+        return context.get_dummy_value()
+
+    return types.void(sums, column, x, coordinate, sign), generate
+
+
+@compiled
+def sjlt_slice_cpu(rows, first, key, stripes, out):
+    """Write ``rows @ R[first : first + n]`` less the factor sqrt(k/s) into ``out``.
+
+    Args:
+        rows: Shape (n_samples, n), float32, n at least 1.
+        first: Coordinate of the first column of ``rows``.
+        key: As for ``fill_words``.
+        stripes: s, a divisor of proj_dim.
+        out: Shape (n_samples, proj_dim), float32.
+    """
+    n_samples, n = rows.shape
+    proj_dim = out.shape[1]
+    n_tiles = tiles_of(n_samples)
+    width = np.uint64(proj_dim // stripes)
+    sums = np.zeros((n_tiles, proj_dim * LANES), np.float32)
+    total = np.zeros_like(sums)
+    flush_blocks = max(_FLUSH * (proj_dim // stripes) // _BLOCK, 1)
+    words = np.empty((stripes + 3) // 4 * 4, np.uint32)
+    x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
+    for block in range(first // _BLOCK, (first + n - 1) // _BLOCK + 1):
+        start = block * _BLOCK - first
+        fill_lanes(x, rows, start)
+        for i in range(max(0, -start), min(_BLOCK, n - start)):
+            fill_words(words, 0, block * _BLOCK + i, _TAG, key)
+            for t in range(stripes):
+                bucket = (np.uint64(words[t] & np.uint32(0x7FFFFFFF)) * width) >> np.uint64(31)
+                column = np.int64(np.uint64(t) * width + bucket)
+                bit = words[t] >> np.uint32(31)
+                sign = np.float32(1.0) - np.float32(2.0) * np.float32(bit)
+                for tile in range(n_tiles):
+                    _add_signed(sums[tile], column, x[tile], i, sign)
+        if block % flush_blocks == flush_blocks - 1:
+            flush(total, sums)
+    flush(total, sums)
+    fill_from_lanes(out, total)

@@ -1,0 +1,128 @@
+"""Cutting a projection into slices of coordinates, for threads to work on.
+
+Slices lie on the absolute grid of coordinates and their sums are added in order. So the result
+depends neither on the number of threads, nor on how the gradient is cut into blocks, nor, where
+chunks end at the edge of a slice, on the chunks.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
+from trak_core.projection.cpu.normal import normal_slice_cpu
+from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
+from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+T = TypeVar("T")
+
+_DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
+_SPARSE_SLICE = 2**16  # the kinds whose work does not grow with proj_dim
+
+
+def slice_length(spec: ProjectionSpec) -> int:
+    """Return the coordinates of a slice; a slice of ``hadamard`` holds whole blocks."""
+    if spec.kind is ProjectionKind.HADAMARD:
+        return max(_SPARSE_SLICE, spec.proj_dim)
+    return _SPARSE_SLICE if spec.kind is ProjectionKind.SJLT else _DENSE_SLICE
+
+
+def _as_float32(rows: np.ndarray) -> np.ndarray:
+    """Return rows of float32, float16, or bfloat16 (its bits, as uint16) in float32."""
+    if rows.dtype == np.uint16:
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float32, copy=False)
+
+
+def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:
+    """Return columns ``start`` to ``stop`` of the blocks side by side, copied only if need be."""
+    parts = []
+    first = 0
+    for block in blocks:
+        last = first + block.shape[1]
+        if first < stop and last > start:
+            parts.append(_as_float32(block[:, max(start - first, 0) : stop - first]))
+        first = last
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def _kernel(spec: ProjectionSpec) -> Callable[[np.ndarray, int, np.ndarray], None]:
+    """Return the kind's kernel as a function of rows, their first coordinate, and the result."""
+    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
+    match spec.kind:
+        case ProjectionKind.RADEMACHER:
+            return lambda rows, first, out: rademacher_slice_cpu(rows, first, key, out)
+        case ProjectionKind.NORMAL:
+            return lambda rows, first, out: normal_slice_cpu(rows, first, key, out)
+        case ProjectionKind.HADAMARD:
+            return lambda rows, first, out: hadamard_slice_cpu(rows, first, key, out)
+        case ProjectionKind.SJLT:
+            return lambda rows, first, out: sjlt_slice_cpu(rows, first, key, spec.stripes, out)
+        case ProjectionKind.NONE:
+            raise AssertionError("the identity is not projected")
+
+
+def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
+    """Yield the calls' results in order, a few calls ahead on the threads."""
+    if threads == 1:
+        yield from (call() for call in calls)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        ahead: deque[Future[T]] = deque()
+        for call in calls:
+            ahead.append(pool.submit(call))
+            if len(ahead) > threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+
+
+def project_cpu(
+    blocks: Sequence[np.ndarray],
+    spec: ProjectionSpec,
+    offset: int,
+    threads: int,
+    out: np.ndarray,
+) -> None:
+    """Add the unscaled projection of the gradient blocks to ``out``.
+
+    Memory beyond arguments: for each thread and one more, a result, and a slice of the gradients
+    where they are not float32 or the slice has parts of several blocks.
+
+    Args:
+        blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
+            of bfloat16. The first starts at ``offset``, each other where the last ends.
+        spec: Of any kind but ``none``.
+        offset: Coordinate of the first column.
+        threads: How many slices are worked on at a time.
+        out: Shape (n_samples, proj_dim), float32; added to.
+    """
+    stop = offset + sum(block.shape[1] for block in blocks)
+    if stop == offset or not len(out):
+        return
+    length = slice_length(spec)
+    kernel = _kernel(spec)
+
+    def slice_sums(first: int, last: int) -> np.ndarray:
+        sums = np.empty(out.shape, np.float32)
+        kernel(_slice_rows(blocks, first - offset, last - offset), first, sums)
+        return sums
+
+    grid = range(offset // length * length, stop, length)
+    results = _in_order(
+        (partial(slice_sums, max(offset, at), min(stop, at + length)) for at in grid), threads
+    )
+    if spec.kind is ProjectionKind.SJLT:
+        # One factor on the whole sum (reference.py).
+        total = np.zeros_like(out)
+        for sums in results:
+            total += sums
+        out += total * np.float32(spec.entry_factor)
+    else:
+        for sums in results:
+            out += sums
