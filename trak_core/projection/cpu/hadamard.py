@@ -109,9 +109,12 @@ def _transform(x, n):
 
 
 @compiled
-def hadamard_slice_cpu(rows, first, key, out):
-    """Write ``rows @ R[first : first + n]`` into ``out``; arguments of ``rademacher_slice_cpu``."""
-    n_samples, n = rows.shape
+def hadamard_slice_cpu(rows, start, stop, first, key, out):
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+
+    The arguments are those of ``rademacher_slice_cpu``.
+    """
+    n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
     sums = np.zeros((n_tiles, proj_dim * LANES), np.float32)
@@ -119,11 +122,12 @@ def hadamard_slice_cpu(rows, first, key, out):
     words = np.empty(max(proj_dim // 32, 4), np.uint32)
     row_signs, column_signs = np.empty(proj_dim, np.float32), np.empty(proj_dim, np.float32)
     x = np.zeros((1, proj_dim * LANES), np.float32)
-    for block in range(first // proj_dim, (first + n - 1) // proj_dim + 1):
+    for block in range(first // proj_dim, (first + stop - start - 1) // proj_dim + 1):
         _fill_signs(row_signs, words, 0, block, key)
         _fill_signs(column_signs, words, _COLUMN_SIGNS, block, key)
         for tile in range(n_tiles):
-            fill_lanes(x, rows[tile * LANES : (tile + 1) * LANES], block * proj_dim - first)
+            eight = rows[tile * LANES : (tile + 1) * LANES]
+            fill_lanes(x, eight, block * proj_dim - first + start, start, stop)
             for i in range(proj_dim):
                 _multiply(x[0], i, row_signs)
             _transform(x[0], proj_dim)

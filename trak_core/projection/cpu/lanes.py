@@ -65,23 +65,24 @@ def tiles_of(n_samples):
 
 
 @compiled
-def fill_lanes(x, rows, start):
-    """Copy the columns ``start, start + 1, ...`` of ``rows``, where there are such, into lanes.
+def fill_lanes(x, rows, at, start, stop):
+    """Copy the columns ``at, at + 1, ...`` of ``rows`` from start to stop into lanes.
 
     Args:
-        x: Shape (n_tiles, n * 8), float32; zeros for columns that ``rows`` does not have.
+        x: Shape (n_tiles, n * 8), float32; zeros for columns outside of start to stop.
         rows: Shape (n_samples, any), float32.
-        start: May be negative.
+        at: Column for the first row of lanes; may lie before ``start``.
+        start: First column to be read.
+        stop: The column after the last.
     """
-    n_samples, n_columns = rows.shape
     n = x.shape[1] // LANES
-    if start < 0 or start + n > n_columns:
+    if at < start or at + n > stop:
         x[:] = 0
-    begin, end = max(start, 0), min(start + n, n_columns)
-    for sample in range(n_samples):
+    begin, end = max(at, start), min(at + n, stop)
+    for sample in range(len(rows)):
         tile, lane = sample // LANES, sample % LANES
         for i in range(begin, end):
-            x[tile, (i - start) * LANES + lane] = rows[sample, i]
+            x[tile, (i - at) * LANES + lane] = rows[sample, i]
 
 
 @compiled

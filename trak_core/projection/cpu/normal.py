@@ -76,9 +76,12 @@ def _add_products(_, sums, column, x, entries, first_entry):
 
 
 @compiled
-def normal_slice_cpu(rows, first, key, out):
-    """Write ``rows @ R[first : first + n]`` into ``out``; arguments of ``rademacher_slice_cpu``."""
-    n_samples, n = rows.shape
+def normal_slice_cpu(rows, start, stop, first, key, out):
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+
+    The arguments are those of ``rademacher_slice_cpu``.
+    """
+    n_samples = len(rows)
     n_tiles = tiles_of(n_samples)
     n_columns = (out.shape[1] + _WIDTH - 1) // _WIDTH * _WIDTH
     sums = np.zeros((n_tiles, n_columns * LANES), np.float32)
@@ -86,17 +89,17 @@ def normal_slice_cpu(rows, first, key, out):
     words = np.empty(_WIDTH, np.uint32)
     entries = np.empty(_ROWS * _WIDTH, np.float32)
     x = np.zeros((n_tiles, _ROWS * LANES), np.float32)
-    for block in range(first // _ROWS, (first + n - 1) // _ROWS + 1):
-        fill_lanes(x, rows, block * _ROWS - first)
-        for start in range(0, n_columns, _WIDTH):
-            width = min(_WIDTH, (out.shape[1] - start + _GROUP - 1) // _GROUP * _GROUP)
+    for block in range(first // _ROWS, (first + stop - start - 1) // _ROWS + 1):
+        fill_lanes(x, rows, block * _ROWS - first + start, start, stop)
+        for left in range(0, n_columns, _WIDTH):
+            width = min(_WIDTH, (out.shape[1] - left + _GROUP - 1) // _GROUP * _GROUP)
             for row in range(_ROWS):
-                fill_words(words[:width], start // 4, block * _ROWS + row, _TAG, key)
+                fill_words(words[:width], left // 4, block * _ROWS + row, _TAG, key)
                 for i in range(width):
                     entries[row * _WIDTH + i] = normal_entry(words[i])
             for tile in range(n_tiles):
                 for i in range(0, width, _GROUP):
-                    _add_products(sums[tile], start + i, x[tile], entries, i)
+                    _add_products(sums[tile], left + i, x[tile], entries, i)
         if block % _FLUSH == _FLUSH - 1:
             flush(total, sums)
     flush(total, sums)

@@ -78,24 +78,26 @@ def _add_table_rows(_, sums, tables, words, column, n_columns):
 
 
 @compiled
-def rademacher_slice_cpu(rows, first, key, out):
-    """Write ``rows @ R[first : first + n]`` into ``out``.
+def rademacher_slice_cpu(rows, start, stop, first, key, out):
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
 
     Args:
-        rows: Shape (n_samples, n), float32, n at least 1.
-        first: Coordinate of the first column of ``rows``.
+        rows: Shape (n_samples, any), float32.
+        start: The first column to project.
+        stop: The column after the last, above ``start``.
+        first: Coordinate of column ``start``.
         key: As for ``fill_words``.
         out: Shape (n_samples, proj_dim), float32.
     """
-    n_samples, n = rows.shape
+    n_samples = len(rows)
     n_columns = (out.shape[1] + 3) // 4 * 4
     n_tiles = tiles_of(n_samples)
     sums = np.zeros((n_tiles, n_columns * LANES), np.float32)
     words = np.empty((_WORDS, n_columns), np.uint32)
     tables = np.empty(_WORDS * _NIBBLES * 16 * LANES, np.float32)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
-    for block in range(first // _BLOCK, (first + n - 1) // _BLOCK + 1):
-        fill_lanes(x, rows, block * _BLOCK - first)
+    for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
+        fill_lanes(x, rows, block * _BLOCK - first + start, start, stop)
         for t in range(_WORDS):
             fill_words(words[t], 0, 4 * block + t, 0, key)
         for tile in range(n_tiles):

@@ -35,17 +35,19 @@ def _add_signed(_, sums, column, x, coordinate, sign):
 
 
 @compiled
-def sjlt_slice_cpu(rows, first, key, stripes, out):
-    """Write ``rows @ R[first : first + n]`` less the factor sqrt(k/s) into ``out``.
+def sjlt_slice_cpu(rows, start, stop, first, key, stripes, out):
+    """Write ``rows[:, start:stop] @ R[first:]`` less the factor sqrt(k/s) into ``out``.
 
     Args:
-        rows: Shape (n_samples, n), float32, n at least 1.
-        first: Coordinate of the first column of ``rows``.
+        rows: Shape (n_samples, any), float32.
+        start: The first column to project.
+        stop: The column after the last, above ``start``.
+        first: Coordinate of column ``start``.
         key: As for ``fill_words``.
         stripes: s, a divisor of proj_dim.
         out: Shape (n_samples, proj_dim), float32.
     """
-    n_samples, n = rows.shape
+    n_samples = len(rows)
     proj_dim = out.shape[1]
     n_tiles = tiles_of(n_samples)
     width = np.uint64(proj_dim // stripes)
@@ -54,10 +56,10 @@ def sjlt_slice_cpu(rows, first, key, stripes, out):
     flush_blocks = max(_FLUSH * (proj_dim // stripes) // _BLOCK, 1)
     words = np.empty((stripes + 3) // 4 * 4, np.uint32)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
-    for block in range(first // _BLOCK, (first + n - 1) // _BLOCK + 1):
-        start = block * _BLOCK - first
-        fill_lanes(x, rows, start)
-        for i in range(max(0, -start), min(_BLOCK, n - start)):
+    for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
+        at = block * _BLOCK - first + start
+        fill_lanes(x, rows, at, start, stop)
+        for i in range(max(0, start - at), min(_BLOCK, stop - at)):
             fill_words(words, 0, block * _BLOCK + i, _TAG, key)
             for t in range(stripes):
                 bucket = (np.uint64(words[t] & np.uint32(0x7FFFFFFF)) * width) >> np.uint64(31)

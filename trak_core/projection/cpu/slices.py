@@ -22,7 +22,7 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 T = TypeVar("T")
 
 _DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
-_SPARSE_SLICE = 2**16  # the kinds whose work does not grow with proj_dim
+_SPARSE_SLICE = 2**17  # the kinds whose work does not grow with proj_dim
 
 
 def slice_length(spec: ProjectionSpec) -> int:
@@ -39,30 +39,36 @@ def _as_float32(rows: np.ndarray) -> np.ndarray:
     return rows.astype(np.float32, copy=False)
 
 
-def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> np.ndarray:
-    """Return columns ``start`` to ``stop`` of the blocks side by side, copied only if need be."""
+def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np.ndarray, int, int]:
+    """Return where columns ``start`` to ``stop`` of the blocks, side by side, are in float32.
+
+    That is a matrix and the range of its columns; columns are copied only if need be.
+    """
     parts = []
     first = 0
     for block in blocks:
         last = first + block.shape[1]
+        if first <= start and last >= stop and block.dtype == np.float32:
+            return block, start - first, stop - first
         if first < stop and last > start:
             parts.append(_as_float32(block[:, max(start - first, 0) : stop - first]))
         first = last
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    rows = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+    return rows, 0, stop - start
 
 
-def _kernel(spec: ProjectionSpec) -> Callable[[np.ndarray, int, np.ndarray], None]:
-    """Return the kind's kernel as a function of rows, their first coordinate, and the result."""
+def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
+    """Return the kind's kernel, called with rows, a range of columns, first coordinate, result."""
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
     match spec.kind:
         case ProjectionKind.RADEMACHER:
-            return lambda rows, first, out: rademacher_slice_cpu(rows, first, key, out)
+            return lambda *rows, out: rademacher_slice_cpu(*rows, key, out)
         case ProjectionKind.NORMAL:
-            return lambda rows, first, out: normal_slice_cpu(rows, first, key, out)
+            return lambda *rows, out: normal_slice_cpu(*rows, key, out)
         case ProjectionKind.HADAMARD:
-            return lambda rows, first, out: hadamard_slice_cpu(rows, first, key, out)
+            return lambda *rows, out: hadamard_slice_cpu(*rows, key, out)
         case ProjectionKind.SJLT:
-            return lambda rows, first, out: sjlt_slice_cpu(rows, first, key, spec.stripes, out)
+            return lambda *rows, out: sjlt_slice_cpu(*rows, key, spec.stripes, out)
         case ProjectionKind.NONE:
             raise AssertionError("the identity is not projected")
 
@@ -110,7 +116,7 @@ def project_cpu(
 
     def slice_sums(first: int, last: int) -> np.ndarray:
         sums = np.empty(out.shape, np.float32)
-        kernel(_slice_rows(blocks, first - offset, last - offset), first, sums)
+        kernel(*_slice_rows(blocks, first - offset, last - offset), first, out=sums)
         return sums
 
     grid = range(offset // length * length, stop, length)
