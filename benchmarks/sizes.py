@@ -43,6 +43,8 @@ def write_features(path: Path, checkpoint: str, split: str, n_rows: int, proj_di
         "split": split,
         "dtype": "float32",
         "study": "",
+        "parameter_patterns": None,
+        "targets_digest": None if split == "train" else "",
     }
     with create(path, FEATURES, spec, {}) as writer:
         rows = writer.matrix("features", range(n_rows), range(proj_dim))
@@ -100,14 +102,15 @@ def main() -> None:
             )
 
         ids = [f"c{i}" for i in range(options.checkpoints)]
+        settings = {
+            "model_output": "image_classification",
+            "projection": {"kind": "rademacher", "proj_dim": k, "seed": 0},
+            "dtype": "float32",
+            "study": "",
+            "parameter_patterns": None,
+        }
         for checkpoint in ids:
-            expected = {
-                "checkpoint": checkpoint,
-                "model_output": "image_classification",
-                "projection": {"kind": "rademacher", "proj_dim": k, "seed": 0},
-                "dtype": "float32",
-                "study": "",
-            }
+            expected = {**settings, "checkpoint": checkpoint}
             train, target = (folder / f"{checkpoint}-{name}.h5" for name in ("train", "mine"))
             matrix, scores = (folder / f"{checkpoint}-{name}.h5" for name in ("matrix", "scores"))
             write_features(train, checkpoint, "train", n, k)
@@ -116,7 +119,7 @@ def main() -> None:
                 compute_normal_matrix,
                 normal_matrix_file=matrix,
                 features=train,
-                expected={**expected, "split": "train"},
+                expected={**expected, "split": "train", "targets_digest": None},
                 weighting="plain",
                 code="",
                 memory_mb=budget,
@@ -129,7 +132,7 @@ def main() -> None:
                 train=train,
                 targets=target,
                 normal_matrix=matrix,
-                expected={**expected, "split": "mine"},
+                expected={**expected, "split": "mine", "targets_digest": ""},
                 damping=2,
                 weighting="plain",
                 keep=options.keep,
@@ -145,6 +148,8 @@ def main() -> None:
             checkpoint_scores=[folder / f"{c}-scores.h5" for c in ids],
             features=[folder / f"{c}-train.h5" for c in ids] if options.keep == "top_k" else [],
             expected={
+                **settings,
+                "targets_digest": "",
                 "experiment": "mine",
                 "weighting": "plain",
                 "damping": 2,

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from trak_core.provenance import ids_digest
 from trak_core.stages.average import average_scores
 from trak_core.stages.features import compute_features
 from trak_core.stages.normal_matrix import compute_normal_matrix
@@ -40,7 +41,10 @@ def run_stages(
             "projection": {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed},
             "dtype": dtype,
             "study": "digest",
+            "parameter_patterns": parameters,
         }
+        to_train = {**expected, "split": "train", "targets_digest": None}
+        to_targets = {**expected, "split": "mine", "targets_digest": ids_digest(targets)}
 
         def features(split, ids, number=1, of=1, *, expected=expected, path=path):
             name = f"{split}.h5" if of == 1 else f"{split}-{number}.h5"
@@ -52,7 +56,7 @@ def run_stages(
                 split=split,
                 shard=number,
                 n_shards=of,
-                spec={**expected, "parameters": parameters, "targets": ids},
+                spec={**expected, "targets": ids},
                 code="code",
                 device="cpu",
                 batch_size=batch_size,
@@ -71,7 +75,7 @@ def run_stages(
         compute_normal_matrix(
             normal_matrix_file=matrix,
             features=train,
-            expected={**expected, "split": "train"},
+            expected=to_train,
             weighting=weighting,
             code="code",
             memory_mb=memory_mb,
@@ -82,7 +86,7 @@ def run_stages(
             train=train,
             targets=target,
             normal_matrix=matrix,
-            expected={**expected, "split": "mine"},
+            expected=to_targets,
             damping=damping,
             weighting=weighting,
             keep=keep,
@@ -97,6 +101,12 @@ def run_stages(
         checkpoint_scores=checkpoint_scores,
         features=train_features if keep == "top_k" else [],
         expected={
+            "projection": {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed},
+            "model_output": model_output,
+            "dtype": dtype,
+            "study": "digest",
+            "parameter_patterns": parameters,
+            "targets_digest": ids_digest(targets),
             "experiment": "mine",
             "weighting": weighting,
             "damping": damping,

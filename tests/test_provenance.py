@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from trak_core import provenance
-from trak_core.provenance import code_digest, stat_signature, study_digest
+from trak_core.errors import InputError
+from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "__init__")
@@ -35,8 +36,7 @@ def add_code(text):
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        ("projection/cpu.py", {"features"}),
-        ("projection/reference.py", set()),
+        ("projection/cpu/rademacher.py", {"features"}),
         ("gradients.py", {"features", "check_study"}),
         ("checkpoints.py", {"features"}),
         ("attribution.py", {"scores", "average"}),
@@ -91,6 +91,29 @@ def test_study_digest_follows_modules_beside_the_study(tmp_path):
     study.write_text("# a comment\nfrom layers import Block\nimport torch\n")
     beside.write_text("class Block: pass\n")
     assert study_digest(study) == before
+
+
+def test_a_study_with_a_dot_in_its_name(tmp_path):
+    study = tmp_path / "diab.v2.py"
+    study.write_text("a = 1\n")
+    before = study_digest(study)
+    study.write_text("a = 2\n")
+    assert study_digest(study) != before
+    (tmp_path / "diab.py").write_text("b = 1\n")
+    assert study_digest(tmp_path / "diab.py") not in {before, study_digest(study)}
+
+
+@pytest.mark.parametrize("name", ["gone.py", "notes.txt", "folder.py"])
+def test_a_study_that_is_no_python_file_has_no_digest(tmp_path, name):
+    (tmp_path / "notes.txt").write_text("a = 1\n")
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(InputError, match=rf"{name}: the study's Python file must exist"):
+        study_digest(tmp_path / name)
+
+
+def test_ids_digest_goes_by_text_and_order():
+    assert ids_digest([1, 2]) == ids_digest(["1", "2"])
+    assert len({ids_digest(ids) for ids in ([1, 2], [2, 1], [12], ["1, 2"], [])}) == 5
 
 
 def test_signature_notices_an_older_file_and_changes_in_a_folder(tmp_path):

@@ -4,6 +4,7 @@ The studies are small: three checkpoints, two experiments.
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -339,11 +340,25 @@ def test_a_damaged_file_stops_the_job_and_names_itself(own_study):
     assert counts["compute_features"] == 1
 
 
-def test_features_of_other_settings_are_refused_though_snakemake_knows_nothing(own_study):
-    """Without its own records Snakemake misses a changed seed; the files themselves don't."""
-    shutil.rmtree(own_study.path(".snakemake"))
-    own_study.config["projection"]["seed"] = 5
-    own_study.config["experiments"]["new"] = {"targets": ["patient-441"]}
-    output = own_study.fail()
+@pytest.mark.parametrize(
+    ("change", "remade", "found"),
+    [
+        ({"projection": {"proj_dim": 16, "seed": 5}}, "compute_features", "'seed': 5"),
+        ({"parameters": ["2.*"]}, "compute_features", r"'parameter_patterns': \['2\.\*'\]"),
+        ({"experiments": {"one": {"targets": ["patient-441"]}}}, "compute_features", "targets_dig"),
+        ({"experiments": {"one": {"targets": ["patient-441"]}}}, "compute_scores", "targets_dig"),
+    ],
+)
+def test_files_of_other_settings_are_refused_though_snakemake_knows_nothing(
+    own_study, change, remade, found
+):
+    """Without its own records Snakemake misses a changed config; the files themselves don't."""
+    shutil.rmtree(own_study.path(".snakemake/metadata"))
+    own_study.path("results/scores/one.h5").unlink()
+    if remade == "compute_features":
+        shutil.rmtree(own_study.path("results/scores/one"))
+    own_study.config.update(change)
+    output = own_study.fail("results/scores/one.h5")
     assert "settings of today's config" in output
-    assert "'seed': 5" in output
+    assert re.search(found, output)
+    assert f"rule {remade} remakes it" in output

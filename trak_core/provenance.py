@@ -5,10 +5,13 @@ Standard library only: every start of Snakemake calls this.
 
 import ast
 import hashlib
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from trak_core.errors import InputError
 
 _REPOSITORY = Path(__file__).parents[1]
 _Name = tuple[str, ...]
@@ -16,7 +19,8 @@ _Name = tuple[str, ...]
 
 def _module_file(root: Path, name: _Name) -> Path | None:
     stem = root.joinpath(*name)
-    files = (stem.with_suffix(".py"), stem / "__init__.py") if name else ()
+    # Not with_suffix: a study's own name may hold a dot.
+    files = (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if name else ()
     return next((path for path in files if path.is_file()), None)
 
 
@@ -117,8 +121,25 @@ def study_digest(study: Path) -> str:
 
     Returns:
         16 hexadecimal digits.
+
+    Raises:
+        InputError: If there is no such file, or if its name doesn't end with ``.py``.
     """
-    return _digest(_closure((study.stem,), study.parent))
+    name = (study.stem,)
+    files = _closure(name, study.parent)
+    if files.get(name) != study:
+        found = "a file of another kind" if study.is_file() else "nothing there"
+        raise InputError(
+            f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
+            f"are relative to the folder that Snakemake runs in. Found {found}."
+        )
+    return _digest(files)
+
+
+def ids_digest(ids: Sequence[int | str]) -> str:
+    """Hash ids by their text, in order: 32 hexadecimal digits for any number of them."""
+    text = json.dumps([str(i) for i in ids])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def stat_signature(path: Path) -> str:

@@ -38,24 +38,24 @@ def _short(value: Any) -> str:
 
 
 def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> None:
-    """Refuse features that were made for another config than today's.
+    """Refuse features, or scores of a checkpoint, that were made for another config than today's.
 
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is.
 
     Args:
-        artifact: The open features.
-        expected: From the config: projection (kind, proj_dim, seed), dtype, model_output, study,
-            checkpoint (id), split.
+        artifact: The open file.
+        expected: From the config: projection (its keys there), dtype, model_output, study,
+            parameter_patterns, checkpoint (id), targets_digest (None for the training samples);
+            for features split, for scores experiment, weighting and damping.
         rule: The rule that makes such files.
     """
     spec = artifact.spec
     check_same("rows: the whole split", None, spec.get("shard"), artifact.path, rule)
-    projection = {key: spec["projection"][key] for key in expected["projection"]}
+    projection = {key: spec["projection"].get(key) for key in expected["projection"]}
     found = {
+        **{key: spec.get(key) for key in expected},
         "projection": projection,
         "checkpoint": spec["checkpoint"]["id"],
-        **{key: spec[key] for key in ("dtype", "model_output", "study", "split")},
     }
-    wanted = {key: expected[key] for key in found}
-    check_same("settings of today's config", wanted, found, artifact.path, rule)
+    check_same("settings of today's config", expected, found, artifact.path, rule)

@@ -13,6 +13,7 @@ from trak_core.artifacts import (
     FEATURES,
     SCORES,
     Artifact,
+    check_made_for,
     check_same,
     create,
     open_artifact,
@@ -28,14 +29,11 @@ Rows = Callable[[int, int], np.ndarray]
 
 def _check_together(parts: Sequence[Artifact], expected: dict[str, Any]) -> None:
     """Refuse score files of different experiments, settings, samples or checkpoints."""
-    keys = ("experiment", "weighting", "damping", "parameters", "model_output", "dtype", "study")
+    settings = {key: value for key, value in expected.items() if key != "checkpoints"}
     for part, checkpoint in zip(parts, expected["checkpoints"], strict=True):
-        found = {key: part.spec[key] for key in keys}
-        check_same("settings", {k: parts[0].spec[k] for k in keys}, found, part.path, _RULE)
-        wanted = {key: expected[key] for key in ("experiment", "weighting", "damping")}
-        found = {key: part.spec[key] for key in wanted}
-        check_same("settings of today's config", wanted, found, part.path, _RULE)
-        check_same("checkpoint", checkpoint, part.spec["checkpoint"]["id"], part.path, _RULE)
+        check_made_for(part, {**settings, "checkpoint": checkpoint}, _RULE)
+        first, found = parts[0].spec["parameters"], part.spec["parameters"]
+        check_same("names and shapes of parameters", first, found, part.path, _RULE)
         matrix = {k: v for k, v in part.spec["projection"].items() if k != "stream"}
         first = {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"}
         check_same("projection", first, matrix, part.path, _RULE)
@@ -129,7 +127,8 @@ def average_scores(
         scores: The file to write.
         checkpoint_scores: One file a checkpoint.
         features: Their training features, where only the solved targets were kept; else empty.
-        expected: From the config: experiment, weighting, damping, checkpoints (ids, in order).
+        expected: See ``check_made_for``; experiment in place of split, and weighting, damping,
+            checkpoints (ids, in order).
         combine: ``product_of_averages`` or ``average_of_products``.
         loss_weight_power: In (0, 1].
         top: Influences of either sign kept for each target.

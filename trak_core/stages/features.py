@@ -25,6 +25,7 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs import MODEL_OUTPUTS
 from trak_core.projection import project
+from trak_core.provenance import ids_digest
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.software import software
 from trak_core.study import TRAIN, Study
@@ -91,8 +92,8 @@ def compute_features(
         split: ``train``, or the name of an experiment.
         shard: Which shard, from 1.
         n_shards: How many there are; 1 for the whole split.
-        spec: From the config: checkpoint (id), model_output, parameters, projection, dtype,
-            targets (ids; None for train).
+        spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
+            dtype, targets (ids; None for train), study (digest).
         code: The stage's code digest.
         device: ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once.
@@ -107,7 +108,7 @@ def compute_features(
     model = loaded.make_model()
     load_checkpoint(model, checkpoint)
     model.to(torch_device)
-    parameters = select_parameters(model, spec["parameters"])
+    parameters = select_parameters(model, spec["parameter_patterns"])
     output = MODEL_OUTPUTS[spec["model_output"]]
     data = loaded.split(split, spec["targets"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -123,6 +124,8 @@ def compute_features(
         "split": split,
         "dtype": spec["dtype"],
         "study": spec["study"],
+        "parameter_patterns": spec["parameter_patterns"],
+        "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
     }
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}

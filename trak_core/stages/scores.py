@@ -21,7 +21,10 @@ from trak_core.linalg import damped_solve
 from trak_core.stages.software import software
 
 # What one checkpoint's train and target features must share.
-_SHARED = ("projection", "parameters", "model_output", "checkpoint", "dtype", "study")
+_SHARED = (
+    *("projection", "parameters", "parameter_patterns", "model_output", "checkpoint"),
+    *("dtype", "study"),
+)
 _PER_SAMPLE = ("labels", "outputs", "predictions")
 
 
@@ -65,10 +68,11 @@ def compute_scores(
         open_artifact(targets, FEATURES) as target_file,
         open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
-        check_made_for(train_file, {**expected, "split": "train"}, "compute_features")
+        train_expected = {**expected, "split": "train", "targets_digest": None}
+        check_made_for(train_file, train_expected, "compute_features")
         check_made_for(target_file, expected, "compute_features")
-        shared = {key: train_file.spec[key] for key in _SHARED}
-        found = {key: target_file.spec[key] for key in _SHARED}
+        shared = {key: train_file.spec.get(key) for key in _SHARED}
+        found = {key: target_file.spec.get(key) for key in _SHARED}
         check_same("specification of features", shared, found, targets, "compute_features")
         wanted = {"weighting": weighting, "features": train_file.content_hash}
         found = {key: matrix_file.spec[key] for key in wanted}
@@ -93,6 +97,7 @@ def compute_scores(
         spec = {
             **shared,
             "experiment": expected["split"],
+            "targets_digest": expected["targets_digest"],
             "weighting": weighting,
             "damping": damping,
             "lambda": lambda_,

@@ -12,7 +12,7 @@ from trak_core.config import (
     target_ids,
 )
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, stat_signature, study_digest
+from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 
 # Jobs are processes of their own: they import the trak_core that this file imports.
 os.environ.update(
@@ -32,11 +32,6 @@ try:
         name: target_ids(experiment["targets"])
         for name, experiment in config["experiments"].items()
     }
-    if not Path(config["study"]).is_file():
-        raise InputError(
-            f"{config['study']}: the study's Python file must exist, relative to the folder "
-            "that Snakemake runs in. Found nothing there."
-        )
     study = study_digest(Path(config["study"]))
 except InputError as error:
     raise WorkflowError(str(error)) from None

@@ -6,6 +6,13 @@
 scoring = config["scoring"]
 
 
+parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
+
+
+def targets_digest(split):
+    return ids_digest(experiments[split]) if split in experiments else None
+
+
 def checkpoint_path(wildcards):
     if "training" in config:
         return f"{config['results']}/checkpoints/{wildcards.checkpoint}.pt"
@@ -36,23 +43,22 @@ def training_arguments(wildcards):
     return ordered(config["training"] | checkpoints[wildcards.checkpoint])
 
 
-def features_settings(checkpoint):
-    return {
-        "checkpoint": checkpoint,
-        "model_output": config["model_output"],
-        "projection": config["projection"],
-        "dtype": config["features_dtype"],
-        "study": study,
-    }
+# What decides the numbers of all features of this config.
+features_settings = {
+    "model_output": config["model_output"],
+    "parameter_patterns": parameter_patterns,
+    "projection": config["projection"],
+    "dtype": config["features_dtype"],
+    "study": study,
+}
 
 
 def features_spec(wildcards):
     """What decides the numbers of a split's features."""
-    parameters = config["parameters"]
     return ordered(
-        features_settings(wildcards.checkpoint)
+        features_settings
         | {
-            "parameters": None if parameters == "all" else parameters,
+            "checkpoint": wildcards.checkpoint,
             "targets": experiments.get(wildcards.split),
         }
     )
@@ -60,7 +66,14 @@ def features_spec(wildcards):
 
 def expected_features(checkpoint, split):
     """What features must say of themselves to be used under today's config."""
-    return ordered(features_settings(checkpoint) | {"split": split})
+    return ordered(
+        features_settings
+        | {
+            "checkpoint": checkpoint,
+            "split": split,
+            "targets_digest": targets_digest(split),
+        }
+    )
 
 
 def shards_of(wildcards):
@@ -70,9 +83,12 @@ def shards_of(wildcards):
 
 
 def expected_scores(wildcards):
+    """What each checkpoint's scores must say of themselves, and in which order."""
     return ordered(
-        {
+        features_settings
+        | {
             "experiment": wildcards.experiment,
+            "targets_digest": targets_digest(wildcards.experiment),
             "checkpoints": list(checkpoints),
             "damping": scoring["damping"],
             "weighting": scoring["normal_matrix"],
