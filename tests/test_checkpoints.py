@@ -42,6 +42,33 @@ def test_pytorch_files(state, tmp_path, prefix, wrapper):
     assert same(state, tmp_path / "a.pt")
 
 
+class Wrapper(nn.Module):
+    """Its own parts are called what data parallelism and torch.compile call theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), "module": nn.Linear(2, 3)})
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_model_with_a_part_called_module(tmp_path, prefix):
+    saved, model = Wrapper(), Wrapper()
+    torch.save({prefix + k: v for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
+    load_checkpoint(model, tmp_path / "a.pt")
+    for key, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
+    del state["0.bias"]
+    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"Found missing in the checkpoint: 0\.bias\. Does"):
+        load_checkpoint(net(), tmp_path / "a.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(InputError, match=r"missing in the checkpoint: 0\.weight"):
+        load_checkpoint(net(), tmp_path / "empty.pt")
+
+
 def test_safetensors(state, tmp_path):
     save_file(state, tmp_path / "a.safetensors")
     assert same(state, tmp_path / "a.safetensors")
@@ -66,6 +93,13 @@ def test_hugging_face_folders(state, tmp_path, suffix, sharded):
     before = checkpoint_sha256(tmp_path)
     (tmp_path / "config.json").write_text('{"other": 1}')
     assert checkpoint_sha256(tmp_path) == before
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON"])
+def test_a_folder_with_a_bad_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"index\.json: the index .* mapping `weight_map`"):
+        read_state_dict(tmp_path)
 
 
 def test_tied_parameters_are_needed_once(tmp_path):

@@ -28,6 +28,16 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
 
 
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
+            f"of names to files. Reading it failed: {type(error).__name__}: {error}."
+        ) from error
+
+
 def _weight_files(checkpoint: Path) -> list[Path]:
     if not checkpoint.exists():
         raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
@@ -38,8 +48,7 @@ def _weight_files(checkpoint: Path) -> list[Path]:
         if path.is_file():
             if path.suffix != ".json":
                 return [path]
-            shards = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            return [path, *(checkpoint / shard for shard in shards)]
+            return [path, *(checkpoint / shard for shard in _shards(path))]
     raise InputError(
         f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}. Found "
         f"{', '.join(sorted(p.name for p in checkpoint.iterdir())) or 'nothing'}."
@@ -76,8 +85,7 @@ def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
 
     Args:
         checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, or a Hugging
-            Face folder, sharded or not. A prefix ``module.`` or ``_orig_mod.`` that every key has
-            is taken off.
+            Face folder, sharded or not.
 
     Returns:
         Names to tensors.
@@ -89,9 +97,6 @@ def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
     for path in _weight_files(checkpoint):
         if path.suffix != ".json":
             state |= _read(path)
-    for prefix in _PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
     return state
 
 
@@ -100,11 +105,37 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
+def _misfits(state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, list[str]]:
+    """Return what keeps a checkpoint from fitting a model, in words, with the keys."""
+    stored = {own[key].data_ptr() for key in own.keys() & state.keys() if own[key].numel()}
+    return {
+        "missing in the checkpoint": [
+            k for k in own if k not in state and own[k].data_ptr() not in stored
+        ],
+        "unknown to the model": [k for k in state if k not in own],
+        "of another shape": [
+            f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
+            for k in own
+            if k in state and state[k].shape != own[k].shape
+        ],
+    }
+
+
+def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Return the state as it is, then without each further prefix that all of its keys have."""
+    found = [state]
+    for prefix in _PREFIXES * 2:
+        if state and all(key.startswith(prefix) for key in found[-1]):
+            found.append({key.removeprefix(prefix): value for key, value in found[-1].items()})
+    return found
+
+
 def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
     """Put a checkpoint's weights into ``model``, and the model into evaluation mode.
 
     Every parameter and buffer of the model must be in the checkpoint, with its shape, and nothing
-    else; tied parameters need to be there once.
+    else; tied parameters need to be there once. A prefix ``module.`` or ``_orig_mod.`` that every
+    key has is taken off where that makes them fit.
 
     Args:
         model: Changed in place.
@@ -113,25 +144,13 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
     Raises:
         InputError: If the keys or shapes don't fit; it lists them.
     """
-    state = read_state_dict(checkpoint)
     own = model.state_dict()
-    stored = {own[key].data_ptr() for key in own.keys() & state.keys() if own[key].numel()}
-    missing = [k for k in own if k not in state and own[k].data_ptr() not in stored]
-    unexpected = [k for k in state if k not in own]
-    misshapen = [
-        f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
-        for k in own
-        if k in state and state[k].shape != own[k].shape
-    ]
-    problems = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("missing in the checkpoint", missing),
-            ("unknown to the model", unexpected),
-            ("of another shape", misshapen),
-        )
-        if names
-    ]
+    # A part of the model itself may be called `module`: keys as they are, if those fit best.
+    state, misfits = min(
+        ((s, _misfits(s, own)) for s in _without_prefixes(read_state_dict(checkpoint))),
+        key=lambda pair: sum(map(len, pair[1].values())),
+    )
+    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
     if problems:
         raise InputError(
             f"{checkpoint}: the checkpoint's keys must be those of the study's model. "
