@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from trak_core import blocks
-from trak_core.blocks import blocks_with_progress, rows_of
+from trak_core.blocks import blocks_with_progress
 
 
 def run(body, log):
@@ -48,8 +48,3 @@ def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
     assert len(lines) == 4
-
-
-def test_rows_of_a_budget():
-    assert rows_of(100, 1024) == 50 * 1024
-    assert rows_of(1, 10**9) == 1

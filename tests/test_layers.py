@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
     {"errors"},
-    {"spec", "provenance", "blocks", "job"},
+    {"spec", "provenance", "blocks", "job", "memory"},
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
     {"gradients", "attribution"},
     {"stages"},
@@ -55,6 +55,7 @@ def test_modules_are_small(path):
     ("module", "absent"),
     [
         ("trak_core.provenance", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.memory", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.config", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.stages.normal_matrix", {"torch", "numba"}),
         ("trak_core.stages.scores", {"torch", "numba"}),

@@ -113,11 +113,11 @@ def test_scores_equal_the_formula_in_float64(
 
 
 @pytest.mark.parametrize(
-    "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 17}]
+    "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 1}]
 )
 def test_shards_batches_and_memory_do_not_change_scores(case, tmp_path, other):
-    first = read_scores(case.stages(tmp_path / "first", 1, proj_dim=100)).to_numpy()
-    second = read_scores(case.stages(tmp_path / "second", 1, proj_dim=100, **other)).to_numpy()
+    first = read_scores(case.stages(tmp_path / "first", 1, proj_dim=150)).to_numpy()
+    second = read_scores(case.stages(tmp_path / "second", 1, proj_dim=150, **other)).to_numpy()
     assert_close(second, first, 1e-5)
 
 
@@ -148,13 +148,19 @@ def test_top_influences_are_the_extremes_of_the_scores(case, tmp_path):
 
 
 def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path):
-    settings = {"proj_dim": 64, "top": 4}
+    settings = {"proj_dim": 150, "top": 4}
     full = case.stages(tmp_path / "full", **settings)
-    top_k = case.stages(tmp_path / "top_k", keep="top_k", memory_mb=17, **settings)
+    top_k = case.stages(tmp_path / "top_k", keep="top_k", memory_mb=1, **settings)
     expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))
     pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
     with pytest.raises(KeyError):
         pd.read_hdf(top_k, "scores")
+
+
+def test_a_budget_that_is_too_small_is_refused(cases, tmp_path):
+    expected = r"compute\.memory_mb must hold the normal matrix of proj_dim 300: 3 MiB\. Found 1\. "
+    with pytest.raises(InputError, match=expected):
+        cases["small_digits"].stages(tmp_path, 1, memory_mb=1, proj_dim=300)
 
 
 def test_labels_predictions_and_margins_come_along(case, tmp_path):

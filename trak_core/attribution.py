@@ -1,6 +1,6 @@
 """The formulas between features and scores, block by block; NumPy only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,14 +29,12 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
     return np.sign(weights) * np.abs(weights) ** power
 
 
-def combined(
-    blocks: Sequence[np.ndarray], loss_weights: Sequence[np.ndarray], combine: Combine
-) -> np.ndarray:
-    """Average one block of rows over the checkpoints.
+def combined(parts: Iterable[tuple[np.ndarray, np.ndarray]], combine: Combine) -> np.ndarray:
+    """Average one block of rows over the checkpoints, of which one is held at a time.
 
     Args:
-        blocks: Rows of A_c, one (rows, m) array a checkpoint.
-        loss_weights: Q_c^power of these rows, one (rows,) array a checkpoint.
+        parts: For each checkpoint, rows of A_c, shape (rows, m), and their Q_c^power, shape
+            (rows,); at least one.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), TRAK's own;
             ``average_of_products``: mean_c(A_c * Q_c^power).
 
@@ -45,12 +43,34 @@ def combined(
 
     Source: Park et al., "TRAK", ICML 2023, equation 17; spec of the scores, "The formula".
     """
-    total = np.zeros(blocks[0].shape)
-    for block, weights in zip(blocks, loss_weights, strict=True):
-        total += block * weights[:, None] if combine is Combine.AVERAGE_OF_PRODUCTS else block
+    total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
+    for block, weights in parts:
+        term = block * weights[:, None] if combine is Combine.AVERAGE_OF_PRODUCTS else block
+        total = total + term if n_checkpoints == 0 else np.add(total, term, out=total)
+        weight = weight + weights
+        n_checkpoints += 1
     if combine is Combine.PRODUCT_OF_AVERAGES:
-        total *= np.mean(loss_weights, axis=0)[:, None]
-    return total / len(blocks)
+        total *= (weight / n_checkpoints)[:, None]
+    total /= n_checkpoints
+    return total
+
+
+def most_frequent(classes: np.ndarray) -> np.ndarray:
+    """Return the class that most checkpoints predict, of equally frequent ones the smallest.
+
+    Args:
+        classes: Integers, shape (checkpoints, rows).
+
+    Returns:
+        Shape (rows,). Memory grows with the entries of ``classes``, not with how many classes
+        there are.
+    """
+    ordered = np.sort(classes, axis=0)
+    # The length so far of each run of equal classes; the first longest run is the smallest class.
+    run = np.ones(ordered.shape, dtype=np.int32)
+    for i in range(1, len(ordered)):
+        run[i] += run[i - 1] * (ordered[i] == ordered[i - 1])
+    return np.take_along_axis(ordered, run.argmax(axis=0)[None], axis=0)[0]
 
 
 @dataclass(frozen=True, slots=True)

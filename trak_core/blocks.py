@@ -1,15 +1,10 @@
-"""Cutting rows into blocks: as many as memory allows, with a progress bar fit for a log file."""
+"""Cutting rows into blocks, with a progress bar fit for a log file."""
 
 import time
 from collections.abc import Iterator
 
 _WIDTH = 20
 _SECONDS = 10.0
-
-
-def rows_of(memory_mb: int, row_bytes: int) -> int:
-    """Return how many rows of this size fit half of a job's memory budget, at least one."""
-    return max(1, memory_mb * 2**20 // 2 // row_bytes)
 
 
 def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[int, int]]:

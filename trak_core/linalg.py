@@ -30,16 +30,19 @@ def normal_matrix(blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.n
     total: np.ndarray | None = None
     squared, n_rows = 0.0, 0
     for features, weights in blocks:
-        rows = features.astype(np.float64) * np.sqrt(weights.astype(np.float64))[:, None]
+        rows = features.astype(np.float64)
+        rows *= np.sqrt(weights.astype(np.float64))[:, None]
         # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
         part = dsyrk(1.0, rows.T, lower=1)
-        total = part if total is None else total + part
+        total = part if total is None else np.add(total, part, out=total)
         squared += float(np.einsum("ij,ij->", rows, rows))
         n_rows += len(rows)
     if total is None or n_rows == 0:
         raise InputError("The normal matrix needs at least one training sample. Found none.")
-    lower = np.tril(total)
-    return lower + np.tril(lower, -1).T, squared / n_rows, n_rows
+    # In place: at most two matrices are there at a time.
+    total = np.tril(total)
+    total += np.tril(total, -1).T
+    return total, squared / n_rows, n_rows
 
 
 def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
@@ -78,6 +81,8 @@ def damped_solve(
             f"k = {len(matrix)}). A proj_dim above the number of training samples always needs "
             "damping. Raise `scoring.damping` (2 is a good value) or lower `projection.proj_dim`."
         )
-    damped = matrix + shift * np.eye(len(matrix))
-    factor = scipy.linalg.cho_factor(damped, lower=True, overwrite_a=True)
+    damped = matrix.copy()
+    damped.flat[:: len(matrix) + 1] += shift
+    # Transposed it is the same matrix, in Fortran's order: LAPACK works in place.
+    factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)
     return scipy.linalg.cho_solve(factor, right_side)

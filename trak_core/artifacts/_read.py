@@ -43,9 +43,9 @@ class Artifact:
         """Return whether the file holds this key."""
         return key in self.file
 
-    def vector(self, key: str) -> np.ndarray:
-        """Return one value a sample."""
-        return np.asarray(self._dataset(key)[:])
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return one value a sample, of all samples or those from ``start`` to ``stop``."""
+        return np.asarray(self._dataset(key)[start:stop])
 
     def ids(self, key: str) -> list[Any]:
         """Return ids stored as a vector."""
@@ -77,7 +77,8 @@ def open_artifact(path: Path, kind: Kind) -> Generator[Artifact, None, None]:
     if not path.is_file():
         raise ArtifactError(f"{path}: a {name} file must be here. Found nothing. {remake}")
     try:
-        file = h5py.File(path, "r")
+        # Blocks are read once: a cache a file would add up over the checkpoints.
+        file = h5py.File(path, "r", rdcc_nbytes=0)
     except OSError as error:
         raise ArtifactError(
             f"{path}: a {name} file must be readable HDF5. Found {str(error).splitlines()[0]}. "

@@ -113,7 +113,8 @@ class Writer:
     def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
         """Write one value a sample, or ids."""
         array = ids_array(values) if isinstance(values, list) else np.asarray(values)
-        self.file.create_dataset(key, data=array, chunks=array.shape, fletcher32=True)
+        chunks = (min(len(array), 2**16),)
+        self.file.create_dataset(key, data=array, chunks=chunks, fletcher32=True)
 
     def scalar(self, key: str, value: float) -> None:
         """Write one number."""

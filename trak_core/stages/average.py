@@ -1,6 +1,6 @@
 """Average the checkpoints of an experiment into its scores."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,16 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.attribution import Extremes, combined, largest, powered, similarities
-from trak_core.blocks import blocks_with_progress, rows_of
+from trak_core.attribution import (
+    Extremes,
+    combined,
+    largest,
+    most_frequent,
+    powered,
+    similarities,
+)
+from trak_core.blocks import blocks_with_progress
+from trak_core.memory import average_need
 from trak_core.spec import Combine
 from trak_core.stages.software import software
 
@@ -37,8 +45,10 @@ def _check_together(parts: Sequence[Artifact], expected: dict[str, Any]) -> None
         matrix = {k: v for k, v in part.spec["projection"].items() if k != "stream"}
         first = {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"}
         check_same("projection", first, matrix, part.path, _RULE)
-        for ids in ("train_ids", "target_ids"):
-            check_same(ids.replace("_", " "), parts[0].ids(ids), part.ids(ids), part.path, _RULE)
+        for key in ("train_ids", "target_ids"):
+            if not np.array_equal(parts[0].vector(key), part.vector(key)):
+                ids = parts[0].ids(key), part.ids(key)
+                check_same(key.replace("_", " "), *ids, part.path, _RULE)
 
 
 def _rows(part: Artifact, features: Artifact | None) -> Rows:
@@ -53,28 +63,32 @@ def _rows(part: Artifact, features: Artifact | None) -> Rows:
         features.path,
         "compute_features",
     )
-    solved, phi = part.matrix("solved_targets")[:], features.matrix("features")
-    return lambda start, stop: similarities(phi[start:stop], solved)
+    # Read again for every block: one checkpoint's solved targets are in memory at a time.
+    solved, phi = part.matrix("solved_targets"), features.matrix("features")
+    return lambda start, stop: similarities(phi[start:stop], solved[:])
 
 
-def _samples(parts: Sequence[Artifact], side: str) -> pd.DataFrame:
+def _mean(numbers: np.ndarray) -> np.ndarray:
+    return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
     """Return ids and labels with what the checkpoints make of them on average.
 
     ``margin`` is the mean model output; ``prediction`` the mean, or the most frequent class.
     """
-    predictions = np.stack([part.vector(f"{side}_predictions") for part in parts])
-    if predictions.dtype.kind == "f":
-        prediction = predictions.mean(axis=0, dtype=np.float64).astype(np.float32)
-    else:
-        classes = np.unique(predictions)
-        votes = (predictions[:, :, None] == classes).sum(axis=0)
-        prediction = classes[votes.argmax(axis=1)]
-    outputs = np.stack([part.vector(f"{side}_outputs") for part in parts])
+    ids, predictions, margins = parts[0].ids(f"{side}_ids"), [], []
+    for start in range(0, len(ids), block):
+        rows = start, start + block
+        predicted = np.stack([part.vector(f"{side}_predictions", *rows) for part in parts])
+        mean = _mean if predicted.dtype.kind == "f" else most_frequent
+        predictions.append(mean(predicted))
+        margins.append(_mean(np.stack([part.vector(f"{side}_outputs", *rows) for part in parts])))
     return pd.DataFrame({
-        "id": parts[0].ids(f"{side}_ids"),
+        "id": ids,
         "label": parts[0].vector(f"{side}_labels"),
-        "prediction": prediction,
-        "margin": outputs.mean(axis=0, dtype=np.float64).astype(np.float32),
+        "prediction": np.concatenate(predictions),
+        "margin": np.concatenate(margins),
     })
 
 
@@ -133,10 +147,10 @@ def average_scores(
         loss_weight_power: In (0, 1].
         top: Influences of either sign kept for each target.
         code: The stage's code digest.
-        memory_mb: Budget for blocks of rows; changes nothing.
+        memory_mb: Budget for arrays; changes nothing.
 
     Raises:
-        ArtifactError: If the files don't belong together.
+        InputError: If the files don't belong together, or exceed the budget.
     """
     with ExitStack() as stack:
         parts = [
@@ -146,14 +160,20 @@ def average_scores(
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         _check_together(parts, expected)
         rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
-        weights = [powered(part.vector("loss_weights"), loss_weight_power) for part in parts]
-        train, targets = _samples(parts, "train"), _samples(parts, "target")
-        n_train, n_targets = len(train), len(targets)
-        # Per row: one block a checkpoint, the sum, and the sort of the largest.
-        row_bytes = 8 * n_targets * (len(parts) + 6)
-        if phis:
-            row_bytes += 12 * phis[0].matrix("features").shape[1]
-        block = rows_of(memory_mb, row_bytes)
+        n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
+        block = average_need(
+            n_train=n_train,
+            n_targets=n_targets,
+            n_checkpoints=len(parts),
+            top=top,
+            solved_dim=expected["projection"]["proj_dim"] if phis else None,
+        ).rows(memory_mb)
+        train, targets = (_samples(parts, side, block) for side in ("train", "target"))
+
+        def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for part, part_rows in zip(parts, rows, strict=True):
+                weights = part.vector("loss_weights", start, stop)
+                yield part_rows(start, stop), powered(weights, loss_weight_power)
 
         spec = {
             **expected,
@@ -185,11 +205,7 @@ def average_scores(
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
-                mean = combined(
-                    [part_rows(start, stop) for part_rows in rows],
-                    [part_weights[start:stop] for part_weights in weights],
-                    Combine(combine),
-                ).astype(np.float32)
+                mean = combined(checkpoints(start, stop), Combine(combine)).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
                 helpful = largest(helpful, start, mean, top)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
-from trak_core.blocks import blocks_with_progress, rows_of
+from trak_core.blocks import blocks_with_progress
 from trak_core.linalg import extreme_eigenvalues, normal_matrix
+from trak_core.memory import normal_matrix_need
 from trak_core.spec import Weighting
 from trak_core.stages.software import software
 
@@ -30,7 +31,10 @@ def compute_normal_matrix(
         expected: See ``check_made_for``.
         weighting: ``plain`` or ``curvature``.
         code: The stage's code digest.
-        memory_mb: Budget for blocks of rows; changes nothing but rounding.
+        memory_mb: Budget for arrays; changes nothing but rounding.
+
+    Raises:
+        InputError: If the features are not what they must be, or exceed the budget.
     """
     kind = Weighting(weighting)
     with open_artifact(features, FEATURES) as train:
@@ -38,8 +42,7 @@ def compute_normal_matrix(
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
         weights = train.vector("curvature") if kind is Weighting.CURVATURE else np.ones(n_rows)
-        # A row is read, made float64 and transposed.
-        block = rows_of(memory_mb, 24 * proj_dim)
+        block = normal_matrix_need(proj_dim).rows(memory_mb)
 
         def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for start, stop in blocks_with_progress(n_rows, block, "samples"):

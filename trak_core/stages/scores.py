@@ -15,9 +15,9 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.attribution import similarities
-from trak_core.blocks import blocks_with_progress, rows_of
-from trak_core.errors import InputError
+from trak_core.blocks import blocks_with_progress
 from trak_core.linalg import damped_solve
+from trak_core.memory import scores_need
 from trak_core.stages.software import software
 
 # What one checkpoint's train and target features must share.
@@ -57,11 +57,11 @@ def compute_scores(
         weighting: Which normal matrix it must be.
         keep: ``full`` or ``top_k``.
         code: The stage's code digest.
-        memory_mb: Budget for blocks of rows; changes nothing but rounding.
+        memory_mb: Budget for arrays; changes nothing but rounding.
 
     Raises:
         InputError: If the files don't belong together, if the damped matrix is singular, or if the
-            targets alone exceed the budget.
+            solve exceeds the budget.
     """
     with (
         open_artifact(train, FEATURES) as train_file,
@@ -80,13 +80,7 @@ def compute_scores(
 
         n_train, proj_dim = train_file.matrix("features").shape
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
-        fixed_mb = 8 * (proj_dim * 3 * (proj_dim + len(target_ids))) >> 20
-        if fixed_mb > memory_mb:
-            raise InputError(
-                f"compute.memory_mb must hold the solve: {fixed_mb} MiB for proj_dim {proj_dim} "
-                f"and {len(target_ids)} targets. Found {memory_mb}. Raise it, or cut the "
-                "experiment in two."
-            )
+        block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         lambda_ = damping * matrix_file.scalar("mean_squared_norm")
         solved = damped_solve(
             matrix_file.matrix("normal_matrix")[:],
@@ -108,7 +102,6 @@ def compute_scores(
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
                 features = train_file.matrix("features")
-                block = rows_of(memory_mb, 12 * (proj_dim + len(target_ids)))
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     values[start:stop] = similarities(features[start:stop], solved)
             else:

@@ -1,0 +1,124 @@
+"""What a scoring job holds in memory: formulas that the jobs and the look beforehand share.
+
+``compute.memory_mb`` is the budget for arrays. Standard library only: Snakemake asks before any
+job whether the budget holds what a config needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trak_core.errors import InputError
+
+# Blocks of fewer rows would read the disk more than compute.
+_LEAST_ROWS = 64
+# Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
+_CHUNK_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Memory of one job.
+
+    Attributes:
+        what: The job, in words.
+        fixed_bytes: Held whatever the rows of a block.
+        row_bytes: On top, for each row of a block.
+    """
+
+    what: str
+    fixed_bytes: int
+    row_bytes: int
+
+    def rows(self, memory_mb: int) -> int:
+        """Return how many rows a block may have: they get half of what the fixed part leaves.
+
+        Raises:
+            InputError: If that is not enough for blocks of a reasonable size.
+        """
+        least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
+        if least_mb > memory_mb:
+            raise InputError(
+                f"compute.memory_mb must hold {self.what}: {least_mb} MiB. Found {memory_mb}. "
+                "Raise it, lower projection.proj_dim, or cut the experiment in two."
+            )
+        rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
+        return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
+
+
+def normal_matrix_need(proj_dim: int) -> Need:
+    """Return what summing a normal matrix holds: the matrix, one block's share, LAPACK's copy."""
+    what = f"the normal matrix of proj_dim {proj_dim}"
+    return Need(what, 24 * proj_dim**2, 16 * proj_dim)
+
+
+def scores_need(proj_dim: int, n_targets: int) -> Need:
+    """Return what one checkpoint's scores hold: matrix, factor and targets; then rows of both."""
+    what = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
+    return Need(what, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
+
+
+def average_need(
+    *,
+    n_train: int,
+    n_targets: int,
+    n_checkpoints: int,
+    top: int,
+    solved_dim: int | None,
+) -> Need:
+    """Return what averaging an experiment holds.
+
+    Checkpoints are added up one at a time, so that a block of scores counts once.
+
+    Args:
+        n_train: Training samples; ids, labels and what the checkpoints make of them are kept.
+        n_targets: Targets, likewise.
+        n_checkpoints: Their predictions for the rows of a block are compared.
+        top: Influences of either sign kept for each target.
+        solved_dim: proj_dim where only the solved targets were kept, of one checkpoint at a time.
+    """
+    kept = min(top, n_train) * n_targets
+    fixed = 256 * (n_train + n_targets) + 400 * kept + 8 * (solved_dim or 0) * n_targets
+    row = 64 * n_targets + 40 * n_checkpoints + 12 * (solved_dim or 0)
+    what = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
+    return Need(what, fixed, row)
+
+
+def check_memory(
+    memory_mb: int,
+    *,
+    proj_dim: int,
+    n_train: int,
+    n_targets: Mapping[str, int],
+    n_checkpoints: int,
+    scores: str,
+    top: int,
+) -> None:
+    """Refuse a budget that a job would refuse, before any job.
+
+    Args:
+        memory_mb: MiB for arrays.
+        proj_dim: k.
+        n_train: Training samples.
+        n_targets: Targets of each experiment.
+        n_checkpoints: How many.
+        scores: ``full`` or ``top_k``.
+        top: Influences of either sign kept for each target.
+
+    Raises:
+        InputError: At the first job that would not fit; it names the experiment.
+    """
+    normal_matrix_need(proj_dim).rows(memory_mb)
+    for experiment, m in n_targets.items():
+        solved_dim = proj_dim if scores == "top_k" else None
+        average = average_need(
+            n_train=n_train,
+            n_targets=m,
+            n_checkpoints=n_checkpoints,
+            top=top,
+            solved_dim=solved_dim,
+        )
+        for need in (scores_need(proj_dim, m), average):
+            try:
+                need.rows(memory_mb)
+            except InputError as error:
+                raise InputError(f"experiment {experiment}: {error}") from None
