@@ -46,6 +46,30 @@ CONFIGS = {
         {"projection": {"proj_dim": "many"}},
         r"projection\.proj_dim: must be of type integer\. Found 'many'\. Meaning: k",
     ),
+    "a number that is not an integer": (
+        {"projection": {"proj_dim": 16.0}},
+        r"projection\.proj_dim: must be of type integer\. Found 16\.0",
+    ),
+    "a name that is a number": (
+        {"experiments": {2024: {"targets": ["patient-342"]}}},
+        r"experiments: a name must be text\. Found 2024: put it in quotes",
+    ),
+    "a name like a file's": (
+        {"experiments": {"mine.h5": {"targets": ["patient-342"]}}},
+        r"experiments: .*'mine\.h5' does not match",
+    ),
+    "a kind that does not take this proj_dim": (
+        {"projection": {"kind": "hadamard", "proj_dim": 48}},
+        r"proj_dim must be a power of two for the projection kind hadamard\. Found 48",
+    ),
+    "too little memory": (
+        {"projection": {"proj_dim": 4096}, "compute": {"memory_mb": 200}},
+        r"compute\.memory_mb must hold the normal matrix of proj_dim 4096: \d+ MiB\. Found 200",
+    ),
+    "too many checkpoints": (
+        {"checkpoints": {f"c{i}": "c0.pt" for i in range(700)}},
+        r"at most about 500 checkpoints.*Found 700",
+    ),
     "out of range": (
         {"scoring": {"damping": -1}},
         r"scoring\.damping: must be at least 0\. Found -1",
@@ -131,6 +155,28 @@ def test_ids_that_differ_in_type_alone(workspace):
     assert "Found '1' twice" in message(workspace.fail("-n", text=text))
 
 
+def test_a_study_that_prints(workspace):
+    """What it prints, at any time, is shown and is not taken for an answer."""
+    path = workspace.path(STUDY)
+    good = path.read_text()
+    noise = "\nimport atexit\nprint('loading')\natexit.register(print, 'the end')\n"
+    try:
+        path.write_text(good + noise)
+        result = workspace.snakemake("-n", text=yaml.safe_dump({"study": STUDY, **GOOD}))
+    finally:
+        path.write_text(good)
+    assert result.returncode == 0, result.stdout
+    assert "loading" in result.stdout
+    assert "the end" in result.stdout
+
+
+def test_results_folder_in_any_spelling(workspace):
+    text = yaml.safe_dump({"study": STUDY, **GOOD, "results": "./out/"})
+    output = workspace.snakemake("-n", text=text).stdout
+    assert "out/scores/mine.h5" in output
+    assert "./out" not in output
+
+
 def test_tables_work(workspace):
     workspace.path("checkpoints.tsv").write_text("checkpoint\tpath\nc0\tc0.pt\n")
     workspace.path("targets.tsv").write_text("id\npatient-342\n")
@@ -191,6 +237,22 @@ def test_bad_study(workspace, name):
     assert "Job stats" not in output
     if name != "import fails":  # an error of the user's own code comes with its traceback
         message(output)
+
+
+def test_training_arguments_that_train_does_not_take(tmp_path):
+    config = {
+        "model_output": "image_classification",
+        "training": {"epoch": 5},
+        "checkpoints": {"c0": {"seed": 0}},
+        "experiments": {"mine": {"targets": [1506]}},
+    }
+    workspace = Workspace.make(tmp_path / "study", "small_digits.py", config)
+    assert re.search(
+        r"train\(.*\) must take the arguments under `training` and those of the checkpoint\. "
+        r"Found \{'epoch': 5, 'seed': 0\} for checkpoint c0: missing a required "
+        r"argument: 'steps'",
+        message(workspace.fail("-n")),
+    )
 
 
 def test_label_out_of_range(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
     {"errors"},
-    {"spec", "provenance", "blocks", "job", "memory"},
+    {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
     {"gradients", "attribution"},
     {"stages"},

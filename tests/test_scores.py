@@ -13,6 +13,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.provenance import ids_digest
+from trak_core.stages import features
 from trak_core.stages.average import average_scores
 from trak_core.stages.scores import compute_scores
 from trak_core.study import Study
@@ -212,6 +213,19 @@ def test_float16_that_cannot_hold_the_features_is_an_error(cases, tmp_path):
             dtype="float16",
         )
     assert not list((tmp_path / "results").rglob("*.h5"))
+
+
+def test_float16_keeps_what_it_can_and_says_what_it_cannot():
+    """A few entries that vanish cost nothing; a sample whose entries all do is lost."""
+    good = np.full((2, 1000), 1e-2, dtype=np.float32)
+    good[:, ::10] = 1e-9
+    good[1] = 0
+    np.testing.assert_allclose(features._stored(good, "float16", [1, 2]), good, atol=1e-5)
+    for bad in (1e-7, 1e5, 1e25):
+        rows = good.copy()
+        rows[1] = bad
+        with pytest.raises(InputError, match=r"1e-3 of their norm.* in the samples b\. Set feat"):
+            features._stored(rows, "float16", ["a", "b"])
 
 
 def test_a_subset_of_parameters(cases, tmp_path):

@@ -177,6 +177,15 @@ def test_projection_seed_changed(study):
 @pytest.mark.parametrize(
     ("module", "rules"),
     [
+        (
+            "projection/philox.py",
+            {
+                "compute_features": ALL_FEATURES,
+                "compute_normal_matrix": 3,
+                "compute_scores": 6,
+                "average_scores": 2,
+            },
+        ),
         ("linalg.py", {"compute_normal_matrix": 3, "compute_scores": 6, "average_scores": 2}),
         ("attribution.py", {"compute_scores": 6, "average_scores": 2}),
         ("stages/average.py", {"average_scores": 2}),
@@ -186,6 +195,33 @@ def test_projection_seed_changed(study):
 def test_a_module_edited(study, module, rules):
     edit(study, module)
     assert study.run() == rules
+
+
+def test_figures_are_drawn_again_from_new_scores_or_new_code(study):
+    study.config["scoring"]["top"] = 2
+    assert study.run("all") == {"average_scores": 2, "draw_influences": 2}
+    edit(study, "stages/figure.py")
+    assert study.run("all") == {"draw_influences": 2}
+
+
+def test_shards_of_one_split_changed(study):
+    study.config["experiments"]["few"]["shards"] = 2
+    assert study.run() == {
+        "compute_feature_shard": 6,
+        "join_shards": 3,
+        "compute_scores": 3,
+        "average_scores": 1,
+    }
+
+
+def test_parameters_changed(study):
+    study.config["parameters"] = ["*.weight"]
+    assert study.run() == {
+        "compute_features": ALL_FEATURES,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+    }
 
 
 def test_a_comment_in_a_module_or_in_the_study_reruns_nothing(study):

@@ -12,7 +12,18 @@ import yaml
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
-ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+# An average's specification lists its checkpoints in one HDF5 attribute, which holds 64 KiB.
+_ATTRIBUTE_BYTES = 60_000
+_CHECKPOINT_BYTES = 100  # its SHA-256 and what JSON puts around it
+
+# JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
+_Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
+        "integer", lambda _, value: type(value) is int
+    ),
+)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -83,6 +94,18 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
         yield error
 
 
+def _check_names(value: Any, where: str = "") -> None:
+    """Refuse keys that YAML reads as a number or a date; ids of checkpoints are made strings."""
+    if not isinstance(value, Mapping):
+        return
+    for key, inner in value.items():
+        if not isinstance(key, str) and where != "checkpoints":
+            raise InputError(
+                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes."
+            )
+        _check_names(inner, f"{where}.{key}".removeprefix("."))
+
+
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     """Compare a config with its schema.
 
@@ -93,8 +116,8 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     Raises:
         InputError: It lists everything that is wrong, a line each.
     """
-    validator = jsonschema.Draft202012Validator(schema)
-    errors = [leaf for error in validator.iter_errors(config) for leaf in _leaves(error)]
+    _check_names(config)
+    errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
@@ -148,9 +171,14 @@ def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> 
     else:
         pairs = [(str(i), value) for i, value in checkpoints.items()]
     names = [name for name, _ in pairs]
+    if sum(len(name) + _CHECKPOINT_BYTES for name in names) > _ATTRIBUTE_BYTES:
+        raise InputError(
+            "A study must have at most about 500 checkpoints, whose list fits a file's 64 KiB of "
+            f"attributes. Found {len(names)}."
+        )
     streams: dict[int, str] = {}
     for name, value in pairs:
-        if not re.match(ID_PATTERN, name):
+        if not re.match(_ID_PATTERN, name):
             raise InputError(
                 "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
                 f"starting with '.' or '-'. Found {name!r}."
@@ -177,7 +205,7 @@ def target_ids(targets: list[int | str] | str) -> list[int | str]:
 
     Args:
         targets: The ids, or the path of a table with the column ``id``; ids there count as
-            integers if all of them are.
+            integers if all of them are written as one is, so that 0007 stays text.
 
     Raises:
         InputError: If the table is missing or malformed.
@@ -185,7 +213,8 @@ def target_ids(targets: list[int | str] | str) -> list[int | str]:
     if not isinstance(targets, str):
         return list(targets)
     ids = [row[0] for row in read_table(Path(targets), ("id",))]
-    return [int(i) for i in ids] if all(re.fullmatch(r"-?\d+", i) for i in ids) else list(ids)
+    integers = all(re.fullmatch(r"0|-?[1-9]\d*", i) for i in ids)
+    return [int(i) for i in ids] if integers else list(ids)
 
 
 def ordered(value: Any) -> Any:

@@ -28,7 +28,6 @@ from trak_core.errors import InputError
 
 TRAIN = "train"
 _MAX_ID = 64
-_ID_CHARACTERS = "letters, digits, '.', '_' and '-'"
 
 
 class Samples(Protocol):

@@ -22,6 +22,11 @@ class Artifact:
     spec: dict[str, Any]
     content_hash: str
 
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """What made the file: versions, code digest and device."""
+        return json.loads(self.file.attrs["provenance"])
+
     def _dataset(self, key: str) -> h5py.Dataset:
         dataset = self.file[key]
         assert isinstance(dataset, h5py.Dataset)

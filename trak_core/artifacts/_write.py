@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import socket
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, ids_array
+from trak_core.whole_file import written_whole
 
 
 def _text(value: str) -> tuple[np.bytes_, np.dtype]:
@@ -148,9 +147,7 @@ def create(
     Raises:
         ArtifactError: If a value written is not finite.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
-    try:
+    with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:
             _put_attributes(
                 file,
@@ -180,9 +177,3 @@ def create(
                     f"{path}: every number of an artifact must be finite, but {error}. "
                     "Nothing was written."
                 ) from error
-        descriptor = os.open(partial, os.O_RDWR)
-        os.fsync(descriptor)
-        os.close(descriptor)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -5,8 +5,9 @@ that a second start of Snakemake neither imports torch nor touches the data; tra
 each experiment have keys of their own, so that scoring new targets never asks for training data.
 """
 
+import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,26 @@ def _check_split(split: Split, n_classes: int | None) -> None:
             return
 
 
+def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare every checkpoint's arguments with what ``train`` takes."""
+    signature = inspect.signature(study.function("train"))
+    for checkpoint, arguments in training.items():
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise InputError(
+                f"{study.path}: train{signature} must take the arguments under `training` and "
+                f"those of the checkpoint. Found {dict(arguments)} for checkpoint {checkpoint}: "
+                f"{error}."
+            ) from None
+
+
 def check_study(
     *,
     study: Path,
     model_output: str,
     parameters: Sequence[str] | None,
-    trained: bool,
+    training: dict[str, dict[str, Any]] | None,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
 ) -> dict[str, Any]:
@@ -46,22 +61,24 @@ def check_study(
         study: The study's Python file.
         model_output: Name of the model output.
         parameters: Name patterns, or None.
-        trained: Whether checkpoints come from the study's ``train``.
+        training: Arguments of the study's ``train`` for each checkpoint; None if the checkpoints
+            are there.
         splits: Splits to look at: None for the training data, ids for an experiment.
         shards: Shards of each split.
 
     Returns:
-        Sizes: n_params, n_classes, and the number of samples of each split.
+        ``n_params``, and ``n_samples`` of each split.
 
     Raises:
         InputError: At the first thing that doesn't hold.
     """
     loaded = Study.load(study)
-    if trained:
-        loaded.function("train")
+    if training is not None:
+        _check_training(loaded, training)
     model = loaded.make_model().eval()
     output = MODEL_OUTPUTS[model_output]
-    sizes: dict[str, Any] = {"n_params": n_params(select_parameters(model, parameters))}
+    size = n_params(select_parameters(model, parameters))
+    n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if targets is None else f"experiment {name}"
         try:
@@ -76,5 +93,5 @@ def check_study(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
                 f"{len(split.ids)} samples."
             )
-        sizes[name] = len(split.ids)
-    return sizes
+        n_samples[name] = len(split.ids)
+    return {"n_params": size, "n_samples": n_samples}

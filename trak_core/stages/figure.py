@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from trak_core.artifacts import SCORES, open_artifact
 from trak_core.study import Study
+from trak_core.whole_file import written_whole
 
 _TARGETS = 6
 _EACH = 4
@@ -86,8 +87,6 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
                 draw(axes, train_split.samples[train_row[train_id]])
                 label = _shown(train.loc[train_id, "label"].item())
                 _frame(axes, color, f"train {train_id}\nlabel {label}, {score:+.2g}")
-    partial = figure.with_name(f".{figure.name}.part")
     # The software version in a PNG's metadata is all that would differ between machines.
-    with mpl.rc_context({"savefig.dpi": 110}):
+    with mpl.rc_context({"savefig.dpi": 110}), written_whole(figure) as partial:
         canvas.savefig(partial, format="png", metadata={"Software": None})
-    partial.replace(figure)

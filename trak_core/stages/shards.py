@@ -52,7 +52,12 @@ def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
         ids = [sample_id for part in parts for sample_id in part.index("features")]
         matrix = first.matrix("features")
         columns = first.columns("features")
-        provenance = software(code, "cpu", "numpy")
+        made = [part.provenance for part in parts]
+        # Shards may come from different machines: everything that took part is named.
+        provenance = {
+            key: ", ".join(sorted({str(one[key]) for one in made if key in one}))
+            for key in sorted({key for one in made for key in one})
+        } | {"join": software(code, "cpu", "numpy")["code"]}
         with create(features, FEATURES, _common(first.spec), provenance) as writer:
             rows = writer.matrix("features", ids, columns, dtype=matrix.dtype)
             offset = 0

@@ -1,7 +1,5 @@
 """Train one checkpoint with the study's own training function."""
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study import Study
+from trak_core.whole_file import written_whole
 
 
 def train_checkpoint(
@@ -41,12 +40,6 @@ def train_checkpoint(
                 f"{study}: train({arguments}) must end with finite weights. Found NaN or infinity "
                 f"in {name}: training diverged."
             )
-    partial = checkpoint.with_name(f".{checkpoint.name}.{socket.gethostname()}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            torch.save(model.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(checkpoint)
-    finally:
-        partial.unlink(missing_ok=True)
+    # By an open file: given a path, torch writes the file's name, here a process id, into it.
+    with written_whole(checkpoint) as partial, partial.open("wb") as file:
+        torch.save(model.state_dict(), file)

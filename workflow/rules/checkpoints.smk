@@ -9,11 +9,13 @@ rule train_checkpoint:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         runtime=compute["runtime_minutes"],
     params:
         code=code_digest("trak_core.stages.train"),
-        study=study,
+        digest=study,
+        study=config["study"],
         arguments=training_arguments,
     message:
         "Training checkpoint {wildcards.checkpoint}"

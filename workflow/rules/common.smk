@@ -1,4 +1,5 @@
 import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
@@ -22,7 +23,21 @@ os.environ.update(
 )
 schema = Path(workflow.basedir, "workflow/schemas/config.schema.yaml")
 
-try:
+
+@contextmanager
+def explained():
+    try:
+        yield
+    except InputError as error:
+        raise WorkflowError(str(error)) from None
+    except SyntaxError as error:
+        raise WorkflowError(
+            f"The study must be Python. Found in {error.filename}, line {error.lineno}: "
+            f"{error.msg}."
+        ) from None
+
+
+with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
         check_unique_keys(Path(file))
     check_config(config, yaml.safe_load(schema.read_text()))
@@ -33,14 +48,11 @@ try:
         for name, experiment in config["experiments"].items()
     }
     study = study_digest(Path(config["study"]))
-except InputError as error:
-    raise WorkflowError(str(error)) from None
-except SyntaxError as error:
-    raise WorkflowError(
-        f"The study must be Python. Found in {error.filename}, line {error.lineno}: {error.msg}."
-    ) from None
-
-compute = config["compute"]
+    config["results"] = str(
+        Path(config["results"])
+    )  # Snakemake dislikes ./ and a / at the end
+compute, scoring = config["compute"], config["scoring"]
+parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
 shards = {"train": compute["shards"]} | {
     name: experiment["shards"] for name, experiment in config["experiments"].items()
 }
@@ -58,6 +70,6 @@ wildcard_constraints:
     shard=r"\d+",
 
 
-def memory_mb(wildcards, attempt):
+def job_mb(wildcards, attempt):
     # Interpreter, torch and a study's own data come on top of the arrays.
     return attempt * (compute["memory_mb"] + 1500)

@@ -14,7 +14,7 @@ rule compute_features:
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
-        mem_mb=memory_mb,
+        mem_mb=job_mb,
         runtime=compute["runtime_minutes"],
         device=compute["device"],
         batch_size=compute["batch_size"],
@@ -59,7 +59,8 @@ rule join_shards:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         runtime=compute["runtime_minutes"],
     params:
         code=code_digest("trak_core.stages.shards"),
@@ -82,7 +83,8 @@ rule compute_normal_matrix:
         "../envs/trak.yaml"
     threads: compute["threads"]
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
         runtime=compute["runtime_minutes"],
     params:

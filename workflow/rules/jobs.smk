@@ -3,11 +3,6 @@
 # Snakemake compares params as an unordered set of values, and each value as text: settings therefore
 # go into one dict a job, with its keys sorted.
 
-scoring = config["scoring"]
-
-
-parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
-
 
 def targets_digest(split):
     return ids_digest(experiments[split]) if split in experiments else None

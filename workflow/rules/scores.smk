@@ -13,7 +13,8 @@ rule compute_scores:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
         runtime=compute["runtime_minutes"],
     params:
@@ -48,7 +49,8 @@ rule average_scores:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
         runtime=compute["runtime_minutes"],
     params:
@@ -80,7 +82,8 @@ rule draw_influences:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        mem_mb=memory_mb,
+        gpu=0,
+        mem_mb=job_mb,
         runtime=compute["runtime_minutes"],
     params:
         code=code_digest("trak_core.stages.figure"),

@@ -5,25 +5,54 @@ import json
 import subprocess
 import sys
 
+from trak_core.memory import check_memory
+from trak_core.spec import ProjectionSpec
+from trak_core.whole_file import written_whole
 
-def look_over(split):
-    return ordered(
-        {
-            "study": study,
-            "code": code_digest("trak_core.stages.check_study"),
-            "model_output": config["model_output"],
-            "parameters": config["parameters"],
-            "trained": "training" in config,
-            "split": split,
-            "targets": experiments.get(split),
-            "shards": shards[split],
-        }
+
+def key_of(*looked_at):
+    text = json.dumps(
+        ordered([study, code_digest("trak_core.stages.check_study"), looked_at])
     )
-
-
-def study_key(split):
-    text = json.dumps(look_over(split))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def look_over(known):
+    """Return what is known of the study, having asked it for what is not."""
+    common = {
+        "study": config["study"],
+        "model_output": config["model_output"],
+        "parameters": parameter_patterns,
+        "training": (
+            {name: config["training"] | own for name, own in checkpoints.items()}
+            if "training" in config
+            else None
+        ),
+    }
+    keys = {s: key_of(common, s, experiments.get(s), shards[s]) for s in shards}
+    splits = known.get("splits", {})
+    new = [s for s in shards if splits.get(s, {}).get("key") != keys[s]]
+    if not new:
+        return known
+    request = common | {
+        "splits": {s: experiments.get(s) for s in new},
+        "shards": shards,
+    }
+    answer = subprocess.run(
+        [sys.executable, Path(workflow.basedir, "workflow/scripts/check_study.py")],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+    )
+    if answer.returncode:
+        raise InputError(answer.stderr.strip())
+    print(answer.stderr, end="", file=sys.stderr)
+    sizes = json.loads(answer.stdout)
+    found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    return {
+        "n_params": sizes["n_params"],
+        "splits": {s: found.get(s) or splits[s] for s in shards},
+    }
 
 
 if workflow.is_main_process:
@@ -32,36 +61,19 @@ if workflow.is_main_process:
         known = json.loads(record.read_text())
     except (OSError, ValueError):
         known = {}
-    new = [
-        split for split in shards if known.get(split, {}).get("key") != study_key(split)
-    ]
-    if new:
-        request = {
-            "study": config["study"],
-            "model_output": config["model_output"],
-            "parameters": (
-                None if config["parameters"] == "all" else config["parameters"]
-            ),
-            "trained": "training" in config,
-            "splits": {split: experiments.get(split) for split in new},
-            "shards": shards,
-        }
-        answer = subprocess.run(
-            [sys.executable, Path(workflow.basedir, "workflow/scripts/check_study.py")],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
+    with explained():
+        sizes = look_over(known)
+        ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
+        n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
+        check_memory(
+            compute["memory_mb"],
+            proj_dim=config["projection"]["proj_dim"],
+            n_train=n_samples.pop("train"),
+            n_targets=n_samples,
+            n_checkpoints=len(checkpoints),
+            scores=scoring["scores"],
+            top=scoring["top"],
         )
-        if answer.returncode:
-            raise WorkflowError(answer.stderr.strip())
-        sizes = json.loads(answer.stdout.splitlines()[-1])
-        known |= {
-            split: {"key": study_key(split), "n_samples": sizes[split]} for split in new
-        }
-        known = {split: known[split] for split in shards} | {
-            "n_params": sizes["n_params"]
-        }
-        record.parent.mkdir(parents=True, exist_ok=True)
-        partial = record.with_name(f".{record.name}.{os.getpid()}.part")
-        partial.write_text(json.dumps(known, indent=1))
-        partial.replace(record)
+    if sizes != known:
+        with written_whole(record) as partial:
+            partial.write_text(json.dumps(sizes, indent=1))

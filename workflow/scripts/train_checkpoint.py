@@ -9,7 +9,7 @@ with logged_to(snakemake.log[0]):
 
     train_checkpoint(
         checkpoint=Path(snakemake.output.checkpoint),
-        study=Path(snakemake.config["study"]),
+        study=Path(snakemake.params.study),
         arguments=snakemake.params.arguments,
         threads=snakemake.threads,
     )
