@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -261,8 +261,7 @@ class Bench:
 
 
 def _with_ceiling(row: Row, seconds: float) -> Row:
-    values = asdict(row) | {"peer_seconds": seconds, "ratio": seconds / row.seconds}
-    return Row(**values)
+    return replace(row, peer_seconds=seconds, ratio=seconds / row.seconds)
 
 
 def memory_row(threads: int) -> str:

@@ -1,80 +1,77 @@
-"""Time, memory and disk of the stages behind featurization, on synthetic features.
+"""Time, memory and disk of the stages, on noise as images and the default study's network.
 
     python benchmarks/sizes.py --train 50000 --targets 1000 --proj-dim 2048 --checkpoints 2
 
-Each stage runs in a process of its own, like a job, one after the other. Features are standard
-normal numbers, made here; the artifacts go to a temporary folder (--folder to choose) and are
-deleted. Prints a table of seconds, peak resident memory and file sizes, beside the README's
-formulas for disk.
+Each stage runs in a process of its own, like a job, one after the other. The artifacts go to a
+temporary folder (--folder to choose) and are deleted. Prints a table of seconds, peak resident
+memory and file sizes, beside the README's formulas for disk.
 """
 
 import argparse
+import importlib
+import io
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
+from trak_core.provenance import ids_digest
 
-from trak_core.artifacts import FEATURES, create
-from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.average import average_scores
-from trak_core.stages.normal_matrix import compute_normal_matrix
-from trak_core.stages.scores import compute_scores
+# The default study's network on as many images as asked for, of uniform noise.
+_STUDY = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+sys.path.insert(0, {config!r})
+from digits import make_model
 
+def _noise(n):
+    return TensorDataset(torch.rand(n, 1, 8, 8), torch.arange(n) % 10)
 
-def write_features(path: Path, checkpoint: str, split: str, n_rows: int, proj_dim: int) -> None:
-    """Write a features file as compute_features would."""
-    rng = np.random.default_rng(len(split))
-    projection = ProjectionSpec(
-        kind="rademacher",  # pyright: ignore[reportArgumentType]
-        n_params=10**6,
-        proj_dim=proj_dim,
-        seed=0,
-        stream=stream_of(checkpoint),
-    )
-    spec = {
-        "projection": projection.as_dict(),
-        "parameters": "",
-        "model_output": "image_classification",
-        "checkpoint": {"id": checkpoint, "sha256": ""},
-        "split": split,
-        "dtype": "float32",
-        "study": "",
-        "parameter_patterns": None,
-        "targets_digest": None if split == "train" else "",
-    }
-    with create(path, FEATURES, spec, {}) as writer:
-        rows = writer.matrix("features", range(n_rows), range(proj_dim))
-        for start in range(0, n_rows, 4096):
-            stop = min(start + 4096, n_rows)
-            rows[start:stop] = rng.standard_normal((stop - start, proj_dim), dtype=np.float32)
-        writer.vector("sample_ids", np.arange(n_rows))
-        writer.vector("labels", rng.integers(0, 10, n_rows))
-        writer.vector("predictions", rng.integers(0, 10, n_rows))
-        writer.vector("outputs", rng.standard_normal(n_rows, dtype=np.float32))
-        if split == "train":
-            writer.vector("loss_weights", rng.random(n_rows, dtype=np.float32))
+def train_data():
+    return _noise({n})
+
+def target_data():
+    return _noise({m})
+"""
 
 
-def _measured(function: Callable, arguments: dict, queue: multiprocessing.Queue) -> None:
+def write_study(study: Path, n: int, m: int, checkpoints: list[str]) -> None:
+    """Write a study of n training samples and m targets, and checkpoints of random weights."""
+    import torch  # here alone: a process passes its peak memory on to those that it starts
+
+    from trak_core.study import Study
+
+    config = str(Path(__file__).parents[1] / "config")
+    study.write_text(_STUDY.format(config=config, n=n, m=m))
+    model = Study.load(study).make_model()
+    for seed, checkpoint in enumerate(checkpoints):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter.data, std=0.1, generator=generator)
+        torch.save(model.state_dict(), study.parent / f"{checkpoint}.pt")
+
+
+def _measured(stage: str, function: str, arguments: dict, queue: multiprocessing.Queue) -> None:
+    sys.stdout = io.StringIO()  # progress bars
+    run = getattr(importlib.import_module(f"trak_core.stages.{stage}"), function)
     start = time.perf_counter()
-    function(**arguments)
+    run(**arguments)
     seconds = time.perf_counter() - start
     queue.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def measured(function: Callable, **arguments: object) -> tuple[float, float]:
-    """Return seconds and peak MiB of one call in a new process."""
+def measured(stage: str, function: str, **arguments: object) -> tuple[float, float]:
+    """Return seconds and peak MiB of one call of a stage's function in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_measured, args=(function, arguments, queue))
+    process = context.Process(target=_measured, args=(stage, function, arguments, queue))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"{function.__name__} failed")
+        raise SystemExit(f"{function} failed")
     return queue.get()
 
 
@@ -86,6 +83,7 @@ def main() -> None:
     parser.add_argument("--proj-dim", type=int, default=2048, help="k")
     parser.add_argument("--checkpoints", type=int, default=2, help="C")
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
+    parser.add_argument("--threads", type=int, default=1, help="compute.threads")
     parser.add_argument("--keep", choices=["full", "top_k"], default="full", help="scoring.scores")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
@@ -102,6 +100,11 @@ def main() -> None:
             )
 
         ids = [f"c{i}" for i in range(options.checkpoints)]
+        study = folder / "noise.py"
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=write_study, args=(study, n, m, ids))
+        process.start()
+        process.join()
         settings = {
             "model_output": "image_classification",
             "projection": {"kind": "rademacher", "proj_dim": k, "seed": 0},
@@ -113,10 +116,29 @@ def main() -> None:
             expected = {**settings, "checkpoint": checkpoint}
             train, target = (folder / f"{checkpoint}-{name}.h5" for name in ("train", "mine"))
             matrix, scores = (folder / f"{checkpoint}-{name}.h5" for name in ("matrix", "scores"))
-            write_features(train, checkpoint, "train", n, k)
-            write_features(target, checkpoint, "mine", m, k)
+            for file, split, targets, n_rows in (
+                (train, "train", None, n),
+                (target, "mine", list(range(m)), m),
+            ):
+                cost = measured(
+                    "features",
+                    "compute_features",
+                    features=file,
+                    checkpoint=folder / f"{checkpoint}.pt",
+                    study=study,
+                    split=split,
+                    shard=1,
+                    n_shards=1,
+                    spec={**settings, "checkpoint": checkpoint, "targets": targets},
+                    code="",
+                    device="cpu",
+                    batch_size=64,
+                    threads=options.threads,
+                )
+                report(f"compute_features {split}", cost, file, 4 * n_rows * k)
             cost = measured(
-                compute_normal_matrix,
+                "normal_matrix",
+                "compute_normal_matrix",
                 normal_matrix_file=matrix,
                 features=train,
                 expected={**expected, "split": "train", "targets_digest": None},
@@ -124,15 +146,19 @@ def main() -> None:
                 code="",
                 memory_mb=budget,
             )
-            report("(train features)", (0, 0), train, 4 * n * k)
             report("compute_normal_matrix", cost, matrix, 8 * k * k)
             cost = measured(
-                compute_scores,
+                "scores",
+                "compute_scores",
                 scores=scores,
                 train=train,
                 targets=target,
                 normal_matrix=matrix,
-                expected={**expected, "split": "mine", "targets_digest": ""},
+                expected={
+                    **expected,
+                    "split": "mine",
+                    "targets_digest": ids_digest(list(range(m))),
+                },
                 damping=2,
                 weighting="plain",
                 keep=options.keep,
@@ -143,13 +169,14 @@ def main() -> None:
             report("compute_scores", cost, scores, formula)
         final = folder / "scores.h5"
         cost = measured(
-            average_scores,
+            "average",
+            "average_scores",
             scores=final,
             checkpoint_scores=[folder / f"{c}-scores.h5" for c in ids],
             features=[folder / f"{c}-train.h5" for c in ids] if options.keep == "top_k" else [],
             expected={
                 **settings,
-                "targets_digest": "",
+                "targets_digest": ids_digest(list(range(m))),
                 "experiment": "mine",
                 "weighting": "plain",
                 "damping": 2,

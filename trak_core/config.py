@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import jsonschema.validators
 import yaml
 
 from trak_core.errors import InputError
@@ -18,7 +19,7 @@ _ATTRIBUTE_BYTES = 60_000
 _CHECKPOINT_BYTES = 100  # its SHA-256 and what JSON puts around it
 
 # JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
-_Validator = jsonschema.validators.extend(
+_Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
     type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
         "integer", lambda _, value: type(value) is int

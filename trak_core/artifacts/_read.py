@@ -13,6 +13,11 @@ import numpy as np
 from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, plain_ids
 
 
+def _plain(attribute: Any) -> dict[str, Any]:
+    """Return an attribute's JSON as plain values."""
+    return json.loads(attribute.decode() if isinstance(attribute, bytes) else str(attribute))
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A verified file, open for reading; see ``open_artifact``."""
@@ -25,7 +30,7 @@ class Artifact:
     @property
     def provenance(self) -> dict[str, Any]:
         """What made the file: versions, code digest and device."""
-        return json.loads(self.file.attrs["provenance"])
+        return _plain(self.file.attrs["provenance"])
 
     def _dataset(self, key: str) -> h5py.Dataset:
         dataset = self.file[key]
@@ -112,8 +117,7 @@ def open_artifact(path: Path, kind: Kind) -> Generator[Artifact, None, None]:
                     f"{path}: the content must have the hash stored with it. Found {computed}, "
                     f"stored {stored}: the file was changed or damaged. {remake}"
                 )
-            spec = file.attrs["spec"]
-            spec = json.loads(spec.decode() if isinstance(spec, bytes) else str(spec))
+            spec = _plain(file.attrs["spec"])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             if isinstance(error, ArtifactError):
                 raise
