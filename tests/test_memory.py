@@ -1,7 +1,17 @@
-import pytest
+import os
+import subprocess
+import sys
 
+import numpy as np
+import pytest
+from workspace import REPOSITORY
+
+from trak_core.artifacts import FEATURES, create
 from trak_core.errors import InputError
 from trak_core.memory import Need, average_need, check_memory, normal_matrix_need, scores_need
+from trak_core.stages.average import average_scores
+from trak_core.stages.normal_matrix import compute_normal_matrix
+from trak_core.stages.scores import compute_scores
 
 
 def test_rows_get_half_of_what_the_fixed_part_leaves():
@@ -59,3 +69,95 @@ def test_the_average_counts_solved_targets_once_and_only_with_top_k():
     ]
     assert needs[0].fixed_bytes == needs[1].fixed_bytes
     assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
+
+
+STAGES = """
+import re, sys
+from pathlib import Path
+from test_memory import run_scoring
+run_scoring(Path(sys.argv[1]), int(sys.argv[2]))
+# Not ru_maxrss, which a process has from the one that started it.
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+EXPECTED = {
+    "projection": {"kind": "rademacher", "proj_dim": 256, "seed": 0},
+    "dtype": "float32",
+    "study": "",
+    "parameter_patterns": None,
+    "model_output": "image_classification",
+}
+
+
+def write_features(path, split, n_rows, digest):
+    rng = np.random.default_rng(n_rows)
+    spec = {**EXPECTED, "split": split, "checkpoint": {"id": "c", "sha256": ""}, "parameters": ""}
+    spec["targets_digest"] = digest
+    spec["projection"] = {**EXPECTED["projection"], "stream": 1, "n_params": 10**6}
+    with create(path, FEATURES, spec, {}) as writer:
+        rows = writer.matrix("features", range(n_rows), range(256))
+        for start in range(0, n_rows, 1000):
+            rows[start : start + 1000] = rng.standard_normal((1000, 256))[: n_rows - start]
+        writer.vector("sample_ids", np.arange(n_rows))
+        for key in ("labels", "predictions"):
+            writer.vector(key, np.zeros(n_rows, dtype=np.int64))
+        for key in ("outputs", "loss_weights"):
+            writer.vector(key, rng.random(n_rows, dtype=np.float32))
+
+
+def run_scoring(folder, n_train):
+    """All stages behind featurization, with a budget of 64 MiB."""
+    file = {name: folder / f"{name}.h5" for name in ("train", "mine", "matrix", "one", "scores")}
+    write_features(file["train"], "train", n_train, None)
+    write_features(file["mine"], "mine", 200, "digest")
+    common = {"code": "", "memory_mb": 64}
+    compute_normal_matrix(
+        normal_matrix_file=file["matrix"],
+        features=file["train"],
+        expected={**EXPECTED, "checkpoint": "c", "split": "train", "targets_digest": None},
+        weighting="plain",
+        **common,
+    )
+    to_targets = {**EXPECTED, "targets_digest": "digest"}
+    compute_scores(
+        scores=file["one"],
+        train=file["train"],
+        targets=file["mine"],
+        normal_matrix=file["matrix"],
+        expected={**to_targets, "checkpoint": "c", "split": "mine"},
+        damping=2,
+        weighting="plain",
+        keep="full",
+        **common,
+    )
+    settings = {"experiment": "mine", "weighting": "plain", "damping": 2, "checkpoints": ["c"]}
+    average_scores(
+        scores=file["scores"],
+        checkpoint_scores=[file["one"]],
+        features=[],
+        expected={**to_targets, **settings},
+        combine="product_of_averages",
+        loss_weight_power=1,
+        top=5,
+        **common,
+    )
+
+
+def test_peak_memory_does_not_grow_with_the_training_set(tmp_path):
+    """Features of 20,000 samples are 20 MiB, of 100,000 are 98; their scores 15 and 76 MiB."""
+
+    def peak(n_train):
+        folder = tmp_path / str(n_train)
+        folder.mkdir()
+        output = subprocess.run(
+            [sys.executable, "-c", STAGES, folder, str(n_train)],
+            cwd=REPOSITORY / "tests",
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return int(output.splitlines()[-1]) / 1024
+
+    small, large = peak(20_000), peak(100_000)
+    # Ids, labels and outputs of 80,000 more samples are kept: a few MiB.
+    assert large - small < 40, (small, large)

@@ -352,3 +352,18 @@ def test_not_a_number_in_a_checkpoint_names_samples_and_parameters(cases, tmp_pa
             proj_dim=8,
         )
     assert not list((tmp_path / "results").rglob("*.h5*"))
+
+
+def test_most_training_samples_fitted_exactly_is_said(capsys):
+    features._warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]))
+    assert "Warning: 67% of the training samples have a loss weight below 1e-3" in (
+        capsys.readouterr().out
+    )
+    features._warn_of_saturation(torch.tensor([1e-4, 0.2, 0.3]))
+    assert not capsys.readouterr().out
+
+
+def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match=r"torch must find a CUDA device\. Found none"):
+        features._device("cuda")

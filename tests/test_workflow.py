@@ -96,7 +96,12 @@ def test_a_second_run_has_nothing_to_do(study):
     # Nor has one after changes that decide no numbers.
     study.config["checkpoints"] = dict(reversed(study.config["checkpoints"].items()))
     study.config["scoring"] = dict(reversed(study.config["scoring"].items()))
-    study.config["compute"] = {"batch_size": 7, "memory_mb": 200, "threads": 2}
+    study.config["compute"] = {
+        "batch_size": 7,
+        "memory_mb": 200,
+        "threads": 2,
+        "runtime_minutes": 5,
+    }
     assert study.run("all") == {}
 
 
