@@ -147,7 +147,7 @@ def test_regression_gradient():
 
 def test_what_is_not_finite_is_named():
     gradients = {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2, 2)}
-    good = PerSample(gradients, torch.zeros(3), torch.zeros(3))
+    good = PerSample(gradients, *[torch.zeros(3)] * 4)
     check_finite(good, ["x", "y", "z"])
     gradients["b"][1, 0, 1] = torch.inf
     with pytest.raises(InputError, match=r"samples y in b\."):

@@ -1,12 +1,155 @@
+"""Each model output against its definition: value, gradient, loss weight, curvature, extremes."""
+
+import math
+from collections import OrderedDict
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, vmap
+from torch.nn.functional import cross_entropy, softplus
 
-from trak_core.model_outputs import MODEL_OUTPUTS, margin
+from trak_core.errors import InputError
+from trak_core.model_outputs import (
+    CLASSIFICATION,
+    IGNORED,
+    LANGUAGE_MODELLING,
+    MODEL_OUTPUTS,
+    REGRESSION,
+    SEGMENTATION,
+    contrast,
+    drawn_pairs,
+    margin,
+    mean_pixel_margin,
+    pair_margins,
+    read_logits,
+    sequence_log_odds,
+)
 
-CLASSIFICATION, REGRESSION = MODEL_OUTPUTS["image_classification"], MODEL_OUTPUTS["regression"]
 LOGITS = torch.tensor([[0.3, -1.2, 2.0], [5.0, 5.0, 5.0], [-3.0, 0.0, 3.0]], dtype=torch.float64)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def clip_output(scale=3.0):
+    return contrast(normal(5, 4, seed=1), normal(5, 4, seed=2), scale)
+
+
+TOKENS = torch.tensor([4, 1, IGNORED, 3, 0, IGNORED])
+PIXELS = torch.tensor([[0, 1, 2], [2, IGNORED, 1]])
+# Output, what a model returned for one sample, label.
+CASES = {
+    "classification": (CLASSIFICATION, LOGITS[0], torch.tensor(1)),
+    "regression": (REGRESSION, normal(1), torch.tensor(0.5)),
+    "language": (LANGUAGE_MODELLING, normal(6, 5), TOKENS),
+    "segmentation": (SEGMENTATION, normal(3, 2, 3), PIXELS),
+    "contrast": (clip_output(), normal(2, 4), torch.tensor(1)),
+}
+
+
+def cross_entropies(name, outputs, label):
+    """Return the cross entropies that a case's loss is made of, one a margin."""
+    if name == "language":
+        losses = cross_entropy(outputs[:-1], label[1:], reduction="none")
+        return losses[label[1:] != IGNORED]
+    if name == "segmentation":
+        losses = cross_entropy(outputs[None], label[None], reduction="none")[0]
+        return losses[label != IGNORED]
+    if name == "contrast":
+        (u, v), others = outputs, (normal(5, 4, seed=1), normal(5, 4, seed=2))
+        rows = [
+            3 * torch.stack([u @ v, *(u @ others[1].T)]),
+            3 * torch.stack([u @ v, *(others[0] @ v)]),
+        ]
+        return torch.stack([cross_entropy(row, torch.tensor(0)) for row in rows])
+    return cross_entropy(outputs[None], label[None], reduction="none")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_by_finite_differences(name):
+    output, outputs, label = CASES[name]
+    assert torch.autograd.gradcheck(
+        lambda x: output.value(x, label), (outputs.clone().requires_grad_(),)
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_gives_what_a_loop_gives(name):
+    output, outputs, label = CASES[name]
+    batch = torch.stack([outputs, outputs * -2, outputs + 0.1])
+    functions = [output.value, output.loss_weight, output.prediction, grad(output.value)]
+    if output.curvature is not None:
+        functions.append(output.curvature)
+    for function in functions:
+        expected = torch.stack([function(x, label) for x in batch])
+        torch.testing.assert_close(vmap(function, (0, None))(batch, label), expected)
+
+
+@pytest.mark.parametrize("name", ["classification", "language"])
+def test_loss_is_softplus_of_minus_the_log_odds(name):
+    output, outputs, label = CASES[name]
+    for scale in (1, 0, -3, 7):
+        loss = cross_entropies(name, outputs * scale, label).sum()
+        torch.testing.assert_close(softplus(-output.value(outputs * scale, label)), loss)
+
+
+@pytest.mark.parametrize("name", ["classification", "language"])
+def test_loss_weight_and_curvature_of_log_odds_by_autograd(name):
+    """Along any direction of the logits, the loss moves by -Q df."""
+    output, outputs, label = CASES[name]
+    loss_slope = grad(lambda x: cross_entropies(name, x, label).sum())(outputs)
+    slope = grad(output.value)(outputs, label)
+    torch.testing.assert_close(-output.loss_weight(outputs, label) * slope, loss_slope)
+    f = output.value(outputs, label)
+    torch.testing.assert_close(
+        output.curvature(outputs, label), grad(grad(lambda f: softplus(-f)))(f)
+    )
+
+
+def test_loss_weight_and_curvature_of_regression_by_autograd():
+    for f in torch.linspace(-3, 3, 7, dtype=torch.float64):
+        label = torch.tensor(0.5, dtype=torch.float64)
+
+        def loss(f, label=label):
+            return (label - f) ** 2 / 2
+
+        torch.testing.assert_close(REGRESSION.loss_weight(f, label), -grad(loss)(f))
+        torch.testing.assert_close(REGRESSION.curvature(f, label), grad(grad(loss))(f))
+
+
+@pytest.mark.parametrize("name", ["segmentation", "contrast"])
+def test_loss_weight_of_a_mean_of_margins_by_autograd(name):
+    """Q is -dl/df as all margins move alike: f by one, each by one over their share in f."""
+    output, outputs, label = CASES[name]
+    margins = -torch.log(torch.expm1(cross_entropies(name, outputs, label)))
+    share = 1 if name == "segmentation" else 1 / len(margins)
+    reduce = torch.mean if name == "segmentation" else torch.sum
+    loss_slope = grad(lambda d: reduce(softplus(-(margins + share * d))))(torch.zeros(()).double())
+    torch.testing.assert_close(output.loss_weight(outputs, label), -loss_slope)
+    torch.testing.assert_close(output.value(outputs, label), reduce(margins))
+    assert output.curvature is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e4, -1e4])
+@pytest.mark.parametrize("name", CASES)
+def test_finite_for_extreme_logits(name, scale, dtype):
+    output, outputs, label = CASES[name]
+    if name == "contrast":
+        scale /= 100  # inner products of such embeddings, times the scale, reach 1e4
+    outputs = (outputs / outputs.abs().max() * scale).to(dtype)
+    found = [output.value(outputs, label), grad(output.value)(outputs, label)]
+    found.append(output.loss_weight(outputs, label))
+    if output.curvature is not None:
+        found.append(output.curvature(outputs, label))
+    for numbers in found:
+        assert torch.isfinite(numbers).all()
+    assert found[0].dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert found[1].abs().max() > 0
 
 
 @pytest.mark.parametrize("label", [0, 1, 2])
@@ -16,59 +159,156 @@ def test_margin_is_the_log_odds_of_the_label(label):
         torch.testing.assert_close(margin(logits, torch.tensor(label)), torch.log(p / (1 - p)))
 
 
+def test_margins_of_a_batch():
+    labels = torch.tensor([2, 0, 1])
+    expected = torch.stack([margin(x, y) for x, y in zip(LOGITS, labels, strict=True)])
+    assert torch.equal(margin(LOGITS, labels), expected)
+
+
 @pytest.mark.parametrize("scale", [1e4, -1e4])
 @pytest.mark.parametrize("label", [0, 2])
-def test_margin_and_its_gradient_are_finite_for_extreme_logits(scale, label):
+def test_slope_of_an_extreme_margin(scale, label):
     logits = (LOGITS[0] * scale).float()
-    value = margin(logits, torch.tensor(label))
-    slope = grad(margin)(logits, torch.tensor(label))
-    assert torch.isfinite(value)
-    assert torch.isfinite(slope).all()
-    assert slope[label] == 1
+    assert grad(margin)(logits, torch.tensor(label))[label] == 1
 
 
 def test_loss_weight_of_a_confident_sample_is_not_rounded_to_zero():
-    logits = torch.tensor([40.0, 0.0, 0.0])
-    weight = CLASSIFICATION.loss_weight(margin(logits, torch.tensor(0)), torch.tensor(0))
-    assert weight > 0
+    weight = CLASSIFICATION.loss_weight(torch.tensor([40.0, 0.0, 0.0]), torch.tensor(0))
     np.testing.assert_allclose(weight.item(), 2 * np.exp(-40.0), rtol=1e-5)
 
 
-def losses(name):
-    """The loss as a function of f alone, whose derivatives Q and W must be."""
-    if name == "image_classification":
-        return lambda f, y: torch.nn.functional.softplus(-f)  # -log p_y for log-odds f
-    return lambda f, y: (y - f) ** 2 / 2
+def sequence(margins):
+    """Return logits of a vocabulary of two whose labels have these margins."""
+    logits = torch.zeros(len(margins) + 1, 2, dtype=margins.dtype)
+    logits[:-1, 1] = margins
+    return logits, torch.ones(len(margins) + 1, dtype=torch.long)
 
 
-@pytest.mark.parametrize("name", MODEL_OUTPUTS)
-def test_loss_weight_and_curvature_are_derivatives_of_the_loss(name):
-    output, loss = MODEL_OUTPUTS[name], losses(name)
-    f, y = torch.linspace(-3, 3, 7, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
-    torch.testing.assert_close(vmap(output.loss_weight)(f, y), -vmap(grad(loss))(f, y))
-    torch.testing.assert_close(vmap(output.curvature)(f, y), vmap(grad(grad(loss)))(f, y))
+def test_sequence_log_odds_is_the_log_odds_of_the_product():
+    for seed in range(5):
+        margins = normal(4, seed=seed)
+        p = torch.sigmoid(margins).prod()
+        torch.testing.assert_close(sequence_log_odds(*sequence(margins)), torch.log(p / (1 - p)))
 
 
-def test_cross_entropy_is_softplus_of_minus_the_margin():
-    for logits in LOGITS:
-        for label in range(3):
-            f = margin(logits, torch.tensor(label))
-            expected = torch.nn.functional.cross_entropy(logits, torch.tensor(label))
-            torch.testing.assert_close(torch.nn.functional.softplus(-f), expected)
+@pytest.mark.parametrize("m", [-30.0, -1.0, 0.0, 2.0, 6.9, 7.0, 14.9, 15.1, 40.0, 2e4])
+def test_sequence_log_odds_of_one_token_is_its_margin(m):
+    """Also where branches of the computation meet."""
+    margins = torch.tensor([m], dtype=torch.float64)
+    torch.testing.assert_close(sequence_log_odds(*sequence(margins)), margins[0])
+    slope = grad(lambda x: sequence_log_odds(*sequence_of(x)))(margins)
+    torch.testing.assert_close(slope, torch.ones(1, dtype=torch.float64))
 
 
-def test_predictions():
-    assert vmap(CLASSIFICATION.prediction)(LOGITS).tolist() == [2, 0, 2]
-    assert REGRESSION.prediction(torch.tensor([1.5])).item() == 1.5
-    assert CLASSIFICATION.n_classes(LOGITS[0]) == 3
-    assert REGRESSION.n_classes(torch.tensor([1.5])) is None
+def sequence_of(margins):
+    logits = torch.stack([torch.zeros_like(margins), margins], dim=1)
+    logits = torch.cat([logits, torch.zeros(1, 2, dtype=margins.dtype)])
+    return logits, torch.ones(len(margins) + 1, dtype=torch.long)
 
 
-@pytest.mark.parametrize("name", MODEL_OUTPUTS)
-def test_gradient_of_the_output_by_finite_differences(name):
-    output = MODEL_OUTPUTS[name]
-    logits = LOGITS[0] if name == "image_classification" else LOGITS[0, :1]
-    label = torch.tensor(1 if name == "image_classification" else 0.5)
-    assert torch.autograd.gradcheck(
-        lambda x: output.value(x, label), (logits.clone().requires_grad_(),)
+@pytest.mark.parametrize("m", [20.0, 50.0, 3e3])
+def test_sequence_log_odds_of_certain_tokens(m):
+    """1 - P is the sum of the tokens' e^-m, far below what 1 - P can show."""
+    value = sequence_log_odds(*sequence(torch.full((3,), m)))
+    torch.testing.assert_close(value, torch.tensor(m - math.log(3)), rtol=1e-6, atol=1e-6)
+
+
+def test_sequence_log_odds_of_a_long_text_is_its_log_likelihood():
+    logits, labels = normal(200, 5), torch.arange(200) % 5
+    expected = -cross_entropy(logits[:-1], labels[1:], reduction="sum")
+    torch.testing.assert_close(sequence_log_odds(logits, labels), expected)
+
+
+def test_ignored_tokens_change_nothing():
+    logits = normal(6, 5)
+    other = logits.clone()
+    other[[1, 4, 5]] = 1e4  # rows that predict ignored tokens, or nothing
+    assert torch.equal(sequence_log_odds(logits, TOKENS), sequence_log_odds(other, TOKENS))
+    slope = grad(sequence_log_odds)(logits, TOKENS)
+    assert torch.equal(slope.abs().sum(1) > 0, torch.tensor([1, 0, 1, 1, 0, 0]).bool())
+
+
+def test_ignored_pixels_change_nothing():
+    logits = normal(3, 2, 3)
+    other = logits.clone()
+    other[:, 1, 1] = 1e4
+    assert torch.equal(mean_pixel_margin(logits, PIXELS), mean_pixel_margin(other, PIXELS))
+    expected = [
+        margin(logits[:, i, j], PIXELS[i, j]) for i, j in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)]
+    ]
+    torch.testing.assert_close(mean_pixel_margin(logits, PIXELS), torch.stack(expected).mean())
+
+
+def test_pair_margins_are_those_of_logits_of_the_pair_and_the_others():
+    u, v, others = normal(4), normal(4, seed=1), normal(7, 4, seed=2)
+    found = pair_margins(u, v, others, others, 2.0)
+    logits = (
+        2.0 * torch.cat([(u @ v)[None], others @ u]),
+        2.0 * torch.cat([(u @ v)[None], others @ v]),
     )
+    expected = [margin(row, torch.tensor(0)) for row in logits]
+    torch.testing.assert_close(found, torch.stack(expected))
+    batch = pair_margins(u.expand(3, 4), v.expand(3, 4), others, others, 2.0)
+    torch.testing.assert_close(batch, found.expand(3, 2))
+
+
+def test_drawn_pairs_are_uniform_and_fixed_by_the_seed():
+    assert drawn_pairs(100, 10, 3) == drawn_pairs(100, 10, 3) != drawn_pairs(100, 10, 4)
+    assert drawn_pairs(4, 10, 0) == [0, 1, 2, 3]
+    counts = np.zeros(20)
+    for seed in range(2000):
+        drawn = drawn_pairs(20, 5, seed)
+        assert len(set(drawn)) == 5
+        counts[drawn] += 1
+    # Each is drawn 500 times, give or take 19.
+    assert np.abs(counts - 500).max() < 5 * 19.4
+
+
+def test_predictions_and_labels_as_numbers():
+    assert vmap(CLASSIFICATION.prediction)(LOGITS, torch.zeros(3)).tolist() == [2, 0, 2]
+    assert CLASSIFICATION.n_classes(LOGITS[0]) == 3
+    assert REGRESSION.prediction(torch.tensor([1.5]), torch.tensor(0.0)).item() == 1.5
+    assert REGRESSION.n_classes(torch.tensor([1.5])) is None
+    right = nn.functional.one_hot(torch.tensor([1, 0, 3, 4, 0, 0]), 5).double()
+    assert LANGUAGE_MODELLING.prediction(right, TOKENS) == 2  # tokens 1 and 3, but not 0
+    assert LANGUAGE_MODELLING.label_number(TOKENS) == 3
+    assert LANGUAGE_MODELLING.n_classes(right) == 5
+    pixels = nn.functional.one_hot(torch.tensor([[0, 1, 2], [2, 0, 0]]), 3).movedim(-1, 0).double()
+    assert SEGMENTATION.prediction(pixels, PIXELS) == 4
+    assert SEGMENTATION.label_number(PIXELS) == 5
+    assert SEGMENTATION.n_classes(pixels) == 3
+    sure = torch.eye(4)[:1].expand(2, 4) * 9
+    assert contrast(torch.zeros(3, 4), torch.zeros(3, 4), 1.0).prediction(sure, TOKENS) == 1
+
+
+def test_what_a_model_returns():
+    logits = torch.zeros(2, 3)
+    for returned in (
+        logits,
+        SimpleNamespace(logits=logits),
+        {"logits": logits},
+        OrderedDict(out=logits, aux=None),
+        (logits, None),
+    ):
+        assert read_logits(returned) is logits
+    for returned in (None, {"loss": logits}, (), SimpleNamespace(), "logits"):
+        with pytest.raises(InputError, match="must return a tensor, an object with `logits`"):
+            read_logits(returned)
+
+
+def test_what_a_model_of_pairs_returns():
+    u, v = torch.zeros(2, 3), torch.ones(2, 3)
+    read = clip_output().read
+    for returned in (
+        SimpleNamespace(image_embeds=u, text_embeds=v),
+        {"image_features": u, "text_features": v, "logit_scale": torch.ones(())},
+        (u, v, torch.ones(())),
+    ):
+        assert torch.equal(read(returned), torch.stack([u, v], 1))
+    for returned in (u, {"loss": u}, (u,), SimpleNamespace(image_embeds=u, text_embeds=None)):
+        with pytest.raises(InputError, match="must return embeddings of images and texts"):
+            read(returned)
+
+
+def test_every_model_output_has_a_case():
+    assert {id(o) for o in MODEL_OUTPUTS.values()} <= {id(o) for o, _, _ in CASES.values()}

@@ -26,11 +26,15 @@ class PerSample:
         gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
         outputs: f, shape (batch,).
         predictions: Shape (batch,).
+        loss_weights: Q, shape (batch,).
+        curvature: W, shape (batch,); None where the output has none.
     """
 
     gradients: dict[str, Tensor]
     outputs: Tensor
     predictions: Tensor
+    loss_weights: Tensor
+    curvature: Tensor | None
 
 
 def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
@@ -67,11 +71,6 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     return selected
 
 
-def model_prediction(outputs: object) -> Tensor:
-    """Return the tensor in what a model returned: the tensor itself, or its ``logits``."""
-    return outputs if isinstance(outputs, Tensor) else outputs.logits  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def per_sample_gradients(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
@@ -100,20 +99,21 @@ def per_sample_gradients(
         if name not in trained
     }
 
-    def value(trained: dict[str, Tensor], *sample: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def value(trained: dict[str, Tensor], *sample: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         *inputs, label = sample
         arguments = tuple(tensor.unsqueeze(0) for tensor in inputs)
-        outputs = model_prediction(functional_call(model, (trained, fixed), arguments)).squeeze(0)
-        f = output.value(outputs, label)
-        return f, (f.detach(), output.prediction(outputs.detach()))
+        outputs = output.read(functional_call(model, (trained, fixed), arguments)).squeeze(0)
+        f, detached = output.value(outputs, label), outputs.detach()
+        others = [output.prediction, output.loss_weight]
+        if output.curvature is not None:
+            others.append(output.curvature)
+        return f, (f.detach(), *(function(detached, label) for function in others))
 
     in_dims = (None, *(0 for _ in batch))
     # Fused attention has no vmap rule; the plain one gives the same function.
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        gradients, (outputs, predictions) = vmap(grad(value, has_aux=True), in_dims)(
-            trained, *batch
-        )
-    return PerSample(gradients, outputs, predictions)
+        gradients, found = vmap(grad(value, has_aux=True), in_dims)(trained, *batch)
+    return PerSample(gradients, *found, *([None] if output.curvature is None else []))
 
 
 def n_params(parameters: dict[str, nn.Parameter]) -> int:
@@ -162,7 +162,7 @@ def count_classes(
     inputs = [tensor[:1].to(device) for tensor in batch[:-1]]
     try:
         with torch.no_grad():
-            return output.n_classes(model_prediction(model(*inputs))[0])
+            return output.n_classes(output.read(model(*inputs))[0])
     except (RuntimeError, TypeError, IndexError, AttributeError) as error:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in inputs) or "no inputs"
         raise InputError(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.blocks import blocks_with_progress
@@ -143,7 +142,7 @@ def compute_features(
     )
     ids = data.ids[start:stop]
     n_classes = count_classes(model, output, data.batch(start, start + 1), torch_device)
-    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    results: list[list[Tensor]] = []
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
@@ -157,17 +156,22 @@ def compute_features(
             check_finite(result, ids[first:last])
             projected = _project(result, projection, threads)
             rows[first:last] = _stored(projected, spec["dtype"], ids[first:last])
-            results.append((result.outputs.cpu(), result.predictions.cpu(), batch[-1]))
-        outputs, predictions, labels = (torch.cat(parts) for parts in zip(*results, strict=True))
+            columns = [result.outputs, result.predictions, batch[-1], result.loss_weights]
+            if result.curvature is not None:
+                columns.append(result.curvature)
+            results.append([column.cpu() for column in columns])
+        outputs, predictions, labels, weights, *curvature = (
+            torch.cat(parts) for parts in zip(*results, strict=True)
+        )
         writer.vector("sample_ids", list(ids))
         writer.vector("labels", labels.numpy())
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            weights = vmap(output.loss_weight)(outputs, labels)
             _warn_of_saturation(weights)
             writer.vector("loss_weights", weights.float().numpy())
-            writer.vector("curvature", vmap(output.curvature)(outputs, labels).float().numpy())
+            for numbers in curvature:
+                writer.vector("curvature", numbers.float().numpy())
 
 
 def _warn_of_saturation(loss_weights: Tensor) -> None:

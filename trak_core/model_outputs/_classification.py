@@ -1,0 +1,51 @@
+"""Classification of images, texts or anything else: the log-odds of the label."""
+
+import torch
+from torch import Tensor
+
+from trak_core.model_outputs._model_output import ModelOutput, at_least_float32, read_logits
+
+
+def margin(logits: Tensor, label: Tensor) -> Tensor:
+    """Return log(p_y / (1 - p_y)), the log-odds of the label.
+
+    Computed as the label's logit minus the logsumexp of the others: finite wherever logits are.
+
+    Args:
+        logits: Shape (..., classes), at least two classes.
+        label: Integers, shape (...).
+
+    Returns:
+        Shape (...), float32 or float64.
+
+    Source: Park et al., "TRAK", ICML 2023, section 3.1.
+    """
+    logits = at_least_float32(logits)
+    is_label = torch.arange(logits.shape[-1], device=logits.device) == label.unsqueeze(-1)
+    own = torch.where(is_label, logits, 0).sum(-1)
+    others = torch.where(is_label, -torch.inf, logits)
+    return own - torch.logsumexp(others, dim=-1)
+
+
+def _loss_weight(logits: Tensor, label: Tensor) -> Tensor:
+    # 1 - p_y; from the margin, because 1 - softmax rounds to an exact 0 for confident samples.
+    return torch.sigmoid(-margin(logits, label))
+
+
+def _curvature(logits: Tensor, label: Tensor) -> Tensor:
+    value = margin(logits, label)
+    return torch.sigmoid(value) * torch.sigmoid(-value)
+
+
+# l = -log p_y = log(1 + exp(-f)).
+CLASSIFICATION = ModelOutput(
+    read=read_logits,
+    value=margin,
+    loss_weight=_loss_weight,
+    curvature=_curvature,
+    prediction=lambda logits, label: logits.argmax(-1),
+    label_number=lambda label: label,
+    label_ndim=0,
+    n_classes=lambda logits: logits.shape[-1],
+    unit="log-odds of the label",
+)

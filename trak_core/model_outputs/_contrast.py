@@ -1,0 +1,108 @@
+"""Image-text pairs, as CLIP learns them: how a pair stands out among other pairs."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trak_core.errors import InputError
+from trak_core.model_outputs._model_output import ModelOutput, at_least_float32
+
+
+def pair_margins(
+    image: Tensor, text: Tensor, other_images: Tensor, other_texts: Tensor, scale: float = 1.0
+) -> Tensor:
+    """Return the log-odds of a pair among texts for its image, and among images for its text.
+
+    With embeddings u, v of the pair and u_i, v_j of the others:
+    -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
+
+    Args:
+        image: u, shape (..., d).
+        text: v, shape (..., d).
+        other_images: u_i, shape (others, d), of the same device.
+        other_texts: v_j, likewise.
+        scale: s, the factor of the inner products; TRAK's f has 1.
+
+    Returns:
+        Shape (..., 2), float32 or float64.
+
+    Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
+    """
+    u, v = at_least_float32(image), at_least_float32(text)
+    own = (u * v).sum(-1, keepdim=True)
+    among_texts = scale * (u @ other_texts.to(u.dtype).T - own)
+    among_images = scale * (v @ other_images.to(v.dtype).T - own)
+    return -torch.stack([among_texts.logsumexp(-1), among_images.logsumexp(-1)], dim=-1)
+
+
+def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
+    """Return which pairs serve as the others: uniform, without repetition, fixed by the seed.
+
+    Args:
+        n_pairs: How many there are.
+        n_drawn: How many to draw; all of them if there are fewer.
+        seed: Of the draw, the same on every device.
+
+    Returns:
+        Indices in ascending order.
+    """
+    order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
+    return sorted(order[:n_drawn].tolist())
+
+
+def read_embeddings(returned: object) -> Tensor:
+    """Return the embeddings of images and texts, shape (batch, 2, d), in what a model returned.
+
+    Args:
+        returned: An object with ``image_embeds`` and ``text_embeds`` (transformers), a mapping
+            with ``image_features`` and ``text_features``, or a tuple that starts with the two
+            (open_clip).
+
+    Raises:
+        InputError: If it is none of these.
+    """
+    pair: tuple[object, ...] = ()
+    if isinstance(returned, Mapping) and "image_features" in returned:
+        pair = returned["image_features"], returned["text_features"]
+    elif hasattr(returned, "image_embeds"):
+        pair = returned.image_embeds, returned.text_embeds  # pyright: ignore[reportAttributeAccessIssue]
+    elif isinstance(returned, tuple):
+        pair = returned[:2]
+    if len(pair) < 2 or not all(isinstance(part, Tensor) for part in pair):
+        raise InputError(
+            "The model must return embeddings of images and texts: an object with `image_embeds` "
+            "and `text_embeds`, a dict with `image_features` and `text_features`, or a tuple "
+            f"that starts with the two. Found {type(returned).__name__}."
+        )
+    return torch.stack([part for part in pair if isinstance(part, Tensor)], dim=1)
+
+
+def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOutput:
+    """Return the model output of image-text pairs: the sum of a pair's two log-odds.
+
+    The others and the scale are constants: f depends on the parameters by the pair's own
+    embeddings alone, so that it is a function of one sample.
+
+    Args:
+        other_images: Embeddings of the pairs to stand out among, shape (others, d).
+        other_texts: Likewise.
+        scale: Factor of the inner products, the exponential of a CLIP model's ``logit_scale``.
+    """
+
+    def margins(outputs: Tensor) -> Tensor:
+        return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
+
+    # l = log(1 + exp(-a)) + log(1 + exp(-b)) of the two log-odds a and b; Q is -dl/df as both move
+    # alike.
+    return ModelOutput(
+        read=read_embeddings,
+        value=lambda outputs, label: margins(outputs).sum(),
+        loss_weight=lambda outputs, label: torch.sigmoid(-margins(outputs)).mean(),
+        curvature=None,
+        prediction=lambda outputs, label: (margins(outputs) > 0).all().float(),
+        label_number=lambda label: label,
+        label_ndim=None,
+        n_classes=lambda outputs: None,
+        unit="sum of a pair's log-odds among texts and among images",
+    )

@@ -1,0 +1,75 @@
+"""What a model output is: functions of what the model returned for one sample, as data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trak_core.errors import InputError
+
+# The label of tokens and pixels that don't count, as in torch's cross entropy.
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """A model output f with its loss weight, as functions of one sample.
+
+    ``outputs`` is what ``read`` took out of the model's return value, without the batch dimension;
+    ``label`` is the sample's label. Every function returns a scalar, in float32 or better, and is
+    safe under ``torch.func.vmap``.
+
+    Attributes:
+        read: The tensor of shape (batch, ...) in what the model returned.
+        value: f.
+        loss_weight: Q = -dl/df, l the training loss.
+        curvature: W = d2l/df2; None where the loss is not a function of f alone.
+        prediction: What the model predicts, in the units of ``label_number``.
+        label_number: The label as one number, for tables: itself, or how many of its parts count.
+        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None if
+            samples have no label.
+        n_classes: From ``outputs``: how many labels exist; None if labels are no classes.
+        unit: Of f, in plain words.
+    """
+
+    read: Callable[[object], Tensor]
+    value: Callable[[Tensor, Tensor], Tensor]
+    loss_weight: Callable[[Tensor, Tensor], Tensor]
+    curvature: Callable[[Tensor, Tensor], Tensor] | None
+    prediction: Callable[[Tensor, Tensor], Tensor]
+    label_number: Callable[[Tensor], Tensor]
+    label_ndim: int | None
+    n_classes: Callable[[Tensor], int | None]
+    unit: str
+
+
+def read_logits(returned: object) -> Tensor:
+    """Return the tensor that counts in what a model returned.
+
+    Args:
+        returned: The tensor itself; an object with ``logits`` (transformers); a mapping with
+            ``logits`` or ``out`` (torchvision's segmentation); or a sequence that starts with it.
+
+    Raises:
+        InputError: If it is none of these.
+    """
+    found = returned
+    if isinstance(found, Mapping):
+        found = found["logits"] if "logits" in found else found.get("out")
+    elif isinstance(found, Sequence) and found:
+        found = found[0]
+    elif not isinstance(found, Tensor):
+        found = getattr(found, "logits", None)
+    if not isinstance(found, Tensor):
+        keys = f" with {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else ""
+        raise InputError(
+            "The model must return a tensor, an object with `logits`, a dict with `logits` or "
+            f"`out`, or a tuple that starts with the tensor. Found {type(returned).__name__}{keys}."
+        )
+    return found
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor whose dtype is float32 or float64: half precision cannot hold log-odds."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
