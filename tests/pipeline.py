@@ -60,6 +60,7 @@ def run_stages(
                 code="code",
                 device="cpu",
                 batch_size=batch_size,
+                memory_mb=memory_mb,
                 threads=1,
             )
             return file

@@ -79,8 +79,8 @@ CONFIGS = {
         r"scoring\.loss_weight_power: must be above 0\. Found 0",
     ),
     "unknown model output": (
-        {"model_output": "segmentation"},
-        r"model_output: must be one of image_classification, regression\. Found 'segmentation'",
+        {"model_output": "classification"},
+        r"model_output: must be one of image_classification, .*, clip\. Found 'classification'",
     ),
     "several at once": (
         {"projection": {"seed": -1}, "model_output": "x"},

@@ -170,7 +170,8 @@ def test_what_is_not_finite_is_named():
 )
 def test_bad_labels(labels, n_classes, message):
     with pytest.raises(InputError, match=message):
-        check_labels(labels, n_classes, ["a", "b"])
+        output = REGRESSION if n_classes is None else CLASSIFICATION
+        check_labels(labels, output, n_classes, ["a", "b"])
 
 
 def test_counting_classes():

@@ -1,10 +1,42 @@
 """Cutting rows into blocks, with a progress bar fit for a log file."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
+
+Rest = TypeVarTuple("Rest")
+
+
+def with_progress(
+    blocks: Iterable[tuple[int, int, *Rest]], n_rows: int, what: str
+) -> Iterator[tuple[int, int, *Rest]]:
+    """Pass blocks of rows on and print a line every ten seconds and at the end.
+
+    Args:
+        blocks: Tuples that begin with start and stop, in order.
+        n_rows: How many rows there are.
+        what: The plural of what is counted, for the line.
+
+    Yields:
+        The blocks.
+    """
+    began = printed = time.monotonic()
+    for block in blocks:
+        yield block
+        stop = block[1]
+        now = time.monotonic()
+        if now - printed >= _SECONDS or stop == n_rows:
+            printed = now
+            bar = "#" * (_WIDTH * stop // n_rows)
+            seconds = now - began
+            left = seconds * (n_rows - stop) / stop
+            print(
+                f"[{bar:.<{_WIDTH}}] {stop}/{n_rows} {what}, {seconds:.0f} s, {left:.0f} s left",
+                flush=True,
+            )
 
 
 def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[int, int]]:
@@ -18,17 +50,5 @@ def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[i
     Yields:
         Start and stop of each block.
     """
-    began = printed = time.monotonic()
-    for start in range(0, n_rows, block):
-        stop = min(start + block, n_rows)
-        yield start, stop
-        now = time.monotonic()
-        if now - printed >= _SECONDS or stop == n_rows:
-            printed = now
-            bar = "#" * (_WIDTH * stop // n_rows)
-            seconds = now - began
-            left = seconds * (n_rows - stop) / stop
-            print(
-                f"[{bar:.<{_WIDTH}}] {stop}/{n_rows} {what}, {seconds:.0f} s, {left:.0f} s left",
-                flush=True,
-            )
+    starts = range(0, n_rows, block)
+    yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, what)

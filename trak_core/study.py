@@ -9,12 +9,13 @@ Its functions, each without arguments unless said otherwise:
     train(**arguments)       optional: trains and returns a model; arguments come from the config
     draw(axes, sample)       optional: draws one sample into matplotlib axes
 
-A sample is a tuple: the model's positional arguments, then the label.
+A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
+named arguments, and the label as `labels`. Image-text pairs have no label.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -38,7 +39,7 @@ class Samples(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Any:
-        """Return one sample, a tuple whose last entry is the label."""
+        """Return one sample, a tuple whose last entry is the label, or a dict with `labels`."""
         ...
 
 
@@ -69,9 +70,57 @@ class Split:
         rows = [position[i] for i in ids]
         return Split(torch.utils.data.Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
-    def batch(self, start: int, stop: int) -> tuple[Tensor, ...]:
-        """Return samples ``start`` to ``stop`` as stacked tensors, the label last."""
-        return tuple(default_collate([tuple(self.samples[i]) for i in range(start, stop)]))
+    def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
+        """Return samples ``start`` to ``stop`` as stacked tensors, in a tuple or dict as they are.
+
+        Raises:
+            InputError: If the samples cannot be stacked.
+        """
+        samples = [self.samples[i] for i in range(start, stop)]
+        parts = [_entries(sample) for sample in samples]
+        for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
+            if part.keys() != parts[0].keys():
+                raise InputError(
+                    f"Samples must be tuples of one length, or dicts with the same keys. Found "
+                    f"{_listed(parts[0])} in sample {self.ids[start]}, {_listed(part)} in sample "
+                    f"{sample_id}."
+                )
+        stacked = {key: _stacked([part[key] for part in parts], key) for key in parts[0]}
+        return stacked if isinstance(samples[0], Mapping) else tuple(stacked.values())
+
+
+def _entries(sample: Any) -> dict[str, Any]:
+    """Return the entries of a sample by name or number."""
+    if isinstance(sample, Mapping):
+        return dict(sample)
+    if isinstance(sample, list | tuple):
+        return {f"entry {i}": entry for i, entry in enumerate(sample)}
+    raise InputError(f"A sample must be a tuple or a dict. Found {type(sample).__name__}.")
+
+
+def _listed(entries: Mapping[str, Any]) -> str:
+    return ", ".join(entries) or "nothing"
+
+
+def _stacked(parts: Sequence[Any], name: str) -> Tensor:
+    """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
+    try:
+        # default_collate takes a list of numbers for numbers of several samples.
+        tensors = [torch.as_tensor(p) if isinstance(p, list) else p for p in parts]
+        stacked = default_collate(tensors)
+    except (RuntimeError, TypeError, ValueError) as error:
+        shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
+        raise InputError(
+            "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
+            f"sample (texts padded to one length). Found {', '.join(sorted(shapes)[:4])} for "
+            f"{name}: {(str(error).splitlines() or [''])[0]}"
+        ) from error
+    if not isinstance(stacked, Tensor):
+        raise InputError(
+            "Samples must be tuples or dicts of tensors or numbers. Found "
+            f"{type(parts[0]).__name__} for {name}."
+        )
+    return stacked
 
 
 def _run(path: Path) -> ModuleType:

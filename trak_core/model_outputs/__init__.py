@@ -1,7 +1,7 @@
 """Model output functions: the number f(z; theta) that attribution explains, and its loss weight."""
 
 from trak_core.model_outputs._classification import CLASSIFICATION, margin
-from trak_core.model_outputs._contrast import contrast, drawn_pairs, pair_margins
+from trak_core.model_outputs._contrast import contrast, drawn_pairs, pair_margins, read_embeddings
 from trak_core.model_outputs._language import LANGUAGE_MODELLING, sequence_log_odds
 from trak_core.model_outputs._model_output import IGNORED, ModelOutput, read_logits
 from trak_core.model_outputs._named import MODEL_OUTPUTS
@@ -21,6 +21,7 @@ __all__ = [
     "margin",
     "mean_pixel_margin",
     "pair_margins",
+    "read_embeddings",
     "read_logits",
     "sequence_log_odds",
 ]

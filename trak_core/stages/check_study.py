@@ -14,19 +14,28 @@ from typing import Any
 import torch
 
 from trak_core.errors import InputError
-from trak_core.gradients import check_labels, count_classes, n_params, select_parameters
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.gradients import (
+    as_batch,
+    check_labels,
+    count_classes,
+    n_params,
+    select_parameters,
+)
+from trak_core.model_outputs import ModelOutput
+from trak_core.spec import Weighting
+from trak_core.stages.output import model_output as named_output
 from trak_core.study import Split, Study
 
 _LABEL_SECONDS = 10.0
 
 
-def _check_split(split: Split, n_classes: int | None) -> None:
+def _check_split(split: Split, output: ModelOutput, n_classes: int | None) -> None:
     """Check the labels of as many samples as ten seconds allow; jobs check every one again."""
     began = time.monotonic()
     order = torch.randperm(len(split.ids), generator=torch.Generator().manual_seed(0)).tolist()
     for i in order:
-        check_labels(split.batch(i, i + 1)[-1], n_classes, split.ids[i : i + 1])
+        labels = as_batch(split.batch(i, i + 1), output).labels
+        check_labels(labels, output, n_classes, split.ids[i : i + 1])
         if time.monotonic() - began > _LABEL_SECONDS:
             print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
             return
@@ -46,10 +55,19 @@ def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> 
             ) from None
 
 
+def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
+    if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
+        raise InputError(
+            "scoring.normal_matrix can be curvature where the loss is a function of the model "
+            f"output alone. Found model_output {name}, whose loss is not; set it to plain."
+        )
+
+
 def check_study(
     *,
     study: Path,
     model_output: str,
+    weighting: str,
     parameters: Sequence[str] | None,
     training: dict[str, dict[str, Any]] | None,
     splits: dict[str, list[int | str] | None],
@@ -60,6 +78,7 @@ def check_study(
     Args:
         study: The study's Python file.
         model_output: Name of the model output.
+        weighting: ``plain`` or ``curvature``.
         parameters: Name patterns, or None.
         training: Arguments of the study's ``train`` for each checkpoint; None if the checkpoints
             are there.
@@ -76,16 +95,17 @@ def check_study(
     if training is not None:
         _check_training(loaded, training)
     model = loaded.make_model().eval()
-    output = MODEL_OUTPUTS[model_output]
+    device = torch.device("cpu")
     size = n_params(select_parameters(model, parameters))
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if targets is None else f"experiment {name}"
         try:
             split = loaded.split(name, targets)
-            batch = split.batch(0, 1)
-            n_classes = count_classes(model, output, batch, torch.device("cpu"))
-            _check_split(split, n_classes)
+            output = named_output(model_output, model, split, device, n_others=1)
+            _check_weighting(weighting, model_output, output)
+            n_classes = count_classes(model, output, split.batch(0, 1), device)
+            _check_split(split, output, n_classes)
         except InputError as error:
             raise InputError(f"{study}, {where}: {error}") from error
         if shards[name] > len(split.ids):

@@ -8,26 +8,35 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.func import vmap
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
-from trak_core.blocks import blocks_with_progress
+from trak_core.blocks import with_progress
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
 from trak_core.gradients import (
     PerSample,
+    as_batch,
     check_finite,
     check_labels,
+    check_samples_apart,
     count_classes,
+    gradient_method,
+    in_chunks,
     n_params,
-    per_sample_gradients,
+    sample_bytes,
+    samples_that_fit,
     select_parameters,
 )
-from trak_core.model_outputs import MODEL_OUTPUTS
 from trak_core.projection import project
 from trak_core.provenance import ids_digest
 from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.output import CLIP, model_output
 from trak_core.stages.software import software
 from trak_core.study import TRAIN, Study
+
+# Samples that are looked at before the expensive work.
+_FEW = 8
 
 
 def _device(name: str) -> tuple[torch.device, str]:
@@ -83,11 +92,13 @@ def compute_features(
     code: str,
     device: str,
     batch_size: int,
+    memory_mb: int,
     threads: int,
 ) -> None:
     """Fold gradients and projection over the samples of one split, or of one shard of it.
 
-    The numbers don't depend on ``n_shards``, ``batch_size`` or ``threads``, to float32 rounding.
+    The numbers don't depend on ``n_shards``, ``batch_size``, ``memory_mb`` or ``threads``, to
+    float32 rounding.
 
     Args:
         features: The file to write.
@@ -100,7 +111,9 @@ def compute_features(
             dtype, targets (ids; None for train), study (digest).
         code: The stage's code digest.
         device: ``cpu`` or ``cuda``, for gradients and projection.
-        batch_size: Samples differentiated at once.
+        batch_size: Samples differentiated at once, at most.
+        memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
+            don't fit. On CUDA its free memory counts.
         threads: For torch and the projection.
 
     Raises:
@@ -113,7 +126,8 @@ def compute_features(
     load_checkpoint(model, checkpoint)
     model.to(torch_device)
     parameters = select_parameters(model, spec["parameter_patterns"])
-    output = MODEL_OUTPUTS[spec["model_output"]]
+    pairs = loaded.split(TRAIN, None) if spec["model_output"] == CLIP else None
+    output = model_output(spec["model_output"], model, pairs, torch_device)
     data = loaded.split(split, spec["targets"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = ProjectionSpec(
@@ -141,26 +155,42 @@ def compute_features(
         flush=True,
     )
     ids = data.ids[start:stop]
-    n_classes = count_classes(model, output, data.batch(start, start + 1), torch_device)
+    few = as_batch(data.batch(start, min(start + _FEW, stop)), output).mapped(
+        lambda tensor: tensor.to(torch_device)
+    )
+    n_classes = count_classes(model, output, few, torch_device)
+    check_labels(few.labels, output, n_classes, ids[:_FEW])
+    needed_bytes = sample_bytes(model, parameters, output, few)
+    chunk = min(batch_size, samples_that_fit(needed_bytes, torch_device, memory_mb))
+    check_samples_apart(model, output, few.rows(slice(0, max(2, chunk))))
+    method = gradient_method(model, parameters, output, few)
+    print(
+        f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each",
+        flush=True,
+    )
+
+    def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
+        """Return the features of some samples to be stored, and what goes with each sample."""
+        batch = as_batch(data.batch(start + first, start + last), output)
+        check_labels(batch.labels, output, n_classes, ids[first:last])
+        here = batch.mapped(lambda tensor: tensor.to(torch_device))
+        result = method(model, parameters, output, here)
+        check_finite(result, ids[first:last])
+        projected = _project(result, projection, threads)
+        numbers = vmap(output.label_number)(batch.labels)
+        columns = [column.cpu() for column in (numbers, *result.columns())]
+        return _stored(projected, spec["dtype"], ids[first:last]), columns
+
     results: list[list[Tensor]] = []
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
         )
-        for first, last in blocks_with_progress(len(ids), batch_size, "samples"):
-            batch = data.batch(start + first, start + last)
-            check_labels(batch[-1], n_classes, ids[first:last])
-            result = per_sample_gradients(
-                model, parameters, output, [tensor.to(torch_device) for tensor in batch]
-            )
-            check_finite(result, ids[first:last])
-            projected = _project(result, projection, threads)
-            rows[first:last] = _stored(projected, spec["dtype"], ids[first:last])
-            columns = [result.outputs, result.predictions, batch[-1], result.loss_weights]
-            if result.curvature is not None:
-                columns.append(result.curvature)
-            results.append([column.cpu() for column in columns])
-        outputs, predictions, labels, weights, *curvature = (
+        chunks = in_chunks(computed, len(ids), chunk)
+        for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
+            rows[first:last] = stored
+            results.append(columns)
+        labels, outputs, predictions, weights, *curvature = (
             torch.cat(parts) for parts in zip(*results, strict=True)
         )
         writer.vector("sample_ids", list(ids))

@@ -1,10 +1,12 @@
 """Draw some targets of an experiment beside the training samples that help and harm them most."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -17,9 +19,10 @@ _EACH = 4
 _GREEN, _RED = "#1b7837", "#b2182b"
 
 
-def _draw_text(axes: Axes, sample: tuple[Any, ...]) -> None:
+def _draw_text(axes: Axes, sample: Sequence[Any] | Mapping[str, Any]) -> None:
     """Print a sample's first numbers, for studies that don't say how to draw one."""
-    numbers = sample[0].flatten().tolist()
+    first = next(iter(sample.values() if isinstance(sample, Mapping) else sample))
+    numbers = torch.as_tensor(first).flatten().tolist()
     text = "\n".join(f"{number:.3g}" for number in numbers[:8])
     axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=7, transform=axes.transAxes)
 

@@ -18,6 +18,7 @@ rule compute_features:
         runtime=compute["runtime_minutes"],
         device=compute["device"],
         batch_size=compute["batch_size"],
+        memory_mb=compute["memory_mb"],
     params:
         code=code_digest("trak_core.stages.features"),
         signature=checkpoint_signature,

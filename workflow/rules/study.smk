@@ -22,6 +22,7 @@ def look_over(known):
     common = {
         "study": config["study"],
         "model_output": config["model_output"],
+        "weighting": scoring["normal_matrix"],
         "parameters": parameter_patterns,
         "training": (
             {name: config["training"] | own for name, own in checkpoints.items()}

@@ -18,5 +18,6 @@ with logged_to(snakemake.log[0]):
         code=snakemake.params.code,
         device=snakemake.resources.device,
         batch_size=snakemake.resources.batch_size,
+        memory_mb=snakemake.resources.memory_mb,
         threads=snakemake.threads,
     )

@@ -1,0 +1,36 @@
+"""Per-sample gradients of a model output, as blocks of one parameter each.
+
+The layout of the whole project is fixed here: a gradient has one coordinate a parameter entry, the
+parameters in ``named_parameters`` order, each row-major; n samples give an (n, p) matrix whose
+columns come as blocks, so that nothing is ever concatenated.
+"""
+
+from trak_core.gradients._apart import check_samples_apart
+from trak_core.gradients._batch import Batch, as_batch
+from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
+from trak_core.gradients._finite import check_finite
+from trak_core.gradients._labels import check_labels, count_classes
+from trak_core.gradients._loop import looped_gradients
+from trak_core.gradients._method import gradient_method
+from trak_core.gradients._parameters import n_params, select_parameters
+from trak_core.gradients._per_sample import PerSample, evaluation
+from trak_core.gradients._vmap import per_sample_gradients
+
+__all__ = [
+    "Batch",
+    "PerSample",
+    "as_batch",
+    "check_finite",
+    "check_labels",
+    "check_samples_apart",
+    "count_classes",
+    "evaluation",
+    "gradient_method",
+    "in_chunks",
+    "looped_gradients",
+    "n_params",
+    "per_sample_gradients",
+    "sample_bytes",
+    "samples_that_fit",
+    "select_parameters",
+]

@@ -1,0 +1,156 @@
+"""f must be a function of one sample: a model that mixes the samples of a batch is refused."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trak_core.errors import InputError
+from trak_core.gradients._batch import Batch, Samples, as_batch
+from trak_core.gradients._per_sample import evaluation, rounding
+from trak_core.model_outputs import ModelOutput
+
+_SAMPLES = 8
+# A module's call: its name, what went in and what came out, both as tensors a sample.
+_Call = tuple[str, list[Tensor], list[Tensor]]
+
+
+def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return f of each sample of a batch, and the largest size of what the model returned."""
+    outputs = output.read(model(*batch.args, **batch.kwargs))
+    if len(outputs) != len(batch):
+        raise InputError(
+            f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
+            f"{len(batch)}."
+        )
+    pairs = zip(outputs, batch.labels, strict=True)
+    sizes = outputs.abs().flatten(1).max(dim=1).values
+    return torch.stack([output.value(x, label) for x, label in pairs]), sizes
+
+
+def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
+    """Return the tensors in nested containers that have one row a sample."""
+    leaves = pytree.tree_leaves(tree)
+    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
+
+
+def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
+    """Run the model and record its modules.
+
+    Returns:
+        Their calls, inner before outer; and the module in which it failed, None if it did not.
+    """
+    calls: list[_Call] = []
+    inside: list[str] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            label = f"{name or 'the model itself'} ({type(module).__name__})"
+
+            def enter(*_: Any, label: str = label) -> None:
+                inside.append(label)
+
+            def leave(_: Any, args: Any, kwargs: Any, result: Any) -> None:
+                given = _tensors((args, kwargs), len(batch))
+                calls.append((inside.pop(), given, _tensors(result, len(batch))))
+
+            handles = [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+        try:
+            model(*batch.args, **batch.kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return calls, inside[-1]
+    return calls, None
+
+
+def _differ(found: list[Tensor], expected: list[Tensor]) -> bool:
+    for a, b in zip(found, expected, strict=False):
+        if a.shape != b.shape:
+            return True
+        if a.is_floating_point():
+            size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
+            tolerance = rounding(a.dtype, a.device) * max(size, 1e-30)
+            if not torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True):
+                return True
+        elif not torch.equal(a, b):
+            return True
+    return False
+
+
+def _first_difference(found: Iterator[_Call], expected: Iterator[_Call]) -> str:
+    """Name the first module whose result differs, or the code before it."""
+    for (name, given, result), (_, given_alone, result_alone) in zip(found, expected, strict=False):
+        if _differ(given, given_alone):
+            return f"the code that calls {name}"
+        if _differ(result, result_alone):
+            return name
+    return "the code of the model itself"
+
+
+def _likely_layer(model: nn.Module, batch: Batch) -> str:
+    """Return the layer in which a batch's first sample differs from itself alone."""
+    alone, failed = _calls(model, batch.rows(slice(0, 1)))
+    if failed is not None:
+        return failed
+    together, _ = _calls(model, batch)
+
+    def first_rows(tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor[:1] for tensor in tensors]
+
+    rows = ((name, first_rows(given), first_rows(result)) for name, given, result in together)
+    return _first_difference(rows, iter(alone))
+
+
+def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
+    """Compare f of a batch with f sample by sample, before the expensive work.
+
+    Args:
+        model: On the samples' device. Used in evaluation mode, and left as it was.
+        output: The model output.
+        samples: See ``as_batch``; the first eight count, and of a single one nothing is checked.
+
+    Raises:
+        InputError: If f of a sample depends on the others, or changes from call to call; it names
+            the layer where that begins.
+    """
+    batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
+    if len(batch) < 2:
+        return
+    with torch.no_grad(), evaluation(model):
+        together, sizes = _run(model, output, batch)
+        again, _ = _run(model, output, batch)
+        tolerance = rounding(sizes.dtype, sizes.device) * (1 + together.abs() + sizes)
+        if not _close(together, again, tolerance):
+            layer = _first_difference(iter(_calls(model, batch)[0]), iter(_calls(model, batch)[0]))
+            raise InputError(
+                "The model must return the same numbers every time in evaluation mode. Found "
+                f"different ones for the same batch; the first layer that differs: {layer}. "
+                "Switch its randomness off where `module.training` is False."
+            )
+        try:
+            parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            alone, reason = None, f"it fails: {(str(error).splitlines() or [''])[0]}"
+        else:
+            alone = torch.cat([value for value, _ in parts])
+            difference = float((alone - together).abs().nan_to_num(torch.inf).max())
+            reason = f"f differs by up to {difference:.2g}"
+        if alone is None or not _close(together, alone, tolerance):
+            raise InputError(
+                "The model output of a sample must not depend on the others of its batch. Found "
+                f"that one by one {reason}; the first layer that mixes samples: "
+                f"{_likely_layer(model, batch)}. BatchNorm needs `track_running_stats=True`; a "
+                "loss or normalization across the batch has no per-sample gradient."
+            )
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
+    both_bad = ~found.isfinite() & ~expected.isfinite()
+    return bool((both_bad | ((found - expected).abs() <= tolerance)).all())

@@ -1,0 +1,39 @@
+"""Gradients must be finite."""
+
+from collections.abc import Sequence
+
+import torch
+
+from trak_core.errors import InputError
+from trak_core.gradients._per_sample import PerSample
+
+
+def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
+    """Stop at NaN or infinity.
+
+    Args:
+        result: What a batch gave.
+        sample_ids: The batch's ids, for the message.
+
+    Raises:
+        InputError: Naming the samples and the parameters.
+    """
+    bad = ~torch.isfinite(result.outputs)
+    names = ["the model output itself"] if bad.any() else []
+    for name, block in result.gradients.items():
+        bad_rows = ~torch.isfinite(block.flatten(1)).all(dim=1)
+        if bad_rows.any():
+            names.append(name)
+            bad = bad | bad_rows
+    if names:
+        found = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
+        half = {b.dtype for b in result.gradients.values()} & {torch.float16}
+        overflow = (
+            " float16 ends at 65504: bfloat16 or float32 weights reach further." if half else ""
+        )
+        raise InputError(
+            "Per-sample gradients must be finite. Found NaN or infinity for the samples "
+            f"{', '.join(map(str, found[:8]))}{' and more' if len(found) > 8 else ''} in "
+            f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''}. Look for bad values "
+            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}"
+        )

@@ -1,0 +1,79 @@
+"""What is computed for each sample, whichever way it is differentiated."""
+
+import contextlib
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.model_outputs import ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """What one batch gives under one checkpoint.
+
+    Attributes:
+        gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
+        outputs: f, shape (batch,).
+        predictions: Shape (batch,).
+        loss_weights: Q, shape (batch,).
+        curvature: W, shape (batch,); None where the output has none.
+    """
+
+    gradients: dict[str, Tensor]
+    outputs: Tensor
+    predictions: Tensor
+    loss_weights: Tensor
+    curvature: Tensor | None
+
+    def columns(self) -> list[Tensor]:
+        """Return outputs, predictions, loss weights and, if there is one, curvature."""
+        columns = [self.outputs, self.predictions, self.loss_weights]
+        return columns if self.curvature is None else [*columns, self.curvature]
+
+
+def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:
+    """Return prediction, loss weight and, if there is one, curvature of one sample."""
+    functions = [output.prediction, output.loss_weight]
+    if output.curvature is not None:
+        functions.append(output.curvature)
+    return tuple(function(outputs.detach(), label) for function in functions)
+
+
+def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
+    """Put together gradients with f and what ``beside_gradient`` gives, in that order."""
+    outputs, predictions, loss_weights, *curvature = columns
+    return PerSample(
+        gradients, outputs, predictions, loss_weights, curvature[0] if curvature else None
+    )
+
+
+def rounding(dtype: torch.dtype, device: torch.device) -> float:
+    """Return how far two ways to compute the same may differ, relative to the largest number.
+
+    The square root of the unit roundoff: far above what rounding adds up to, far below what a
+    wrong computation gives.
+    """
+    eps = torch.finfo(dtype).eps
+    # Convolutions on CUDA round float32 to TF32, 10 bits.
+    return math.sqrt(max(eps, 2.0**-10) if device.type == "cuda" else eps)
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Generator[None, None, None]:
+    """Run with the model in evaluation mode, and attention by its plain formula.
+
+    Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that
+    mode is restored. Fused attention has no vmap rule; the plain one gives the same function.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            yield
+    finally:
+        for module in training:
+            module.training = True
