@@ -1,3 +1,5 @@
+"""Per-sample gradients against one backward pass a sample, and what is refused beforehand."""
+
 import pytest
 import torch
 from torch import nn
@@ -5,16 +7,30 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.gradients import (
     PerSample,
+    as_batch,
     check_finite,
     check_labels,
+    check_samples_apart,
     count_classes,
+    gradient_method,
+    in_chunks,
+    looped_gradients,
     n_params,
     per_sample_gradients,
+    sample_bytes,
+    samples_that_fit,
     select_parameters,
 )
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.model_outputs import (
+    CLASSIFICATION,
+    LANGUAGE_MODELLING,
+    REGRESSION,
+    SEGMENTATION,
+    contrast,
+)
 
-CLASSIFICATION, REGRESSION = MODEL_OUTPUTS["image_classification"], MODEL_OUTPUTS["regression"]
+CPU = torch.device("cpu")
+METHODS = [per_sample_gradients, looped_gradients]
 
 
 class Attention(nn.Module):
@@ -80,12 +96,13 @@ def by_backward(model, batch, output):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}, torch.stack(values)
 
 
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_one_backward_pass_a_sample(name):
+def test_gradients_equal_one_backward_pass_a_sample(name, method):
     make, inputs = CASES[name]
     model, batch = make().eval(), (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
     expected, values = by_backward(model, batch, CLASSIFICATION)
-    found = per_sample_gradients(model, select_parameters(model, None), CLASSIFICATION, batch)
+    found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
     assert list(found.gradients) == list(expected)
     torch.testing.assert_close(found.outputs, values)
     for key, gradient in expected.items():
@@ -104,26 +121,291 @@ def test_a_batch_gives_what_its_samples_give():
             torch.testing.assert_close(gradient[0], whole.gradients[key][i])
 
 
-def test_only_chosen_parameters_are_differentiated():
+@pytest.mark.parametrize("method", METHODS)
+def test_only_chosen_parameters_are_differentiated(method):
     model = conv_net().eval()
     parameters = select_parameters(model, ["5.*", "0.bias"])
     assert list(parameters) == ["0.bias", "5.weight", "5.bias"]
     assert n_params(parameters) == 3 + 144 + 3
     batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    found = method(model, parameters, CLASSIFICATION, batch)
     expected, _ = by_backward(model, batch, CLASSIFICATION)
     assert list(found.gradients) == list(parameters)
     for key in parameters:
         torch.testing.assert_close(found.gradients[key], expected[key], rtol=1e-4, atol=1e-6)
 
 
-def test_the_model_is_left_as_it_was():
-    model = conv_net().eval()
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_is_evaluated_and_left_as_it_was(method, training):
+    """Dropout is off and BatchNorm's statistics are fixed, whatever mode the model is in."""
+    model = conv_net().train(training)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    per_sample_gradients(model, select_parameters(model, None), CLASSIFICATION, batch)
+    found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    check_samples_apart(model, CLASSIFICATION, batch)
+    count_classes(model, CLASSIFICATION, batch, CPU)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+    assert all(module.training == training for module in model.modules())
+    _, values = by_backward(model.eval(), batch, CLASSIFICATION)
+    torch.testing.assert_close(found.outputs, values)
+
+
+def test_a_parameter_that_plays_no_part_has_gradient_zero():
+    model = nn.Linear(3, 2)
+    model.extra = nn.Parameter(torch.tensor(1.0))
+    batch = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+    for method in METHODS:
+        found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
+        assert torch.equal(found.gradients["extra"], torch.zeros(4))
+        check_finite(found, range(4))
+
+
+def test_named_inputs_are_positional_inputs_by_name():
+    model = Attention()
+    tokens, mask, labels = torch.randint(0, 11, (5, 7)), torch.ones(5, 7), torch.arange(5) % 3
+    parameters = select_parameters(model, None)
+    expected = per_sample_gradients(model, parameters, CLASSIFICATION, (tokens, mask, labels))
+    named = {"mask": mask, "labels": labels, "tokens": tokens}
+    for method in METHODS:
+        found = method(model, parameters, CLASSIFICATION, named)
+        for key, gradient in expected.gradients.items():
+            torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+class Branching(nn.Module):
+    """Takes one of three ways, by the sample's values."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if (x[:, 0] > 0).all():
+            return y**2 if x.sum() > 0 else -y
+        return y.exp()
+
+
+def test_samples_that_take_other_branches_keep_their_places():
+    x = torch.tensor([[1.0, 1, 1], [-1, 0, 2], [1, -3, 0], [2, 2, 2], [-1, 1, 0], [3, 3, 3]])
+    model, batch = Branching(), (x, torch.tensor([0, 1, 2, 3, 0, 1]))
+    parameters = select_parameters(model, None)
+    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    for a, b in zip(found.columns(), expected.columns(), strict=True):
+        torch.testing.assert_close(a, b)
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[key], gradient)
+
+
+class Numbers(nn.Module):
+    """Asks a tensor for its number, which vmap cannot give."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x) * (1 + abs(x.sum().item()))
+
+
+class _Wrong(torch.autograd.Function):
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x):
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return x * 2, 0
+
+
+class Wrong(nn.Module):
+    """Has a vmap rule that computes something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return _Wrong.apply(self.linear(x)) ** 2
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Numbers(), "it fails: RuntimeError: vmap: It looks like you're either"),
+        (Wrong(), "it differs from autograd by"),
+    ],
+    ids=["item", "wrong vmap rule"],
+)
+def test_what_vmap_cannot_take_goes_one_by_one_with_a_notice(model, reason, capsys):
+    batch = (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
+    parameters = select_parameters(model, None)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is looped_gradients
+    assert reason in capsys.readouterr().out
+    found = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    expected, values = by_backward(model, batch, CLASSIFICATION)
+    torch.testing.assert_close(found.outputs, values)
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found.gradients[key], gradient)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_is_the_way_where_it_works(name, capsys):
+    make, inputs = CASES[name]
+    batch = (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
+    model = make()
+    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    assert method is per_sample_gradients
+    assert not capsys.readouterr().out
+
+
+class Centred(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden - hidden.mean(0))
+
+
+class AlwaysDropping(nn.Module):
+    def forward(self, x):
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+MIXING = {
+    "BatchNorm without statistics": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 3, 3),
+            nn.BatchNorm2d(3, track_running_stats=False),
+            nn.Flatten(),
+            nn.Linear(48, 3),
+        ),
+        (1, 6, 6),
+        r"one by one f differs by up to .* the first layer that mixes samples: 1 \(BatchNorm2d\)",
+    ),
+    "the same, which fails for one sample": (
+        lambda: nn.Sequential(
+            nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False))
+        ),
+        (4,),
+        r"one by one it fails: Expected more than 1 value .* samples: 1\.0 \(BatchNorm1d\)",
+    ),
+    "softmax over the batch": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim=0)),
+        (4,),
+        r"the first layer that mixes samples: 1 \(Softmax\)",
+    ),
+    "code between layers": (
+        Centred,
+        (4,),
+        r"the first layer that mixes samples: the code that calls second \(Linear\)",
+    ),
+    "randomness": (
+        lambda: nn.Sequential(nn.Linear(4, 8), AlwaysDropping(), nn.Linear(8, 3)),
+        (4,),
+        r"must return the same numbers every time .* that differs: 1 \(AlwaysDropping\)",
+    ),
+    "one row for all": (
+        lambda: nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.Linear(24, 3)),
+        (4,),
+        r"must return one row a sample\. Found 1 rows for a batch of 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_model_that_is_no_function_of_one_sample_is_refused(name):
+    make, shape, message = MIXING[name]
+    batch = (torch.randn(6, *shape), torch.tensor([0, 1, 2, 2, 0, 1]))
+    with pytest.raises(InputError, match=message):
+        check_samples_apart(make(), CLASSIFICATION, batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_that_keeps_samples_apart_passes(name, dtype):
+    make, inputs = CASES[name]
+    batch = [x.to(dtype) if x.is_floating_point() else x for x in inputs()]
+    check_samples_apart(make().to(dtype), CLASSIFICATION, (*batch, torch.tensor([0, 1, 2, 2, 0])))
+
+
+def test_bad_values_are_left_for_the_check_of_gradients():
+    model, x, labels = nn.Linear(4, 3), torch.randn(3, 4), torch.tensor([0, 1, 2])
+    x[0, 0] = torch.nan
+    parameters = select_parameters(model, None)
+    check_samples_apart(model, CLASSIFICATION, (x, labels))
+    method = gradient_method(model, parameters, CLASSIFICATION, (x, labels))
+    found = method(model, parameters, CLASSIFICATION, (x, labels))
+    with pytest.raises(InputError, match=r"samples 0 in the model output itself, weight, bias"):
+        check_finite(found, range(3))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_chunks_are_halved_when_memory_runs_out(error, capsys):
+    def compute(start, stop):
+        if stop - start > 3:
+            raise error
+        return list(range(start, stop))
+
+    found = list(in_chunks(compute, 10, 8))
+    assert found == [(i, i + 2, [i, i + 1]) for i in range(0, 10, 2)]
+    assert "out of memory; going on with 2 samples at once" in capsys.readouterr().out
+
+
+def test_memory_that_does_not_hold_one_sample():
+    def compute(start, stop):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    with pytest.raises(
+        InputError, match=r"gradient of one sample\. It ran out: CUDA out of memory"
+    ):
+        list(in_chunks(compute, 10, 8))
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory():
+    def compute(start, stop):
+        raise RuntimeError("shapes")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        list(in_chunks(compute, 10, 8))
+
+
+def test_memory_of_one_sample():
+    wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 3))
+    batch = (torch.randn(4, 1000), torch.tensor([0, 1, 2, 0]))
+    whole = sample_bytes(wide, select_parameters(wide, None), CLASSIFICATION, batch)
+    part = sample_bytes(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
+    gradients = 4 * (1000 * 500 + 500)
+    assert whole - part == 2 * gradients
+    assert 2 * gradients < whole < 2.2 * gradients
+    assert samples_that_fit(whole, CPU, 100) == 100 * 2**20 // whole
+    with pytest.raises(
+        InputError, match=r"compute\.memory_mb must hold .* about 4 MiB\. Found 3\."
+    ):
+        samples_that_fit(whole, CPU, 3)
 
 
 def test_frozen_parameters_are_left_out():
@@ -169,8 +451,8 @@ def test_what_is_not_finite_is_named():
     ],
 )
 def test_bad_labels(labels, n_classes, message):
+    output = REGRESSION if n_classes is None else CLASSIFICATION
     with pytest.raises(InputError, match=message):
-        output = REGRESSION if n_classes is None else CLASSIFICATION
         check_labels(labels, output, n_classes, ["a", "b"])
 
 
@@ -180,3 +462,76 @@ def test_counting_classes():
     assert count_classes(Wrapped(), CLASSIFICATION, batch, torch.device("cpu")) == 3
     with pytest.raises(InputError, match=r"shapes \(1, 4\) failed"):
         count_classes(nn.Linear(5, 3), CLASSIFICATION, batch, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"at least 2 classes\. Found 1: for a single logit"):
+        count_classes(nn.Linear(4, 1), CLASSIFICATION, batch, CPU)
+    with pytest.raises(InputError, match=r"one number a sample\. Found \(3,\) from"):
+        count_classes(nn.Linear(4, 3), REGRESSION, batch, CPU)
+    with pytest.raises(InputError, match=r"shapes x \(1, 4\) failed: TypeError"):
+        count_classes(nn.Linear(4, 3), CLASSIFICATION, {"x": batch[0], "labels": batch[1]}, CPU)
+
+
+def test_telling_inputs_and_labels_apart():
+    x, y = torch.zeros(2, 4), torch.tensor([0, 1])
+    for samples in ((x, y), [x, y], {"labels": y, "input": x}):
+        batch = as_batch(samples, CLASSIFICATION)
+        assert torch.equal(batch.labels, y)
+        assert [id(tensor) for _, tensor in batch.tensors()] == [id(x)]
+        assert len(as_batch(batch, CLASSIFICATION).rows(slice(0, 1))) == 1
+    pairs = contrast(x, x, 1.0)
+    assert as_batch((x, x), pairs).labels.tolist() == [1, 1]
+    assert list(as_batch({"image": x, "text": x}, pairs).kwargs) == ["image", "text"]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ((torch.zeros(2),), r"and, last, the label.* Found a tuple of 1"),
+        ((), r"Found a tuple of 0"),
+        (
+            {"input": torch.zeros(2), "label": torch.zeros(2)},
+            r"`labels`\. Found a dict with input, l",
+        ),
+        ({"labels": torch.zeros(2)}, r"Found a dict with labels"),
+        ((torch.zeros(3, 1), torch.zeros(2)), r"Found 2 labels and argument 0 of shape \(3, 1\)"),
+        ({"x": torch.zeros(()), "labels": torch.zeros(2)}, r"Found 2 labels and x of shape \(\)"),
+    ],
+)
+def test_samples_without_labels_or_inputs(samples, message):
+    with pytest.raises(InputError, match=message):
+        as_batch(samples, CLASSIFICATION)
+
+
+def test_padding_is_never_predicted():
+    ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]]), torch.tensor([[1, 1, 1, 0], [1] * 4])
+    samples = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    labels = as_batch(samples, LANGUAGE_MODELLING).labels
+    assert labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "message"),
+    [
+        (
+            LANGUAGE_MODELLING,
+            torch.tensor([[0, 1], [2, 7]]),
+            r"or -100 where .* Found 7 in sample b",
+        ),
+        (
+            LANGUAGE_MODELLING,
+            torch.tensor([[0, 1], [2, -100]]),
+            r"counts, .* Found none in sample b",
+        ),
+        (LANGUAGE_MODELLING, torch.tensor([0, 1]), r"one token a position\. Found .* shape \(2,\)"),
+        (
+            SEGMENTATION,
+            torch.tensor([[0, 1], [2, 1]]),
+            r"one class a pixel\. Found .* shape \(2, 2\)",
+        ),
+        (SEGMENTATION, torch.tensor([[[0, 1]], [[255, 1]]]), r"Found 255 in sample b"),
+        (SEGMENTATION, torch.full((2, 1, 1), -100), r"Found none in sample a"),
+        (SEGMENTATION, torch.zeros(2, 1, 1), r"integers from 0 to 4\. Found torch.float32"),
+    ],
+)
+def test_bad_labels_of_many_parts(output, labels, message):
+    with pytest.raises(InputError, match=message):
+        check_labels(labels, output, 5, ["a", "b"])

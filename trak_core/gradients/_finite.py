@@ -21,7 +21,7 @@ def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
     bad = ~torch.isfinite(result.outputs)
     names = ["the model output itself"] if bad.any() else []
     for name, block in result.gradients.items():
-        bad_rows = ~torch.isfinite(block.flatten(1)).all(dim=1)
+        bad_rows = ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         if bad_rows.any():
             names.append(name)
             bad = bad | bad_rows

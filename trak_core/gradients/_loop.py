@@ -16,8 +16,8 @@ def looped_gradients(
 ) -> PerSample:
     """Return what ``per_sample_gradients`` returns, to rounding, by a pass a sample.
 
-    The model is called as it is, so that TorchScript modules, in-place operations and branches on
-    values all work. Several times slower than vmap for small models.
+    The model is called as it is, so that whatever autograd takes works; for small models ten times
+    slower than vmap.
 
     Args:
         model: On the batch's device. Used in evaluation mode, and left as it was.

@@ -74,7 +74,7 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
 
 def _project(result: PerSample, projection: ProjectionSpec, threads: int) -> np.ndarray:
     """Project a batch where its gradients are: the blocks as they come, never side by side."""
-    blocks = [block.flatten(1) for block in result.gradients.values()]
+    blocks = [b.reshape(len(b), -1) for b in result.gradients.values()]
     if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
         blocks = [block.float() for block in blocks]
     return project(blocks, projection, scale=True, threads=threads).cpu().numpy()

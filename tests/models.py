@@ -1,0 +1,154 @@
+"""Architectures that people attribute, small and with random weights; nothing is downloaded."""
+
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    CLIPConfig,
+    CLIPModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
+
+VOCABULARY, TOKENS, CLASSES = 40, 12, 5
+
+
+class Block(nn.Module):
+    """The basic block of a ResNet: two convolutions with BatchNorm, and a shortcut."""
+
+    def __init__(self, n_in, n_out, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(n_in, n_out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(n_out)
+        self.conv2 = nn.Conv2d(n_out, n_out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(n_out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride != 1 or n_in != n_out:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(n_in, n_out, 1, stride, bias=False), nn.BatchNorm2d(n_out)
+            )
+
+    def forward(self, x):
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += shortcut
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Block(width, width, 1))
+        self.layer2 = nn.Sequential(Block(width, 2 * width, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, x):
+        x = self.layer2(self.layer1(self.relu(self.bn1(self.conv1(x)))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+class Segmenter(nn.Module):
+    """Returns a dict with ``out``, as torchvision's segmentation models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(3, 6, 3, padding=1),
+            nn.BatchNorm2d(6),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(6, CLASSES, 1),
+        )
+
+    def forward(self, x):
+        return {"out": self.net(x)}
+
+
+class PositionalBert(nn.Module):
+    """BERT whose positional inputs are token ids, segment ids and mask, in this order."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert = bert()
+
+    def forward(self, input_ids, token_type_ids, attention_mask):
+        return self.bert(
+            input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=attention_mask
+        ).logits
+
+
+_SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+
+
+def resnet():
+    model = ResNet()
+    # Statistics that differ from their initial 0 and 1, as after training.
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.3)
+            module.running_var.uniform_(0.5, 2)
+    return model
+
+
+def bert():
+    config = BertConfig(
+        **_SMALL,
+        vocab_size=VOCABULARY,
+        num_attention_heads=2,
+        max_position_embeddings=TOKENS,
+        num_labels=CLASSES,
+    )
+    return BertForSequenceClassification(config)
+
+
+def gpt2():
+    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, **ids
+    )
+    return GPT2LMHeadModel(config)
+
+
+def clip():
+    heads = {**_SMALL, "num_attention_heads": 2}
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    text = {**heads, **ids, "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS}
+    vision = {**heads, "image_size": 8, "patch_size": 4}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+
+
+def images(n, seed=0):
+    return torch.randn(n, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(n, *shape, n_classes=CLASSES, seed=1):
+    return torch.randint(n_classes, (n, *shape), generator=torch.Generator().manual_seed(seed))
+
+
+def texts(n, seed=2):
+    """Return token ids and attention masks; some texts are padded on the right, some are not."""
+    generator = torch.Generator().manual_seed(seed)
+    input_ids = torch.randint(3, VOCABULARY, (n, TOKENS), generator=generator)
+    lengths = torch.randint(TOKENS // 2, TOKENS + 1, (n, 1), generator=generator)
+    mask = (torch.arange(TOKENS) < lengths).long()
+    return input_ids * mask, mask
+
+
+def sample(name, i, dtype):
+    """Return sample ``i`` for a model: images in ``dtype``."""
+    image, label = images(1, seed=i)[0].to(dtype), classes(1, seed=i)[0]
+    input_ids, mask = (tensor[0] for tensor in texts(1, seed=i))
+    text = {"input_ids": input_ids, "attention_mask": mask}
+    return {
+        "resnet": (image, label),
+        "Segmenter": (image, classes(1, 8, 8, seed=i)[0]),
+        "bert": {**text, "labels": label},
+        "PositionalBert": (input_ids, torch.zeros_like(input_ids), mask, label),
+        "gpt2": {**text, "labels": input_ids},
+        "clip": {**text, "pixel_values": image},
+    }[name]
