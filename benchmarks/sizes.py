@@ -133,6 +133,7 @@ def main() -> None:
                     code="",
                     device="cpu",
                     batch_size=64,
+                    memory_mb=budget,
                     threads=options.threads,
                 )
                 report(f"compute_features {split}", cost, file, 4 * n_rows * k)

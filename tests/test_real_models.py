@@ -240,12 +240,12 @@ def test_the_look_beforehand_takes_them(name, tmp_path):
         "study": case.study,
         "model_output": case.output,
         "parameters": None,
-        "trained": False,
+        "training": None,
         "splits": {"train": None, "mine": [0, 2]},
         "shards": {"train": 1, "mine": 1},
     }
     sizes = check_study(**request, weighting="plain")
-    assert (sizes["train"], sizes["mine"]) == (N_TRAIN, 2)
+    assert sizes["n_samples"] == {"train": N_TRAIN, "mine": 2}
     if case.output in ("segmentation", "clip"):
         with pytest.raises(InputError, match=r"normal_matrix can be curvature where .* to plain"):
             check_study(**request, weighting="curvature")
