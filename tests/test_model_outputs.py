@@ -69,12 +69,19 @@ def cross_entropies(name, outputs, label):
     return cross_entropy(outputs[None], label[None], reduction="none")
 
 
+@pytest.mark.parametrize("scale", [1, 0.01, 12])
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_by_finite_differences(name):
+def test_gradient_by_finite_differences(name, scale):
     output, outputs, label = CASES[name]
     assert torch.autograd.gradcheck(
-        lambda x: output.value(x, label), (outputs.clone().requires_grad_(),)
+        lambda x: output.value(x, label), ((outputs * scale).requires_grad_(),)
     )
+
+
+@pytest.mark.parametrize("m", [[8.0, 9.0], [14.5, 15.5], [15.5, 20.0], [3.0, 30.0], [40.0, -5.0]])
+def test_gradient_of_confident_tokens_by_finite_differences(m):
+    margins = torch.tensor(m, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: sequence_log_odds(*sequence(x)), (margins,))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -179,8 +186,8 @@ def test_loss_weight_of_a_confident_sample_is_not_rounded_to_zero():
 
 def sequence(margins):
     """Return logits of a vocabulary of two whose labels have these margins."""
-    logits = torch.zeros(len(margins) + 1, 2, dtype=margins.dtype)
-    logits[:-1, 1] = margins
+    logits = torch.stack([torch.zeros_like(margins), margins], dim=1)
+    logits = torch.cat([logits, torch.zeros(1, 2, dtype=margins.dtype)])
     return logits, torch.ones(len(margins) + 1, dtype=torch.long)
 
 
@@ -196,14 +203,8 @@ def test_sequence_log_odds_of_one_token_is_its_margin(m):
     """Also where branches of the computation meet."""
     margins = torch.tensor([m], dtype=torch.float64)
     torch.testing.assert_close(sequence_log_odds(*sequence(margins)), margins[0])
-    slope = grad(lambda x: sequence_log_odds(*sequence_of(x)))(margins)
+    slope = grad(lambda x: sequence_log_odds(*sequence(x)))(margins)
     torch.testing.assert_close(slope, torch.ones(1, dtype=torch.float64))
-
-
-def sequence_of(margins):
-    logits = torch.stack([torch.zeros_like(margins), margins], dim=1)
-    logits = torch.cat([logits, torch.zeros(1, 2, dtype=margins.dtype)])
-    return logits, torch.ones(len(margins) + 1, dtype=torch.long)
 
 
 @pytest.mark.parametrize("m", [20.0, 50.0, 3e3])

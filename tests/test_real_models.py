@@ -23,6 +23,7 @@ from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.check_study import check_study
 from trak_core.stages.features import compute_features
+from trak_core.stages.normal_matrix import compute_normal_matrix
 
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 
@@ -271,3 +272,20 @@ def test_both_kinds_of_attention_give_the_same(attention):
     expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
+    case = Case("segmentation", "float32", tmp_path)
+    features = case.features(tmp_path)
+    with open_artifact(features, FEATURES) as artifact:
+        spec = artifact.spec
+    expected = {"checkpoint": "c0", "projection": {}, "split": spec["split"]}
+    with pytest.raises(InputError, match=r"The model output segmentation has none; set scoring"):
+        compute_normal_matrix(
+            normal_matrix_file=tmp_path / "matrix.h5",
+            features=features,
+            expected=expected,
+            weighting="curvature",
+            code="code",
+            memory_mb=100,
+        )

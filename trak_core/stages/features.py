@@ -15,6 +15,7 @@ from trak_core.blocks import with_progress
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
 from trak_core.gradients import (
+    Batch,
     PerSample,
     as_batch,
     check_finite,
@@ -31,7 +32,7 @@ from trak_core.gradients import (
 from trak_core.projection import project
 from trak_core.provenance import ids_digest
 from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.output import CLIP, model_output
+from trak_core.stages.output import CLIP, N_OTHERS, OTHERS_SEED, model_output
 from trak_core.stages.software import software
 from trak_core.study import TRAIN, Study
 
@@ -145,6 +146,8 @@ def compute_features(
         "parameter_patterns": spec["parameter_patterns"],
         "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
     }
+    if spec["model_output"] == CLIP:
+        file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
@@ -155,26 +158,26 @@ def compute_features(
         flush=True,
     )
     ids = data.ids[start:stop]
-    few = as_batch(data.batch(start, min(start + _FEW, stop)), output).mapped(
-        lambda tensor: tensor.to(torch_device)
-    )
+
+    def batch_of(first: int, last: int) -> Batch:
+        batch = as_batch(data.batch(start + first, start + last), output)
+        return batch.mapped(lambda tensor: tensor.to(torch_device))
+
+    # A look at a few samples before the expensive work.
+    few = batch_of(0, min(_FEW, len(ids)))
     n_classes = count_classes(model, output, few, torch_device)
     check_labels(few.labels, output, n_classes, ids[:_FEW])
     needed_bytes = sample_bytes(model, parameters, output, few)
     chunk = min(batch_size, samples_that_fit(needed_bytes, torch_device, memory_mb))
     check_samples_apart(model, output, few.rows(slice(0, max(2, chunk))))
     method = gradient_method(model, parameters, output, few)
-    print(
-        f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each",
-        flush=True,
-    )
+    print(f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each", flush=True)
 
     def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
         """Return the features of some samples to be stored, and what goes with each sample."""
-        batch = as_batch(data.batch(start + first, start + last), output)
+        batch = batch_of(first, last)
         check_labels(batch.labels, output, n_classes, ids[first:last])
-        here = batch.mapped(lambda tensor: tensor.to(torch_device))
-        result = method(model, parameters, output, here)
+        result = method(model, parameters, output, batch)
         check_finite(result, ids[first:last])
         projected = _project(result, projection, threads)
         numbers = vmap(output.label_number)(batch.labels)

@@ -8,6 +8,7 @@ import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.blocks import blocks_with_progress
+from trak_core.errors import InputError
 from trak_core.linalg import extreme_eigenvalues, normal_matrix
 from trak_core.memory import normal_matrix_need
 from trak_core.spec import Weighting
@@ -41,6 +42,12 @@ def compute_normal_matrix(
         check_made_for(train, expected, "compute_features")
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
+        if kind is Weighting.CURVATURE and not train.has("curvature"):
+            raise InputError(
+                f"{features}: features for a normal matrix with `curvature` must hold the "
+                f"curvature of the loss. The model output {train.spec['model_output']} has none; "
+                "set scoring.normal_matrix to plain."
+            )
         weights = train.vector("curvature") if kind is Weighting.CURVATURE else np.ones(n_rows)
         block = normal_matrix_need(proj_dim).rows(memory_mb)
 

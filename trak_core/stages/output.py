@@ -17,7 +17,7 @@ from trak_core.study import Split
 CLIP = "clip"
 # Of the pairs that a pair is to stand out among: TRAK's own number, and the seed of their draw.
 N_OTHERS = 300
-_SEED = 0
+OTHERS_SEED = 0
 
 
 def _scale(model: nn.Module) -> float:
@@ -54,7 +54,7 @@ def model_output(
     assert pairs is not None
     embeddings: list[Tensor] = []
     with torch.no_grad(), evaluation(model):
-        for i in drawn_pairs(len(pairs.ids), n_others, _SEED):
+        for i in drawn_pairs(len(pairs.ids), n_others, OTHERS_SEED):
             pair = pairs.batch(i, i + 1)
             if isinstance(pair, dict):
                 returned = model(**{key: tensor.to(device) for key, tensor in pair.items()})
