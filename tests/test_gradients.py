@@ -464,10 +464,20 @@ def test_counting_classes():
         count_classes(nn.Linear(5, 3), CLASSIFICATION, batch, torch.device("cpu"))
     with pytest.raises(InputError, match=r"at least 2 classes\. Found 1: for a single logit"):
         count_classes(nn.Linear(4, 1), CLASSIFICATION, batch, CPU)
-    with pytest.raises(InputError, match=r"one number a sample\. Found \(3,\) from"):
+    with pytest.raises(
+        InputError, match=r"one number a sample\. Found \(3,\) from .* sample, \(3,\), and"
+    ):
         count_classes(nn.Linear(4, 3), REGRESSION, batch, CPU)
     with pytest.raises(InputError, match=r"shapes x \(1, 4\) failed: TypeError"):
         count_classes(nn.Linear(4, 3), CLASSIFICATION, {"x": batch[0], "labels": batch[1]}, CPU)
+
+
+def test_what_a_model_returns_must_fit_the_labels():
+    images, pixels = torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long)
+    coarse = nn.Conv2d(3, 5, 2, stride=2)
+    with pytest.raises(InputError, match=r"sample, \(5, 4, 4\), and a label of shape \(8, 8\)"):
+        count_classes(coarse, SEGMENTATION, (images, pixels), CPU)
+    assert count_classes(nn.Conv2d(3, 5, 1), SEGMENTATION, (images, pixels), CPU) == 5
 
 
 def test_telling_inputs_and_labels_apart():

@@ -24,6 +24,8 @@ from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.check_study import check_study
 from trak_core.stages.features import compute_features
 from trak_core.stages.normal_matrix import compute_normal_matrix
+from trak_core.stages.output import model_output
+from trak_core.study import Split
 
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 
@@ -257,6 +259,19 @@ def test_batchnorm_that_was_left_without_statistics_is_named():
     model.layer2[0].bn2 = torch.nn.BatchNorm2d(16, track_running_stats=False)
     with pytest.raises(InputError, match=r"that mixes samples: layer2\.0\.bn2 \(BatchNorm2d\)"):
         check_samples_apart(model, CLASSIFICATION, (models.images(6), models.classes(6)))
+
+
+def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
+    pairs = Split([(torch.zeros(3), torch.ones(3))] * 2, [0, 1])
+    with pytest.raises(InputError, match=r"one parameter `logit_scale`, .* Found 0"):
+        model_output("clip", Pair(), pairs, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"shapes \(1, 3\), \(1, 3\) failed: TypeError"):
+        model_output("clip", torch.nn.Linear(3, 3), pairs, torch.device("cpu"))
+
+
+class Pair(torch.nn.Module):
+    def forward(self, image, text):
+        return image, text
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -7,6 +7,7 @@ columns come as blocks, so that nothing is ever concatenated.
 
 from trak_core.gradients._apart import check_samples_apart
 from trak_core.gradients._batch import Batch, as_batch
+from trak_core.gradients._call import call
 from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
 from trak_core.gradients._finite import check_finite
 from trak_core.gradients._labels import check_labels, count_classes
@@ -20,6 +21,7 @@ __all__ = [
     "Batch",
     "PerSample",
     "as_batch",
+    "call",
     "check_finite",
     "check_labels",
     "check_samples_apart",

@@ -8,6 +8,7 @@ from torch.func import vmap
 
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
+from trak_core.gradients._call import call
 from trak_core.gradients._per_sample import evaluation
 from trak_core.model_outputs import IGNORED, ModelOutput
 
@@ -32,38 +33,32 @@ def count_classes(
         InputError: If the model cannot take the sample, or if there is only one class.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
-    try:
-        with torch.no_grad(), evaluation(model):
-            outputs = output.read(model(*sample.args, **sample.kwargs))[0]
-            n_classes = output.n_classes(outputs)
-            value = torch.zeros(())
-            if sample.labels.ndim == 1 + (output.label_ndim or 0):
-                # What the model returns must fit the labels' shape; their values come later.
-                value = output.value(outputs, torch.zeros_like(sample.labels[0]))
-    except InputError:
-        raise
-    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
-        shapes = ", ".join(
-            f"{name} {tuple(tensor.shape)}" if sample.kwargs else str(tuple(tensor.shape))
-            for name, tensor in sample.tensors()
-        )
-        raise InputError(
-            "A sample must be a tuple of the model's positional arguments and, last, the label, "
-            "or a dict of its named arguments and `labels`. "
-            f"Calling the model with one sample of shapes {shapes} failed: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        ) from error
+    with torch.no_grad(), evaluation(model):
+        outputs = output.read(call(model, sample))[0]
+        n_classes = output.n_classes(outputs)
     if n_classes is not None and n_classes < 2:
         raise InputError(
             "Log-odds of a label need a model that returns one logit for each of at least 2 "
             f"classes. Found {n_classes}: for a single logit x, let the model return (0, x)."
         )
-    if value.ndim:
-        raise InputError(
-            f"The model output must be one number a sample. Found {tuple(value.shape)} from what "
-            f"the model returned for one, {tuple(outputs.shape)}."
-        )
+    if sample.labels.ndim == 1 + (output.label_ndim or 0):
+        _check_shapes(output, outputs, torch.zeros_like(sample.labels[0]))
     return n_classes
+
+
+def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
+    """Refuse what a model returned for one sample if it doesn't fit a label of this shape."""
+    try:
+        value = output.value(outputs, label)
+        found = f"{tuple(value.shape)}" if value.ndim else None
+    except (RuntimeError, IndexError) as error:
+        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    if found:
+        raise InputError(
+            f"The model output must be one number a sample. Found {found} from what the model "
+            f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
+            f"{tuple(label.shape)}."
+        )
 
 
 def check_labels(

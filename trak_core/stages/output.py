@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import evaluation
+from trak_core.gradients import as_batch, call, evaluation
 from trak_core.model_outputs import (
     MODEL_OUTPUTS,
     ModelOutput,
@@ -18,6 +18,8 @@ CLIP = "clip"
 # Of the pairs that a pair is to stand out among: TRAK's own number, and the seed of their draw.
 N_OTHERS = 300
 OTHERS_SEED = 0
+# Says that pairs come without labels.
+_UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
 def _scale(model: nn.Module) -> float:
@@ -55,11 +57,8 @@ def model_output(
     embeddings: list[Tensor] = []
     with torch.no_grad(), evaluation(model):
         for i in drawn_pairs(len(pairs.ids), n_others, OTHERS_SEED):
-            pair = pairs.batch(i, i + 1)
-            if isinstance(pair, dict):
-                returned = model(**{key: tensor.to(device) for key, tensor in pair.items()})
-            else:
-                returned = model(*(tensor.to(device) for tensor in pair))
+            pair = as_batch(pairs.batch(i, i + 1), _UNLABELLED)
+            returned = call(model, pair.mapped(lambda tensor: tensor.to(device)))
             embeddings.append(read_embeddings(returned)[0])
     images, texts = torch.stack(embeddings, dim=1)
     return contrast(images, texts, _scale(model))
