@@ -7,6 +7,7 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.gradients import (
     PerSample,
+    _precision,
     as_batch,
     check_finite,
     check_labels,
@@ -344,6 +345,38 @@ def test_a_model_that_keeps_samples_apart_passes(name, dtype):
     check_samples_apart(make().to(dtype), CLASSIFICATION, (*batch, torch.tensor([0, 1, 2, 2, 0])))
 
 
+class Autocast(nn.Module):
+    """Computes in bfloat16 between float32 inputs, weights and outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 5))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.net(x).float()
+
+
+def test_what_is_computed_in_half_precision_may_differ_by_as_much():
+    model, batch = Autocast(), (torch.randn(8, 40), torch.arange(8) % 5)
+    check_samples_apart(model, CLASSIFICATION, batch)
+    assert _precision.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
+    assert _precision.rounding(model.net, as_batch(batch, CLASSIFICATION)) == 2**-11.5
+    parameters = select_parameters(model, None)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
+
+
+def test_one_number_a_sample_without_a_dimension_of_its_own():
+    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    batch = (torch.randn(5, 4), torch.randn(5))
+    check_samples_apart(model, REGRESSION, batch)
+    parameters = select_parameters(model, None)
+    for method in METHODS:
+        found = method(model, parameters, REGRESSION, batch)
+        torch.testing.assert_close(found.gradients["0.weight"], batch[0].unsqueeze(1))
+        torch.testing.assert_close(found.loss_weights, batch[1] - model(batch[0]).detach())
+
+
 def test_bad_values_are_left_for_the_check_of_gradients():
     model, x, labels = nn.Linear(4, 3), torch.randn(3, 4), torch.tensor([0, 1, 2])
     x[0, 0] = torch.nan
@@ -464,6 +497,10 @@ def test_counting_classes():
         count_classes(nn.Linear(5, 3), CLASSIFICATION, batch, torch.device("cpu"))
     with pytest.raises(InputError, match=r"at least 2 classes\. Found 1: for a single logit"):
         count_classes(nn.Linear(4, 1), CLASSIFICATION, batch, CPU)
+    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+    with pytest.raises(InputError, match=r"at least 2 classes\. Found 1: for a single logit"):
+        count_classes(flat, CLASSIFICATION, batch, CPU)
+    assert count_classes(flat, REGRESSION, batch, CPU) is None
     with pytest.raises(
         InputError, match=r"one number a sample\. Found \(3,\) from .* sample, \(3,\), and"
     ):

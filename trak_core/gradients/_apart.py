@@ -1,6 +1,6 @@
 """f must be a function of one sample: a model that mixes the samples of a batch is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Batch, Samples, as_batch
-from trak_core.gradients._per_sample import evaluation, rounding
+from trak_core.gradients._per_sample import evaluation
+from trak_core.gradients._precision import rounding
 from trak_core.model_outputs import ModelOutput
 
 _SAMPLES = 8
@@ -27,7 +28,7 @@ def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, T
             f"{len(batch)}."
         )
     pairs = zip(outputs, batch.labels, strict=True)
-    sizes = outputs.abs().flatten(1).max(dim=1).values
+    sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
     return torch.stack([output.value(x, label) for x, label in pairs]), sizes
 
 
@@ -70,31 +71,30 @@ def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
     return calls, None
 
 
-def _differ(found: list[Tensor], expected: list[Tensor]) -> bool:
+def _differ(found: list[Tensor], expected: list[Tensor], allowed: float) -> bool:
     for a, b in zip(found, expected, strict=False):
         if a.shape != b.shape:
             return True
         if a.is_floating_point():
             size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
-            tolerance = rounding(a.dtype, a.device) * max(size, 1e-30)
-            if not torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True):
+            if not torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True):
                 return True
         elif not torch.equal(a, b):
             return True
     return False
 
 
-def _first_difference(found: Iterator[_Call], expected: Iterator[_Call]) -> str:
+def _first_difference(found: Iterable[_Call], expected: Iterable[_Call], allowed: float) -> str:
     """Name the first module whose result differs, or the code before it."""
     for (name, given, result), (_, given_alone, result_alone) in zip(found, expected, strict=False):
-        if _differ(given, given_alone):
+        if _differ(given, given_alone, allowed):
             return f"the code that calls {name}"
-        if _differ(result, result_alone):
+        if _differ(result, result_alone, allowed):
             return name
     return "the code of the model itself"
 
 
-def _likely_layer(model: nn.Module, batch: Batch) -> str:
+def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
     """Return the layer in which a batch's first sample differs from itself alone."""
     alone, failed = _calls(model, batch.rows(slice(0, 1)))
     if failed is not None:
@@ -105,7 +105,7 @@ def _likely_layer(model: nn.Module, batch: Batch) -> str:
         return [tensor[:1] for tensor in tensors]
 
     rows = ((name, first_rows(given), first_rows(result)) for name, given, result in together)
-    return _first_difference(rows, iter(alone))
+    return _first_difference(rows, alone, allowed)
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
@@ -126,9 +126,11 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
     with torch.no_grad(), evaluation(model):
         together, sizes = _run(model, output, batch)
         again, _ = _run(model, output, batch)
-        tolerance = rounding(sizes.dtype, sizes.device) * (1 + together.abs() + sizes)
+        allowed = rounding(model, batch)
+        tolerance = allowed * (1 + together.abs() + sizes)
         if not _close(together, again, tolerance):
-            layer = _first_difference(iter(_calls(model, batch)[0]), iter(_calls(model, batch)[0]))
+            calls = [_calls(model, batch)[0] for _ in range(2)]
+            layer = _first_difference(*calls, allowed)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
@@ -146,8 +148,9 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             raise InputError(
                 "The model output of a sample must not depend on the others of its batch. Found "
                 f"that one by one {reason}; the first layer that mixes samples: "
-                f"{_likely_layer(model, batch)}. BatchNorm needs `track_running_stats=True`; a "
-                "loss or normalization across the batch has no per-sample gradient."
+                f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
+                "`track_running_stats=True`; a loss or normalization across the batch has no "
+                "per-sample gradient."
             )
 
 

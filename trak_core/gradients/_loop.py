@@ -16,8 +16,8 @@ def looped_gradients(
 ) -> PerSample:
     """Return what ``per_sample_gradients`` returns, to rounding, by a pass a sample.
 
-    The model is called as it is, so that whatever autograd takes works. Measured on small ResNets and
-    transformers, it takes seven to eight times as long as vmap.
+    The model is called as it is, so that whatever autograd takes works. Measured on small ResNets
+    and transformers, it takes seven to eight times as long as vmap.
 
     Args:
         model: On the batch's device. Used in evaluation mode, and left as it was.

@@ -7,7 +7,8 @@ from torch import nn
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._chunks import is_out_of_memory
 from trak_core.gradients._loop import looped_gradients
-from trak_core.gradients._per_sample import PerSample, rounding
+from trak_core.gradients._per_sample import PerSample, evaluation
+from trak_core.gradients._precision import rounding
 from trak_core.gradients._vmap import per_sample_gradients
 from trak_core.model_outputs import ModelOutput
 
@@ -50,7 +51,8 @@ def gradient_method(
         reason = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
     else:
         difference = _largest_difference(found, expected)
-        allowed = max(rounding(b.dtype, b.device) for b in expected.gradients.values())
+        with evaluation(model):
+            allowed = rounding(model, few)
         # NaN in both is for check_finite to explain, with sample and parameter.
         if difference != difference or difference <= allowed:
             return per_sample_gradients

@@ -1,7 +1,6 @@
 """What is computed for each sample, whichever way it is differentiated."""
 
 import contextlib
-import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -49,17 +48,6 @@ def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSa
     return PerSample(
         gradients, outputs, predictions, loss_weights, curvature[0] if curvature else None
     )
-
-
-def rounding(dtype: torch.dtype, device: torch.device) -> float:
-    """Return how far two ways to compute the same may differ, relative to the largest number.
-
-    The square root of the unit roundoff: far above what rounding adds up to, far below what a
-    wrong computation gives.
-    """
-    eps = torch.finfo(dtype).eps
-    # Convolutions on CUDA round float32 to TF32, 10 bits.
-    return math.sqrt(max(eps, 2.0**-10) if device.type == "cuda" else eps)
 
 
 @contextlib.contextmanager

@@ -46,6 +46,6 @@ CLASSIFICATION = ModelOutput(
     prediction=lambda logits, label: logits.argmax(-1),
     label_number=lambda label: label,
     label_ndim=0,
-    n_classes=lambda logits: logits.shape[-1],
+    n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
     unit="log-odds of the label",
 )

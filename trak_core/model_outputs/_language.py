@@ -82,6 +82,6 @@ LANGUAGE_MODELLING = ModelOutput(
     prediction=_tokens_right,
     label_number=lambda labels: (labels[1:] != IGNORED).sum(),
     label_ndim=1,
-    n_classes=lambda logits: logits.shape[-1],
+    n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
     unit="log-odds of the sequence",
 )

@@ -50,6 +50,6 @@ SEGMENTATION = ModelOutput(
     prediction=_pixels_right,
     label_number=lambda labels: (labels != IGNORED).sum(),
     label_ndim=2,
-    n_classes=lambda logits: logits.shape[0],
+    n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
     unit="mean log-odds of a pixel's label",
 )
