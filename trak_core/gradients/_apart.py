@@ -129,8 +129,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         allowed = rounding(model, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
         if not _close(together, again, tolerance):
-            calls = [_calls(model, batch)[0] for _ in range(2)]
-            layer = _first_difference(*calls, allowed)
+            calls, others = (_calls(model, batch)[0] for _ in range(2))
+            layer = _first_difference(calls, others, allowed)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
