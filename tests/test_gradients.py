@@ -201,6 +201,35 @@ def test_samples_that_take_other_branches_keep_their_places():
         torch.testing.assert_close(found.gradients[key], gradient)
 
 
+class Writing(nn.Module):
+    """Normalizes its input in place."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        x -= 0.5
+        return self.model(x)
+
+
+def test_a_model_may_write_into_its_inputs():
+    x = torch.tensor([[1.0, 1, 1], [-1, 0, 2], [1, -3, 0], [2, 2, 2]])
+    batch = (x.clone(), torch.tensor([0, 1, 2, 3]))
+    model = Writing(nn.Linear(3, 4))
+    parameters = select_parameters(model, None)
+    count_classes(model, CLASSIFICATION, batch, CPU)
+    sample_bytes(model, parameters, CLASSIFICATION, batch)
+    check_samples_apart(model, CLASSIFICATION, batch)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
+    model = Writing(Branching())
+    parameters = select_parameters(model, None)
+    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    torch.testing.assert_close(found.gradients, expected.gradients)
+    assert torch.equal(batch[0], x)
+
+
 class Numbers(nn.Module):
     """Asks a tensor for its number, which vmap cannot give."""
 

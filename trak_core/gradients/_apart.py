@@ -21,7 +21,7 @@ _Call = tuple[str, list[Tensor], list[Tensor]]
 
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return f of each sample of a batch, and the largest size of what the model returned."""
-    outputs = output.read(model(*batch.args, **batch.kwargs))
+    outputs = output.read(batch.given_to(model))
     if len(outputs) != len(batch):
         raise InputError(
             f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
@@ -65,7 +65,7 @@ def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
             for handle in handles:
                 stack.callback(handle.remove)
         try:
-            model(*batch.args, **batch.kwargs)
+            batch.given_to(model)
         except (RuntimeError, ValueError, TypeError, IndexError):
             return calls, inside[-1]
     return calls, None

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.model_outputs import IGNORED, ModelOutput
@@ -36,6 +36,11 @@ class Batch:
     def rows(self, which: slice | Tensor) -> "Batch":
         """Return some of the samples."""
         return self.mapped(lambda tensor: tensor[which])
+
+    def given_to(self, model: nn.Module) -> object:
+        """Return what the model returns; it gets copies, for it may write into its inputs."""
+        kwargs = {name: tensor.clone() for name, tensor in self.kwargs.items()}
+        return model(*(tensor.clone() for tensor in self.args), **kwargs)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the inputs with their names, for messages."""

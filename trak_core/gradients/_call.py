@@ -13,7 +13,7 @@ def call(model: nn.Module, batch: Batch) -> object:
         InputError: If it fails; the message names the inputs' shapes.
     """
     try:
-        return model(*batch.args, **batch.kwargs)
+        return batch.given_to(model)
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
         shapes = ", ".join(
             f"{name} {tuple(tensor.shape)}" if batch.kwargs else str(tuple(tensor.shape))

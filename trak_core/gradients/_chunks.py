@@ -51,7 +51,7 @@ def sample_bytes(
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        outputs = output.read(model(*sample.args, **sample.kwargs)).squeeze(0)
+        outputs = output.read(sample.given_to(model)).squeeze(0)
         output.value(outputs, sample.labels[0])
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
     return _GRADIENTS * gradients + _ACTIVATIONS * sum(kept.values())

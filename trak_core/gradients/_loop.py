@@ -36,7 +36,7 @@ def looped_gradients(
     with evaluation(model), torch.enable_grad():
         for i in range(len(batch)):
             sample = batch.rows(slice(i, i + 1))
-            outputs = output.read(model(*sample.args, **sample.kwargs)).squeeze(0)
+            outputs = output.read(sample.given_to(model)).squeeze(0)
             f = output.value(outputs, sample.labels[0])
             # A parameter that f doesn't depend on has gradient 0.
             found = torch.autograd.grad(f, list(parameters.values()), materialize_grads=True)

@@ -40,7 +40,7 @@ def rounding(model: nn.Module, batch: Batch) -> float:
     with ExitStack() as stack, torch.no_grad():
         for module in model.modules():
             stack.callback(module.register_forward_hook(look).remove)
-        model(*batch.args, **batch.kwargs)
+        batch.given_to(model)
     if "cuda" in devices:
         epsilons.append(_TF32)
     return math.sqrt(max(epsilons))

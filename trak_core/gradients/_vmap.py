@@ -45,8 +45,9 @@ def per_sample_gradients(
 
     def value(trained: dict[str, Tensor], sample: _Tensors) -> tuple[Tensor, tuple[Tensor, ...]]:
         args, kwargs, label = sample
-        args = tuple(tensor.unsqueeze(0) for tensor in args)
-        kwargs = {name: tensor.unsqueeze(0) for name, tensor in kwargs.items()}
+        # Copies: a model may write into its inputs, and they may be needed once more.
+        args = tuple(tensor.unsqueeze(0).clone() for tensor in args)
+        kwargs = {name: tensor.unsqueeze(0).clone() for name, tensor in kwargs.items()}
         returned = functional_call(model, (trained, fixed), args, kwargs)
         outputs = output.read(returned).squeeze(0)
         f = output.value(outputs, label)
