@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from numba import config
+from simulator import run_one_thread_at_a_time
 
 from trak_core.errors import InputError
 from trak_core.projection.cuda import (
@@ -62,12 +63,10 @@ def small_and_poisoned(monkeypatch):
         monkeypatch.setattr(hadamard, "_THREADS", 4)
         tiles = tensor_core.Tile(1, 2, 1, 1), tensor_core.Tile(2, 2, 2, 1)
         monkeypatch.setattr(tensor_core, "TILES", tiles)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # the simulator's threads wait for each other all the time
+        run_one_thread_at_a_time(monkeypatch)
     torch.use_deterministic_algorithms(True)  # fills new memory
     yield
     torch.use_deterministic_algorithms(False)
-    sys.setswitchinterval(interval)
 
 
 @pytest.fixture

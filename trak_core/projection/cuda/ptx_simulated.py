@@ -6,8 +6,8 @@ too. What this cannot show is a mistake shared with the manual's reading, and ra
 """
 
 import ctypes
-import threading
 from collections.abc import Callable
+from threading import Barrier, current_thread
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ class _Warp:
 
     def __init__(self) -> None:
         """Start with nothing deposited."""
-        self._barrier = threading.Barrier(_LANES, self._act)
+        self._barrier = Barrier(_LANES, self._act)
         self._deposits: list[Any] = [None] * _LANES
         self._function: Callable[[list[Any]], list[Any]] = list
         self._results: list[Any] = []
@@ -38,7 +38,8 @@ class _Warp:
 
 
 def _thread() -> Any:
-    return threading.current_thread()
+    """Return the simulator's thread, which knows more than Python's."""
+    return current_thread()
 
 
 def _together(function: Callable[[list[Any]], list[Any]], value: Any) -> Any:
