@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda._device import (
+from trak_core.projection.cuda.device import (
     TAG_HADAMARD,
     cuda,
     device_function,
@@ -30,7 +30,7 @@ from trak_core.projection.cuda._device import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda._launch import Chunk, launch
+from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionSpec
 
 ALIGNMENT = 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda._device import (
+from trak_core.projection.cuda.device import (
     TAG_NORMAL,
     cuda,
     device_function,
@@ -25,7 +25,7 @@ from trak_core.projection.cuda._device import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda._launch import Chunk, launch
+from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 ALIGNMENT = 1

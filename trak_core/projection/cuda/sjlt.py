@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda._device import (
+from trak_core.projection.cuda.device import (
     TAG_SJLT,
     cuda,
     device_function,
@@ -26,12 +26,12 @@ from trak_core.projection.cuda._device import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda._launch import Chunk, launch
+from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionSpec
 
 ALIGNMENT = 1
 MOST_COLUMNS = 1024  # of one block of threads
-_THREADS = 128  # and as many coordinates at a time
+THREADS = 128  # at least _ROWS; and as many coordinates at a time
 _ROWS = 8
 
 
@@ -53,12 +53,12 @@ def _word_of(words, i):
 
 
 @cache
-def sjlt_kernel(columns: int, bfloat16: bool) -> Any:
+def sjlt_kernel(columns: int, bfloat16: bool, n_threads: int) -> Any:
     """Return the kernel for ranges of ``columns`` columns, a power of two."""
     read = widen_bfloat16 if bfloat16 else widen
-    n_sums, n_tile = _ROWS * (columns + 1), _ROWS * (_THREADS + 1)
+    n_sums, n_tile = _ROWS * (columns + 1), _ROWS * (n_threads + 1)
 
-    @kernel(_THREADS)
+    @kernel(n_threads)
     def _sjlt_kernel(
         values,
         row_stride,
@@ -77,16 +77,16 @@ def sjlt_kernel(columns: int, bfloat16: bool) -> Any:
     ):
         sums = cuda.shared.array(n_sums, dtype=float32)  # [column][row], one more for the others'
         tile = cuda.shared.array(n_tile, dtype=float32)  # [row][coordinate], rows one longer
-        places = cuda.shared.array(_THREADS, dtype=uint32)
+        places = cuda.shared.array(n_threads, dtype=uint32)
         thread = int32(cuda.threadIdx.x)
         stripe = int64(cuda.blockIdx.x) // n_ranges
         first_column = (int64(cuda.blockIdx.x) - stripe * n_ranges) * columns
         first_row = int64(cuda.blockIdx.z) * _ROWS
         slice_start = (first_slice + cuda.blockIdx.y) * slice_size
         begin, end = max(start, slice_start), min(stop, slice_start + slice_size)
-        for i in range(thread, n_sums, _THREADS):
+        for i in range(thread, n_sums, n_threads):
             sums[i] = float32(0)
-        for g in range(begin, end, _THREADS):
+        for g in range(begin, end, n_threads):
             cuda.syncthreads()
             coordinate = int64(g) + thread
             words = words_at(stripe >> 2, coordinate, TAG_SJLT, stream, keys)
@@ -100,12 +100,12 @@ def sjlt_kernel(columns: int, bfloat16: bool) -> Any:
                 x = float32(0)
                 if first_row + row < n_rows and coordinate < end:
                     x = read(values[(first_row + row) * row_stride + coordinate - origin])
-                tile[row * (_THREADS + 1) + thread] = flip(x, word, 31)
+                tile[row * (n_threads + 1) + thread] = flip(x, word, 31)
             cuda.syncthreads()
             if thread < _ROWS:
                 lane = uint32(thread)
-                line = thread * (_THREADS + 1)
-                for i in range(0, _THREADS, 4):
+                line = thread * (n_threads + 1)
+                for i in range(0, n_threads, 4):
                     p0, p1 = uint32(places[i] + lane), uint32(places[i + 1] + lane)
                     p2, p3 = uint32(places[i + 2] + lane), uint32(places[i + 3] + lane)
                     s0, s1, s2, s3 = sums[p0], sums[p1], sums[p2], sums[p3]
@@ -123,7 +123,7 @@ def sjlt_kernel(columns: int, bfloat16: bool) -> Any:
         for row in range(_ROWS):
             if first_row + row < n_rows:
                 line = (int64(cuda.blockIdx.y) * n_rows + first_row + row) * proj_dim
-                for column in range(thread, columns, _THREADS):
+                for column in range(thread, columns, n_threads):
                     if first_column + column < width:
                         at = line + stripe * width + first_column + column
                         partials[at] = sums[column * _ROWS + row]
@@ -147,7 +147,7 @@ class SjltLauncher:
     def kernel(self, n_rows: int) -> Any:
         """Return the kernel; the number of rows does not matter."""
         del n_rows
-        return sjlt_kernel(_range_of(self._cut()[1]), self.bfloat16)
+        return sjlt_kernel(_range_of(self._cut()[1]), self.bfloat16, THREADS)
 
     def n_blocks(self, n_rows: int) -> int:
         """Return how many blocks of threads one slice keeps busy."""
@@ -161,7 +161,7 @@ class SjltLauncher:
         grid = n_stripes * n_ranges, n_slices, -(-n_rows // _ROWS)
         keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
         arguments = *chunk.arguments(), keys, stream, width, n_ranges
-        launch(self.kernel(n_rows), grid, _THREADS, *arguments)
+        launch(self.kernel(n_rows), grid, THREADS, *arguments)
 
 
 launcher = SjltLauncher

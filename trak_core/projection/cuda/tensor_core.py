@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda._device import (
+from trak_core.projection.cuda.device import (
     SIMULATED,
     cuda,
     device_function,
@@ -33,7 +33,7 @@ from trak_core.projection.cuda._device import (
     uint32,
     uint64,
 )
-from trak_core.projection.cuda._launch import Chunk, launch
+from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionSpec
 
 if SIMULATED:

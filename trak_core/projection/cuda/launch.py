@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trak_core.projection.cuda._device import SIMULATED, cuda
+from trak_core.projection.cuda.device import SIMULATED, cuda
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

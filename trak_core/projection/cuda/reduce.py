@@ -2,17 +2,17 @@
 
 import torch
 
-from trak_core.projection.cuda._device import cuda, float32, int64, kernel
-from trak_core.projection.cuda._launch import flat, launch
+from trak_core.projection.cuda.device import cuda, float32, int64, kernel
+from trak_core.projection.cuda.launch import flat, launch
 
 _THREADS = 256
 
 
 @kernel(_THREADS)
 def _add_partials_kernel(
-    partials, n_slices, n_planes, n_rows, proj_dim, factor, out, row_stride, column_stride
+    partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
 ):
-    """Add factor * (slice's sums) to ``out``, slice after slice; a thread owns one entry."""
+    """Add the slices' sums to ``out``, slice after slice; a thread owns one entry."""
     n_entries = int64(n_rows) * proj_dim
     step = int64(cuda.gridDim.x) * _THREADS
     for entry in range(int64(cuda.blockIdx.x) * _THREADS + cuda.threadIdx.x, n_entries, step):
@@ -23,18 +23,17 @@ def _add_partials_kernel(
             sums = float32(0)
             for plane in range(n_planes):
                 sums += partials[(s * n_planes + plane) * n_entries + entry]
-            total += factor * sums
+            total += sums
         out[place] = total
 
 
-def add_partials(partials: torch.Tensor, n_planes: int, factor: float, out: torch.Tensor) -> None:
+def add_partials(partials: torch.Tensor, n_planes: int, out: torch.Tensor) -> None:
     """Add the sums of all slices to ``out``, in the order of the slices.
 
     Args:
         partials: Shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are
             added together first.
         n_planes: How many planes each row has.
-        factor: What each slice's sums are multiplied by.
         out: Shape (n_rows, proj_dim), float32; may be strided.
     """
     n_rows, proj_dim = out.shape
@@ -48,7 +47,6 @@ def add_partials(partials: torch.Tensor, n_planes: int, factor: float, out: torc
         n_planes,
         n_rows,
         proj_dim,
-        float32(factor),
         flat(out),
         out.stride(0),
         out.stride(1),

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import torch
 
-from trak_core.projection.cuda._launch import Chunk, flat
-from trak_core.projection.cuda._reduce import add_partials
+from trak_core.projection.cuda.launch import Chunk, flat
+from trak_core.projection.cuda.reduce import add_partials
+from trak_core.spec import ProjectionSpec
 
 SLICE = 65536
 BUDGET_BYTES = 224 * 2**20  # gathered gradients and slices' sums together
@@ -47,7 +48,6 @@ class Method:
         n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
         alignment: Coordinates; what a block's start and row length are multiples of if the
             kernel is to read it in place.
-        factor: What multiplies the sums.
     """
 
     name: str
@@ -55,7 +55,6 @@ class Method:
     dtype: torch.dtype
     n_planes: int
     alignment: int
-    factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +141,34 @@ def _gather(
 
 
 def project_slices(
-    blocks: Sequence[torch.Tensor], offset: int, out: torch.Tensor, method: Method
+    blocks: Sequence[torch.Tensor],
+    spec: ProjectionSpec,
+    offset: int,
+    out: torch.Tensor,
+    method: Method,
 ) -> None:
     """Add the projection of consecutive blocks to ``out`` with one method.
 
     Args:
         blocks: Matrices (n_samples, n_i) of one dtype, none without columns.
+        spec: The projection.
         offset: Coordinate of the first column of the first.
         out: Shape (n_samples, proj_dim), float32.
         method: The kernel to use.
     """
     n_samples, proj_dim = out.shape
-    row_bytes = method.n_planes * (4 * proj_dim + method.dtype.itemsize * SLICE)
-    n_rows = max(1, min(n_samples, BUDGET_BYTES // row_bytes))
+    row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
+    n_rows = max(1, min(n_samples, BUDGET_BYTES // 2 // row_bytes))
     for row in range(0, n_samples, n_rows):
         rows = slice(row, min(n_samples, row + n_rows))
-        _project_rows([block[rows] for block in blocks], offset, out[rows], method)
+        part = [block[rows] for block in blocks]
+        if spec.entry_factor == 1:
+            _project_rows(part, offset, out[rows], method)
+        else:
+            # One factor on the whole sum (reference.py).
+            total = torch.zeros_like(out[rows])
+            _project_rows(part, offset, total, method)
+            out[rows] += total.mul_(spec.entry_factor)
 
 
 def _project_rows(
@@ -169,15 +180,19 @@ def _project_rows(
     starts = [offset]
     for block in blocks:
         starts.append(starts[-1] + block.shape[1])
+    # Half of the memory for the sums of slices, half for gradients brought together.
     sums_bytes = 4 * n_rows * proj_dim
-    slice_bytes = sums_bytes + method.dtype.itemsize * n_rows * SLICE
+    slice_bytes = max(sums_bytes, method.dtype.itemsize * n_rows * SLICE)
+    most_in_place, most_gathered = (
+        max(1, min(_MOST_SLICES, BUDGET_BYTES // 2 // size)) for size in (sums_bytes, slice_bytes)
+    )
     plan = list(
         runs(
             list(pairwise(starts)),
             [_is_in_place(b, s, method) for b, s in zip(blocks, starts, strict=False)],
             least=-(-_FILL // method.launcher.n_blocks(n_rows)),
-            most_in_place=max(1, min(_MOST_SLICES, BUDGET_BYTES // sums_bytes)),
-            most_gathered=max(1, min(_MOST_SLICES, BUDGET_BYTES // slice_bytes)),
+            most_in_place=most_in_place,
+            most_gathered=most_gathered,
         )
     )
     most = max(run.last_slice - run.first_slice for run in plan)
@@ -212,4 +227,4 @@ def _project_rows(
                 partials=sums,
             )
         )
-        add_partials(sums, n_planes, method.factor, out)
+        add_partials(sums, n_planes, out)
