@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ def _on(device: torch.device) -> Generator[None]:
         yield
 
 
-def project_cuda(blocks: Sequence[Tensor], spec: ProjectionSpec, offset: int, out: Tensor) -> None:
+def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: Tensor) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
     Computes out += X R[offset : offset + n], X being the blocks side by side, with the matrix of

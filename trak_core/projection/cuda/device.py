@@ -41,7 +41,7 @@ def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
 
 def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a function that kernels call; always inlined, so that its arrays stay in registers."""
-    return function if SIMULATED else cuda.jit(device=True, inline="always")(function)
+    return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
 
 
 def round_keys(seed: int) -> tuple[np.uint32, ...]:

@@ -103,7 +103,7 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
     padded = inner + inner // 16
     n_exchange = n_rows_held * padded
     n_in, n_out = max(1, proj_dim // 128), max(1, inner // 128)  # Philox calls of D and of E
-    n_in_words, n_out_words = 4 * n_in, 4 * n_out
+    n_words = 4 * (n_in + n_out)
     read = widen_bfloat16 if bfloat16 else widen
     rounds = _rounds(shape)
     lows = tuple(low for low, _ in rounds) + (0,) * (4 - len(rounds))
@@ -158,8 +158,7 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
         stream,
     ):
         exchange = cuda.shared.array(n_exchange, dtype=float32)
-        signs_in = cuda.shared.array(n_in_words, dtype=uint32)
-        signs_out = cuda.shared.array(n_out_words, dtype=uint32)
+        signs = cuda.shared.array(n_words, dtype=uint32)  # of D, then of E
         x = cuda.local.array(n_values, dtype=float32)
         sums = cuda.local.array(n_values, dtype=float32)
         for v in range(n_values):
@@ -174,15 +173,12 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
         for block in range(begin >> block_bits, (end + proj_dim - 1) >> block_bits):
             cuda.syncthreads()
             for call in range(cuda.threadIdx.x, n_in + n_out, n_all):
-                if call < n_in:
-                    w = words_at(call, block, TAG_HADAMARD, stream, keys)
-                    for i in range(4):
-                        signs_in[4 * call + i] = w[i]
-                else:
-                    at = uint32(call - n_in + z * n_out)
-                    w = words_at(uint32(at + uint32(_SIGNS_OUT)), block, TAG_HADAMARD, stream, keys)
-                    for i in range(4):
-                        signs_out[4 * (call - n_in) + i] = w[i]
+                c0 = uint32(call)
+                if call >= n_in:
+                    c0 = uint32(uint32(call - n_in + z * n_out) + uint32(_SIGNS_OUT))
+                w = words_at(c0, block, TAG_HADAMARD, stream, keys)
+                for i in range(4):
+                    signs[4 * call + i] = w[i]
             cuda.syncthreads()
             zero = int64(block) << block_bits
             low = int32(max(int64(0), begin - zero))
@@ -197,7 +193,7 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
                 for v in range(n_values):
                     i = int32(u * inner + v * n_threads + thread)
                     if low <= i and i < high:
-                        word, bit = sign_in(signs_in, u * inner, v, thread)
+                        word, bit = sign_in(signs, u * inner, v, thread)
                         value = flip(read(values[uint64(at + i)]), word, bit)
                         x[v] += flip(value, turned, 0)
             first(x)
@@ -212,7 +208,8 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
                 fourth(x)
             for v in range(n_values):
                 j = uint32(uint32(thread << uint32(held)) | uint32(v))
-                sums[v] += flip(x[v], signs_out[uint32(j >> uint32(5))], j & uint32(31))
+                word = signs[uint32(uint32(4 * n_in) + uint32(j >> uint32(5)))]
+                sums[v] += flip(x[v], word, j & uint32(31))
         if row < n_rows:
             line = (int64(cuda.blockIdx.y) * n_rows + row) * proj_dim + z * inner
             for v in range(n_values):
