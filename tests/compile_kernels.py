@@ -49,7 +49,9 @@ def compile_all(folder: Path, cases: list, capabilities: list[tuple[int, int]]) 
     def compile_instead(kernel, grid, n_threads, *arguments):
         name, bounds = kernel.py_func.__name__.strip("_"), kernel.targetoptions["launch_bounds"]
         if n_threads > bounds[0]:
-            raise ValueError(f"{name} is started with {n_threads} threads and compiled for {bounds}")
+            raise ValueError(
+                f"{name} is started with {n_threads} threads and compiled for {bounds}"
+            )
         values = (a.numpy() if isinstance(a, torch.Tensor) else a for a in arguments)
         types = tuple(typeof(value, Purpose.argument) for value in values)
         if (kernel, types) in done:

@@ -20,8 +20,11 @@ PTXAS = ("nvidia-cuda-nvcc-cu12", "nvidia/cuda_nvcc/bin/ptxas")
 DISASSEMBLER = ("nvidia-cuda-nvdisasm", "nvidia/cu13/bin/nvdisasm")
 
 
+PACKAGES = ("numba-cuda", "nvidia-cuda-nvrtc-cu12", PTXAS[0], DISASSEMBLER[0])
+
+
 def missing():
-    for package in ("numba-cuda", "nvidia-cuda-nvrtc-cu12", PTXAS[0], DISASSEMBLER[0]):
+    for package in PACKAGES:
         try:
             distribution(package)
         except PackageNotFoundError:
