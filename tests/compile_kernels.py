@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from numba import cuda
 from numba.cuda import dispatcher
-from numba.cuda.codegen import CUDACodeLibrary
+from numba.cuda.cudadrv import nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
 from trak_core.projection.cuda import choose, hadamard, portable, reduce, sjlt, slices, tensor_core
@@ -59,15 +59,15 @@ def compile_all(folder: Path, cases: list, capabilities: list[tuple[int, int]]) 
         done.add((kernel, types))
 
         # Most of the time goes into what comes before the capability counts.
-        def write_all(library, cc):
+        def compile_all_capabilities(modules, **options):
             for capability in capabilities:
-                (code,) = get_asm_strs(library, capability)
-                file = folder / f"{name}-{label}.{'.'.join(map(str, capability))}.ptx"
-                file.write_text(code)
-            return get_asm_strs(library, cc)
+                major, minor = capability
+                code = compile_ir(modules, **options | {"arch": f"compute_{major}{minor}"})
+                text = code.decode().strip("\0")
+                (folder / f"{name}-{label}.{major}.{minor}.ptx").write_text(text)
+            return code
 
-        get_asm_strs = CUDACodeLibrary.get_asm_strs
-        CUDACodeLibrary.get_asm_strs = write_all
+        compile_ir, nvvm.compile_ir = nvvm.compile_ir, compile_all_capabilities
         try:
             cuda.compile(
                 kernel.py_func,
@@ -79,7 +79,7 @@ def compile_all(folder: Path, cases: list, capabilities: list[tuple[int, int]]) 
                 launch_bounds=bounds,
             )
         finally:
-            CUDACodeLibrary.get_asm_strs = get_asm_strs
+            nvvm.compile_ir = compile_ir
 
     # Functions of kernels are compiled for the GPU at hand; there is none.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capabilities[0])
