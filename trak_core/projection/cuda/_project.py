@@ -29,7 +29,7 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
     Computes out += X R[offset : offset + n], X being the blocks side by side, with the matrix of
     ``reference.py`` bit for bit; the kernel that makes it here is compared with the definition
     before its first use. Sums are float32 (on tensor cores, float32 gradients count as the sum of
-    two bfloat16 numbers, within 2^-17; infinities and NaN stay not finite). The same device gives
+    two bfloat16 numbers, within 2^-18; infinities and NaN stay not finite). The same device gives
     the same bits, whatever the blocks and the batch are; several calls for chunks that end at
     multiples of 65536 give what one call gives, for ``sjlt`` to the rounding of its factor. Work is
     queued on PyTorch's current stream; memory beyond the arguments stays below 256 MiB. Nothing is
