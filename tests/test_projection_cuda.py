@@ -10,8 +10,10 @@ from numba import config
 
 from trak_core.errors import InputError
 from trak_core.projection import project
+from trak_core.projection.cpu.normal import normal_entry
 from trak_core.projection.cuda import (
     choose,
+    device,
     hadamard,
     machine,
     portable,
@@ -21,7 +23,6 @@ from trak_core.projection.cuda import (
     slices,
     tensor_core,
 )
-from trak_core.projection.cuda.device import device_function
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
 
@@ -255,6 +256,29 @@ def test_accurate_at_any_scale(name, deviation, use):
     assert error < (5e-6 if CASES[name][0] == "tensor_core" else 1e-6)
 
 
+def test_long_sums_on_tensor_cores_are_made_of_short_ones(use, monkeypatch):
+    """One sum of all would stand at 2^24, where adding 1 changes nothing."""
+    monkeypatch.setattr(slices, "SLICE", 512)
+    spec = use("tensor_core", 512)
+    signs = torch.tensor(projection_matrix(spec, 0, 512)[:, 0])
+    gradients = torch.zeros(512)
+    gradients[:256:16], gradients[256::16] = 2.0**20, 1.0
+    for dtype in (torch.float32, torch.bfloat16):
+        found = projected((gradients * signs).to(dtype)[None], spec, 0)
+        assert found[0, 0] == 2**24 + 16
+
+
+@pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")
+def test_every_level_of_normal_is_the_cpus():
+    words = np.array(
+        [sum(min(max(s - 255 * i, 0), 255) << (8 * i) for i in range(4)) for s in range(1021)],
+        np.uint32,
+    )
+    levels = [device.normal_of(word) for word in words]
+    np.testing.assert_array_equal(levels, [normal_entry.py_func(word) for word in words])
+    assert len(set(levels)) == 1021
+
+
 @pytest.mark.parametrize("name", ["tensor_core", "portable-rademacher"])
 def test_not_finite_stays_not_finite_in_its_row(name, use):
     spec = use(name, 100)
@@ -354,7 +378,7 @@ class TestSelfTest:
             projected(torch.ones((1, 100)), use("portable-rademacher", 100), 0)
 
     def test_wrong_kernel_is_an_error(self, use, monkeypatch):
-        @device_function
+        @device.device_function
         def never_negative(word, bit):
             del word, bit
             return np.float32(1)

@@ -131,7 +131,7 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
         at = uint32(base + place(thread, after))
         for v in range(n_values):
             x[v] = exchange[uint32(at + uint32((v << after) + (v << after >> 4)))]
-        cuda.syncthreads()
+        # No barrier: the next swap of a block writes where this thread alone has read.
 
     @device_function
     def sign_in(signs, first, v, thread):
