@@ -290,7 +290,7 @@ def environment(device: str) -> dict[str, str]:
         text=True,
         check=False,
     ).stdout.strip()
-    packages = ("numba", "torch", "numpy", "traker")
+    packages = ("numba", "numba-cuda", "torch", "numpy", "traker")
     versions = {p: metadata.version(p) for p in packages if _installed(p)}
     return {"device": name, "python": platform.python_version(), **versions, "commit": commit}
 

@@ -1,3 +1,4 @@
+import os
 import sys
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 REPOSITORY = Path(__file__).parents[1]
 # The default study is imported by name where a test needs its functions.
 sys.path.insert(0, str(REPOSITORY / "config"))
+if not torch.cuda.is_available():
+    # Before anything imports numba: the GPU's kernels then run in its simulator.
+    os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
 
 @pytest.fixture(autouse=True)

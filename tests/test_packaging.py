@@ -4,6 +4,7 @@ import re
 import tomllib
 
 from packaging.requirements import Requirement
+from test_ptx import PACKAGES
 from workspace import REPOSITORY
 
 import trak_core
@@ -23,7 +24,8 @@ def requirements(*extras):
 
 def test_lower_bounds_are_what_the_gate_installs():
     lowest = pins(".ci/lowest.txt")
-    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in requirements("workflow")}
+    extras = requirements("workflow", "cuda")
+    bounds = {r.name: str(r.specifier).removeprefix(">=") for r in extras}
     assert bounds.pop("torch") == "2.11"
     assert lowest.pop("torch") == pins("constraints.txt")["torch"]
     assert lowest == bounds
@@ -31,14 +33,20 @@ def test_lower_bounds_are_what_the_gate_installs():
 
 def test_pins_lie_within_the_ranges():
     constraints = {k.lower().replace("_", "-"): v for k, v in pins("constraints.txt").items()}
-    for requirement in requirements("workflow", "test"):
+    for requirement in requirements("workflow", "cuda", "test"):
         assert requirement.specifier.contains(constraints[requirement.name]), requirement
 
 
 def test_every_dependency_has_its_reason():
     text = (REPOSITORY / "pyproject.toml").read_text()
-    for requirement in requirements("workflow"):
-        assert re.search(rf'"{requirement.name}>=[^"]+",\s+# \w+', text), requirement.name
+    for requirement in requirements("workflow", "cuda"):
+        pattern = rf'"{requirement.name}(\[\w+\])?>=[^"]+",\s+# \w+'
+        assert re.search(pattern, text), requirement.name
+
+
+def test_the_gpus_compiler_comes_with_the_tests():
+    """Else the look at what it makes of the kernels would be skipped without a word."""
+    assert set(PACKAGES) <= {requirement.name for requirement in requirements("test")}
 
 
 def test_the_changelog_has_a_place_for_this_version():

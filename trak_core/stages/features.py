@@ -47,6 +47,10 @@ def _device(name: str) -> tuple[torch.device, str]:
                 "compute.device is cuda, so torch must find a CUDA device. Found none: check "
                 "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu."
             )
+        # Only here: a machine without CUDA does not need it. Better now than after the gradients.
+        from trak_core.projection.cuda.machine import require_numba_cuda
+
+        require_numba_cuda()
         return torch.device("cuda"), f"cuda {torch.cuda.get_device_name()}"
     return torch.device("cpu"), "cpu"
 
@@ -151,7 +155,8 @@ def compute_features(
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
-    provenance = software(code, device_name, "torch", "numpy", "numba")
+    compilers = ("numba", "numba-cuda") if torch_device.type == "cuda" else ("numba",)
+    provenance = software(code, device_name, "torch", "numpy", *compilers)
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
         f"to {projection.proj_dim} dimensions, gradients on {device_name}",

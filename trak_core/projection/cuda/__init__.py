@@ -1,0 +1,19 @@
+"""The projection on a GPU, in kernels that numba compiles; imported only where one is used.
+
+======================= =============================== ============================================
+kind                    capability 8.0 and later        7.0 and 7.5
+======================= =============================== ============================================
+``rademacher``          ``tensor_core``                 ``portable``
+``normal``              ``portable`` (a 16-bit operand  ``portable``
+                        would round R)
+``hadamard``, ``sjlt``  ``hadamard``, ``sjlt``          ``hadamard``, ``sjlt``
+======================= =============================== ============================================
+
+The tensor-core kernel multiplies with mma.sync on every GPU. Hopper's own wgmma, which should be
+faster from 32 rows on, is left out on purpose: its descriptors and its asynchrony show their
+mistakes on a GPU alone, and there was none to build it on.
+"""
+
+from trak_core.projection.cuda._project import project_cuda
+
+__all__ = ["project_cuda"]

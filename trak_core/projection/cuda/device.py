@@ -1,0 +1,154 @@
+"""What the kernels share on the device: Philox, signs, normal variates, as in ``reference.py``.
+
+All of it is arithmetic on single words, so it also runs as plain Python under numba's simulator,
+which is how its bits are tested on machines without a GPU.
+"""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numba.cuda
+import numpy as np
+from numba import config
+
+cuda: Any = numba.cuda  # kernels' code has its own meaning of types
+SIMULATED = bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
+
+TAG_NORMAL, TAG_SJLT, TAG_HADAMARD = 1, 2, 3
+
+float32, int32, int64 = np.float32, np.int32, np.int64
+uint16, uint32, uint64 = np.uint16, np.uint32, np.uint64
+
+_M0, _M1 = uint64(0xD2511F53), uint64(0xCD9E8D57)
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_HALF = uint64(32)
+_LOW = uint64(0xFFFFFFFF)
+
+
+def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
+    """Return the decorator of a kernel.
+
+    Args:
+        n_threads: Threads of a block, at most.
+        n_blocks: How many such blocks a multiprocessor should be able to hold.
+
+    Returns:
+        ``cuda.jit`` with these bounds; the simulator knows none.
+    """
+    return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
+
+
+def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function that kernels call; always inlined, so that its arrays stay in registers."""
+    return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
+
+
+def round_keys(seed: int) -> tuple[np.uint32, ...]:
+    """Return the two keys of each of Philox's ten rounds, as arguments for a kernel."""
+    low, high = seed & 0xFFFFFFFF, seed >> 32
+    keys = [((low + i * _W0) & 0xFFFFFFFF, (high + i * _W1) & 0xFFFFFFFF) for i in range(10)]
+    return tuple(uint32(key) for pair in keys for key in pair)
+
+
+@device_function
+def _round(c0, c1, c2, c3, k0, k1):
+    p0, p1 = uint64(_M0 * uint64(c0)), uint64(_M1 * uint64(c2))
+    return (
+        uint32(uint32(uint32(p1 >> _HALF) ^ c1) ^ k0),
+        uint32(p1 & _LOW),
+        uint32(uint32(uint32(p0 >> _HALF) ^ c3) ^ k1),
+        uint32(p0 & _LOW),
+    )
+
+
+@device_function
+def philox(c0, c1, c2, c3, keys):
+    """Return the four words of one counter under ``round_keys``; all are uint32."""
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[0], keys[1])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[2], keys[3])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[4], keys[5])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[6], keys[7])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[8], keys[9])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[10], keys[11])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[12], keys[13])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[14], keys[15])
+    c0, c1, c2, c3 = _round(c0, c1, c2, c3, keys[16], keys[17])
+    return _round(c0, c1, c2, c3, keys[18], keys[19])
+
+
+@device_function
+def words_at(c0, q, tag, stream, keys):
+    """Return the four words of the call at (c0, q) of a kind's tag."""
+    high = uint32(uint32(uint64(q) >> _HALF) | uint32(tag << 24))
+    return philox(uint32(c0), uint32(uint64(q) & _LOW), high, stream, keys)
+
+
+if SIMULATED:
+    libdevice: Any = SimpleNamespace(
+        int_as_float=lambda bits: bits.view(float32),
+        float_as_int=lambda value: float32(value).view(int32),
+        fmul_rn=lambda a, b: float32(a * b),
+        fadd_rn=lambda a, b: float32(a + b),
+    )
+else:
+    import numba.cuda.libdevice
+
+    libdevice: Any = numba.cuda.libdevice
+
+# Rounded on their own: what is written as a * b + c would become one fused operation.
+_multiply, _add = libdevice.fmul_rn, libdevice.fadd_rn
+
+
+@device_function
+def _bits_as_float(bits):
+    return libdevice.int_as_float(int32(bits))
+
+
+@device_function
+def _float_as_bits(value):
+    return uint32(libdevice.float_as_int(value))
+
+
+@device_function
+def sign_of(word, bit):
+    """Return -1 where the bit is set, else +1, in float32."""
+    sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
+    return _bits_as_float(uint32(sign | uint32(0x3F800000)))
+
+
+@device_function
+def flip(value, word, bit):
+    """Return ``value`` with its sign turned where the bit is set."""
+    sign = uint32(uint32(word << uint32(uint32(31) - uint32(bit))) & uint32(0x80000000))
+    return _bits_as_float(uint32(_float_as_bits(value) ^ sign))
+
+
+@device_function
+def widen(value):
+    """Return a float32 or float16 gradient in float32."""
+    return float32(value)
+
+
+@device_function
+def widen_bfloat16(bits):
+    """Return a bfloat16 gradient, given as int16, in float32."""
+    return _bits_as_float(uint32(uint32(int32(bits)) << uint32(16)))
+
+
+_SD = float32(1 / 147.80166)
+_C1, _C3, _C5 = float32(0.967765), float32(0.004002), float32(0.001905)
+
+
+@device_function
+def normal_of(word):
+    """Return the normal entry that a word stands for, each step rounded to float32."""
+    pairs = uint32(
+        uint32(word & uint32(0x00FF00FF)) + uint32(uint32(word >> uint32(8)) & uint32(0x00FF00FF))
+    )
+    total = uint32(uint32(pairs & uint32(0xFFFF)) + uint32(pairs >> uint32(16)))
+    x = _multiply(float32(int32(total) - int32(510)), _SD)
+    x2 = _multiply(x, x)
+    p = _add(_multiply(_C5, x2), _C3)
+    p = _add(_multiply(p, x2), _C1)
+    return _multiply(p, x)

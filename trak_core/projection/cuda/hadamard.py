@@ -1,0 +1,248 @@
+"""Block-Hadamard projection: Y = sum over blocks b of E_b H D_b x_b, by fast transforms.
+
+One block of threads makes one transform of n = min(proj_dim, 8192) numbers of a row at a time. Each
+thread holds 16 of them, adds and subtracts them in registers over four bits of their index, swaps
+them with the others through shared memory, and goes on with the next bits; the sums over a slice
+stay in registers too.
+
+For k > 8192 an index splits into u, its upper bits, and the lower ones. The transform is linear:
+the outputs with upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u.
+Each z has a block of threads of its own, which adds up those k / n inputs while it reads them.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trak_core.projection.cuda.device import (
+    TAG_HADAMARD,
+    cuda,
+    device_function,
+    flip,
+    float32,
+    int32,
+    int64,
+    kernel,
+    round_keys,
+    uint32,
+    uint64,
+    widen,
+    widen_bfloat16,
+    words_at,
+)
+from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.spec import ProjectionSpec
+
+ALIGNMENT = 1
+INNER = 8192  # the longest transform of one block of threads: 34 KiB of shared memory
+_THREADS = 128  # of a block, at least where the transform is shorter than 16 times this
+_SIGNS_OUT = 2**31  # where the calls of E_b begin
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """How a transform lies over threads: each holds 2^held numbers."""
+
+    proj_dim: int
+
+    @property
+    def inner(self) -> int:
+        """Length of one block's transform."""
+        return min(self.proj_dim, INNER)
+
+    @property
+    def held(self) -> int:
+        """Bits of an index that one thread holds."""
+        return min(4, self.inner.bit_length() - 1)
+
+    @property
+    def n_threads(self) -> int:
+        """Threads of one transform."""
+        return self.inner >> self.held
+
+    @property
+    def n_rows(self) -> int:
+        """Transforms side by side in a block of threads."""
+        return max(1, _THREADS // self.n_threads)
+
+
+def _butterflies(held, n_bits):
+    n_values = 1 << held
+
+    @device_function
+    def transform(x):
+        """Transform the values of a thread over the lowest ``n_bits`` bits of their number."""
+        for bit in range(n_bits):
+            for v in range(n_values):
+                if v & (1 << bit) == 0:
+                    a, b = x[v], x[v | (1 << bit)]
+                    x[v] = float32(a + b)
+                    x[v | (1 << bit)] = float32(a - b)
+
+    return transform
+
+
+def _rounds(shape):
+    """Return the lowest held bit of each round, from the top down, and its new bits."""
+    low = shape.inner.bit_length() - 1 - shape.held
+    rounds = [(low, shape.held)]
+    while low > 0:
+        low, above = max(0, low - shape.held), low
+        rounds.append((low, above - low))
+    return rounds
+
+
+@cache
+def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
+    """Return the kernel for one proj_dim, with transforms of length ``inner``."""
+    shape = _Shape(proj_dim)
+    n_outer = proj_dim // inner
+    held, n_threads, n_rows_held = shape.held, shape.n_threads, shape.n_rows
+    n_values, n_all = 1 << held, n_threads * n_rows_held
+    block_bits = proj_dim.bit_length() - 1
+    padded = inner + inner // 16
+    n_exchange = n_rows_held * padded
+    n_in, n_out = max(1, proj_dim // 128), max(1, inner // 128)  # Philox calls of D and of E
+    n_words = 4 * (n_in + n_out)
+    read = widen_bfloat16 if bfloat16 else widen
+    rounds = _rounds(shape)
+    lows = tuple(low for low, _ in rounds) + (0,) * (4 - len(rounds))
+    n_rounds = len(rounds)
+    low0, low1, low2, low3 = lows
+    first, second, third, fourth = (
+        _butterflies(held, bits) for _, bits in rounds + [(0, 0)] * (4 - n_rounds)
+    )
+
+    @device_function
+    def place(thread, low):
+        """Return where value 0 of a thread lies, if threads hold the bits from ``low`` on."""
+        upper = uint32(uint32(thread >> uint32(low)) << uint32(low + held))
+        i = uint32(upper | uint32(thread & uint32((1 << low) - 1)))
+        return uint32(i + uint32(i >> uint32(4)))  # a gap every 16 spreads the banks
+
+    @device_function
+    def swap(exchange, base, thread, x, before, after):
+        """Hand the threads the values of another range of bits."""
+        at = uint32(base + place(thread, before))
+        for v in range(n_values):
+            # No carry crosses from the thread's bits: the gaps of the two parts add up.
+            exchange[uint32(at + uint32((v << before) + (v << before >> 4)))] = x[v]
+        cuda.syncthreads()
+        at = uint32(base + place(thread, after))
+        for v in range(n_values):
+            x[v] = exchange[uint32(at + uint32((v << after) + (v << after >> 4)))]
+        # No barrier: the next swap of a block writes where this thread alone has read.
+
+    @device_function
+    def sign_in(signs, first, v, thread):
+        """Return the word and the bit of input first + v * n_threads + thread, first % 32 = 0."""
+        if n_threads >= 32:
+            word = uint32(uint32(first >> 5) + uint32(v * (n_threads >> 5)))
+            return signs[uint32(word + uint32(thread >> uint32(5)))], thread & uint32(31)
+        i = uint32(uint32(first + v * n_threads) + thread)
+        return signs[uint32(i >> uint32(5))], uint32(i & uint32(31))
+
+    @kernel(n_all, max(1, 768 // n_all))
+    def _hadamard_kernel(
+        values,
+        row_stride,
+        origin,
+        start,
+        stop,
+        n_rows,
+        first_slice,
+        slice_size,
+        partials,
+        proj_dim_,
+        keys,
+        stream,
+    ):
+        exchange = cuda.shared.array(n_exchange, dtype=float32)
+        signs = cuda.shared.array(n_words, dtype=uint32)  # of D, then of E
+        x = cuda.local.array(n_values, dtype=float32)
+        sums = cuda.local.array(n_values, dtype=float32)
+        for v in range(n_values):
+            sums[v] = float32(0)
+        row_held = cuda.threadIdx.x // n_threads
+        thread = uint32(cuda.threadIdx.x - row_held * n_threads)
+        base = uint32(row_held * padded)
+        row = int64(cuda.blockIdx.x) * n_rows_held + row_held
+        z = int32(cuda.blockIdx.z)
+        slice_start = (first_slice + cuda.blockIdx.y) * slice_size
+        begin, end = max(start, slice_start), min(stop, slice_start + slice_size)
+        for block in range(begin >> block_bits, (end + proj_dim - 1) >> block_bits):
+            cuda.syncthreads()
+            for call in range(cuda.threadIdx.x, n_in + n_out, n_all):
+                c0 = uint32(call)
+                if call >= n_in:
+                    c0 = uint32(uint32(call - n_in + z * n_out) + uint32(_SIGNS_OUT))
+                w = words_at(c0, block, TAG_HADAMARD, stream, keys)
+                for i in range(4):
+                    signs[4 * call + i] = w[i]
+            cuda.syncthreads()
+            zero = int64(block) << block_bits
+            low = int32(max(int64(0), begin - zero))
+            high = int32(min(int64(proj_dim), end - zero))
+            if row >= n_rows:
+                high = int32(0)
+            at = row * row_stride + zero - origin
+            for v in range(n_values):
+                x[v] = float32(0)
+            for u in range(n_outer):
+                turned = uint32(cuda.popc(int32(u & z)) & 1)
+                for v in range(n_values):
+                    i = int32(u * inner + v * n_threads + thread)
+                    if low <= i and i < high:
+                        word, bit = sign_in(signs, u * inner, v, thread)
+                        value = flip(read(values[uint64(at + i)]), word, bit)
+                        x[v] += flip(value, turned, 0)
+            first(x)
+            if n_rounds > 1:
+                swap(exchange, base, thread, x, low0, low1)
+                second(x)
+            if n_rounds > 2:
+                swap(exchange, base, thread, x, low1, low2)
+                third(x)
+            if n_rounds > 3:
+                swap(exchange, base, thread, x, low2, low3)
+                fourth(x)
+            for v in range(n_values):
+                j = uint32(uint32(thread << uint32(held)) | uint32(v))
+                word = signs[uint32(uint32(4 * n_in) + uint32(j >> uint32(5)))]
+                sums[v] += flip(x[v], word, j & uint32(31))
+        if row < n_rows:
+            line = (int64(cuda.blockIdx.y) * n_rows + row) * proj_dim + z * inner
+            for v in range(n_values):
+                partials[line + (int32(thread) << held) + v] = sums[v]
+
+    return _hadamard_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class HadamardLauncher:
+    """Starts the kernel of the spec's proj_dim; a slice is a whole number of blocks of it."""
+
+    spec: ProjectionSpec
+    bfloat16: bool
+
+    def kernel(self, n_rows: int) -> Any:
+        """Return the kernel; the number of rows does not matter."""
+        del n_rows
+        return hadamard_kernel(self.spec.proj_dim, _Shape(self.spec.proj_dim).inner, self.bfloat16)
+
+    def n_blocks(self, n_rows: int) -> int:
+        """Return how many blocks of threads one slice keeps busy."""
+        shape = _Shape(self.spec.proj_dim)
+        return -(-n_rows // shape.n_rows) * (self.spec.proj_dim // shape.inner)
+
+    def __call__(self, chunk: Chunk) -> None:
+        """Write the sums of a chunk's slices."""
+        n_slices, n_rows, proj_dim = chunk.partials.shape
+        shape = _Shape(proj_dim)
+        grid = -(-n_rows // shape.n_rows), n_slices, proj_dim // shape.inner
+        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
+        n_threads = shape.n_threads * shape.n_rows
+        launch(self.kernel(n_rows), grid, n_threads, *chunk.arguments(), keys, stream)
+
+
+launcher = HadamardLauncher

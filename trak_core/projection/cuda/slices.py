@@ -1,0 +1,230 @@
+"""Cutting a projection into launches: fixed slices of coordinates, bounded memory.
+
+Slice s holds the coordinates from s * SLICE to (s + 1) * SLICE - 1, wherever a call begins. Each
+slice's sums are made on their own and added to the result in the order of the slices, so that the
+result depends neither on how many slices a launch takes nor on how gradients come in blocks.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+from trak_core.projection.cuda.launch import Chunk, flat
+from trak_core.projection.cuda.reduce import add_partials
+from trak_core.spec import ProjectionSpec
+
+SLICE = 65536
+BUDGET_BYTES = 224 * 2**20  # gathered gradients and slices' sums together
+_FILL = 512  # blocks of threads that keep a large GPU busy
+_MOST_SLICES = 32768
+_STEP = 256  # coordinates; divides SLICE
+
+
+class Launcher(Protocol):
+    """What a kernel's module knows: which variant fits, and how to start it."""
+
+    def kernel(self, n_rows: int) -> Any:
+        """Return the compiled variant for this many rows."""
+
+    def n_blocks(self, n_rows: int) -> int:
+        """Return how many blocks of threads one slice keeps busy."""
+        ...
+
+    def __call__(self, chunk: Chunk) -> None:
+        """Write the sums of a chunk's slices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """A kernel as this module needs to know it.
+
+    Attributes:
+        name: For messages.
+        launcher: Starts the kernel.
+        dtype: Of the numbers that the kernel reads.
+        n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
+        alignment: Coordinates; what a block's start and row length are multiples of if the
+            kernel is to read it in place.
+    """
+
+    name: str
+    launcher: Launcher
+    dtype: torch.dtype
+    n_planes: int
+    alignment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive slices for one launch, taken from one block in place or gathered (None)."""
+
+    first_slice: int
+    last_slice: int
+    block: int | None
+
+
+def runs(
+    bounds: Sequence[tuple[int, int]],
+    in_place: Sequence[bool],
+    *,
+    least: int,
+    most_in_place: int,
+    most_gathered: int,
+) -> Iterator[Run]:
+    """Cut the coordinates of consecutive blocks into runs of slices.
+
+    Args:
+        bounds: First coordinate and one past the last of each block, none of them empty.
+        in_place: Which blocks the kernel can read where they are.
+        least: Slices that make it worth while to read a block in place rather than with others.
+        most_in_place: Slices of a launch that reads in place.
+        most_gathered: Slices of a launch that gathers.
+
+    Yields:
+        Runs that cover every slice once, in order.
+    """
+    first, end = bounds[0][0], bounds[-1][1]
+    done, last = first // SLICE, -(-end // SLICE)
+
+    def cut(start: int, stop: int, block: int | None) -> Iterator[Run]:
+        step = most_gathered if block is None else most_in_place
+        for s in range(start, stop, step):
+            yield Run(s, min(s + step, stop), block)
+
+    for block, ((start, stop), usable) in enumerate(zip(bounds, in_place, strict=True)):
+        # Slices that lie in this block, or that the whole input cuts short where it does.
+        low = start // SLICE if start == first else -(-start // SLICE)
+        high = -(-stop // SLICE) if stop == end else stop // SLICE
+        if usable and (high - low >= least or (start == first and stop == end)):
+            yield from cut(done, low, None)
+            yield from cut(low, high, block)
+            done = high
+    yield from cut(done, last, None)
+
+
+def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
+    """Whether the kernel can read a block that starts at a coordinate where it is."""
+    n_rows, n = block.shape
+    aligned = (
+        start % method.alignment == 0
+        and (n_rows == 1 or block.stride(0) % method.alignment == 0)
+        and block.data_ptr() % (method.alignment * block.element_size()) == 0
+    )
+    return method.n_planes == 1 and (n == 1 or block.stride(1) == 1) and aligned
+
+
+def _gather(
+    buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
+) -> None:
+    """Copy all coordinates of a chunk into ``buffer``, zeros where there are none.
+
+    Args:
+        buffer: Shape (n_planes, n_rows, n); with two planes, of bfloat16, high and low parts.
+        blocks: All blocks.
+        starts: Coordinate at which each begins.
+        origin: Coordinate of the buffer's first column.
+    """
+    buffer.zero_()
+    for block, start in zip(blocks, starts, strict=True):
+        low = max(start, origin)
+        high = min(start + block.shape[1], origin + buffer.shape[2])
+        if low >= high:
+            continue
+        part = block[:, low - start : high - start]
+        into = buffer[:, :, low - origin : high - origin]
+        into[0].copy_(part)
+        if len(into) == 2:
+            torch.sub(part, into[0], out=into[1])
+
+
+def project_slices(
+    blocks: Sequence[torch.Tensor],
+    spec: ProjectionSpec,
+    offset: int,
+    out: torch.Tensor,
+    method: Method,
+) -> None:
+    """Add the projection of consecutive blocks to ``out`` with one method.
+
+    Args:
+        blocks: Matrices (n_samples, n_i) of one dtype, none without columns.
+        spec: The projection.
+        offset: Coordinate of the first column of the first.
+        out: Shape (n_samples, proj_dim), float32.
+        method: The kernel to use.
+    """
+    n_samples, proj_dim = out.shape
+    row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
+    n_rows = max(1, min(n_samples, BUDGET_BYTES // 2 // row_bytes))
+    for row in range(0, n_samples, n_rows):
+        rows = slice(row, min(n_samples, row + n_rows))
+        part = [block[rows] for block in blocks]
+        if spec.entry_factor == 1:
+            _project_rows(part, offset, out[rows], method)
+        else:
+            # One factor on the whole sum (reference.py).
+            total = torch.zeros_like(out[rows])
+            _project_rows(part, offset, total, method)
+            out[rows] += total.mul_(spec.entry_factor)
+
+
+def _project_rows(
+    blocks: Sequence[torch.Tensor], offset: int, out: torch.Tensor, method: Method
+) -> None:
+    """Do ``project_slices`` for as many rows as memory allows at once."""
+    (n_samples, proj_dim), n_planes = out.shape, method.n_planes
+    n_rows = n_planes * n_samples
+    starts = [offset]
+    for block in blocks:
+        starts.append(starts[-1] + block.shape[1])
+    # Half of the memory for the sums of slices, half for gradients brought together.
+    sums_bytes = 4 * n_rows * proj_dim
+    slice_bytes = max(sums_bytes, method.dtype.itemsize * n_rows * SLICE)
+    most_in_place, most_gathered = (
+        max(1, min(_MOST_SLICES, BUDGET_BYTES // 2 // size)) for size in (sums_bytes, slice_bytes)
+    )
+    plan = list(
+        runs(
+            list(pairwise(starts)),
+            [_is_in_place(b, s, method) for b, s in zip(blocks, starts, strict=False)],
+            least=-(-_FILL // method.launcher.n_blocks(n_rows)),
+            most_in_place=most_in_place,
+            most_gathered=most_gathered,
+        )
+    )
+    most = max(run.last_slice - run.first_slice for run in plan)
+    partials = torch.empty((most, n_rows, proj_dim), dtype=torch.float32, device=out.device)
+    gathered = [run.last_slice - run.first_slice for run in plan if run.block is None]
+    memory = torch.empty(
+        n_rows * SLICE * max(gathered, default=0), dtype=method.dtype, device=out.device
+    )
+    for run in plan:
+        start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
+        sums = partials[: run.last_slice - run.first_slice]
+        if run.block is None:
+            # Whole steps of every kernel, so that rows are aligned; no step crosses a slice.
+            start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
+            width = stop - start
+            buffer = memory[: n_rows * width].view(n_planes, n_samples, width)
+            _gather(buffer, blocks, starts[:-1], start)
+            values, row_stride, origin = flat(buffer.view(n_rows, width)), width, start
+        else:
+            block = blocks[run.block]
+            values, row_stride, origin = flat(block), block.stride(0), starts[run.block]
+        method.launcher(
+            Chunk(
+                values=values,
+                row_stride=row_stride,
+                origin=origin,
+                start=start,
+                stop=stop,
+                n_rows=n_rows,
+                first_slice=run.first_slice,
+                slice_size=SLICE,
+                partials=sums,
+            )
+        )
+        add_partials(sums, n_planes, out)

@@ -1,0 +1,264 @@
+"""Rademacher projection on tensor cores (mma.sync, compute capability 8.0 and later).
+
+The matrix is never in memory: a warp turns Philox words into the operand registers of
+m16n8k16 products, two entries a register, +1 or -1 as 16-bit numbers: one shift and one logical
+operation. One Philox call makes a thread's 4 columns of a block of 128 coordinates in the order in
+which the products want them. The gradients come through shared memory, the next stage being copied
+while this one is used.
+
+Products are exact and are added in float32 by the tensor cores, which round toward zero; every 4096
+coordinates the sums move on to registers of their own, added with ordinary rounding.
+
+Float32 gradients come as two planes of bfloat16 numbers, high and low parts, as rows of their own;
+R being exact, the two rows' sums add up to what float32 would give, within 2^-18 of each entry.
+
+Source: NVIDIA, "Parallel Thread Execution ISA", "Matrix fragments for mma.m16n8k16".
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from trak_core.projection.cuda.device import (
+    SIMULATED,
+    cuda,
+    device_function,
+    float32,
+    int32,
+    int64,
+    kernel,
+    philox,
+    round_keys,
+    uint16,
+    uint32,
+    uint64,
+)
+from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.spec import ProjectionSpec
+
+if SIMULATED:
+    from trak_core.projection.cuda import ptx_simulated as _ptx
+else:
+    from trak_core.projection.cuda import ptx as _ptx
+
+ptx: Any = _ptx
+
+ALIGNMENT = 8  # coordinates: 16 bytes, what one asynchronous copy moves
+_STAGE = 256  # coordinates in shared memory at a time
+FLUSH = 4096  # coordinates that the tensor cores add up
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How much one block of threads holds.
+
+    Attributes:
+        sample_tiles: Of 8 rows each.
+        column_tiles: Of 16 columns each, a warp; even.
+        n_warps: Side by side over columns.
+        n_blocks: Blocks of threads a multiprocessor should hold.
+    """
+
+    sample_tiles: int
+    column_tiles: int
+    n_warps: int
+    n_blocks: int
+
+    @property
+    def n_columns(self) -> int:
+        """Columns of a block of threads."""
+        return 16 * self.column_tiles * self.n_warps
+
+
+# By rows: the first that holds all, else the last.
+TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
+
+
+def tile_of(n_rows: int) -> Tile:
+    """Return the tile for this many rows."""
+    return next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
+
+
+@cache
+def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
+    """Return the kernel for one tile and dtype; ``flush`` is a power of two, 256 at least."""
+    mma = ptx.mma_bfloat16 if bfloat16 else ptx.mma_float16
+    one = uint32(0x3F803F80 if bfloat16 else 0x3C003C00)
+    sign = uint32(0x80008000)
+    sample_tiles, column_tiles = tile.sample_tiles, tile.column_tiles
+    rows, n_threads = 8 * sample_tiles, 32 * tile.n_warps
+    n_warps, warp_columns = tile.n_warps, 16 * column_tiles
+    # Rows are 16 bytes longer than needed: 8 rows at one coordinate lie in 32 different banks.
+    row_bytes = 2 * _STAGE + 16
+    stage_bytes = rows * row_bytes
+    n_shared = stage_bytes + 8  # two stages of 16-bit numbers, and room to align them
+    n_copies = rows * _STAGE // 8 // n_threads
+    per_row = _STAGE // 8
+    n_sums, n_words, n_gradients = (
+        4 * column_tiles * sample_tiles,
+        2 * column_tiles,
+        4 * sample_tiles,
+    )
+
+    @device_function
+    def copy_stage(shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
+        """Begin to copy 256 coordinates from g on; what lies outside becomes 0."""
+        for i in range(n_copies):
+            e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
+            row, part = e // uint32(per_row), e & uint32(per_row - 1)
+            first = g + int64(part) * 8
+            n_bytes = uint32(0)
+            source = memory
+            if first_row + int64(row) < n_rows and begin <= first and first < end:
+                n_bytes = uint32(2 * min(int64(8), end - first))
+                source = memory + uint64(
+                    2 * ((first_row + int64(row)) * row_stride + first - origin)
+                )
+            to = uint32(shared + uint32(row * uint32(row_bytes)) + uint32(part * uint32(16)))
+            ptx.copy_async(to, source, n_bytes)
+
+    @device_function
+    def add_products(quarter, address, words, gradients, sums):
+        """Add the products of coordinates 32 * quarter to 32 * quarter + 31 of a block of 128."""
+        for n in range(sample_tiles):
+            x = ptx.load_matrices(uint32(address + uint32(n * 8 * row_bytes + quarter * 64)))
+            gradients[4 * n] = x[0]
+            gradients[4 * n + 1] = x[1]
+            gradients[4 * n + 2] = x[2]
+            gradients[4 * n + 3] = x[3]
+        for m in range(column_tiles):
+            upper, lower = words[2 * m], words[2 * m + 1]
+            for s in range(2):
+                bit = 4 * quarter + 2 * s
+                a0 = ptx.and_xor(uint32(upper << uint32(15 - bit)), sign, one)
+                a1 = ptx.and_xor(uint32(lower << uint32(15 - bit)), sign, one)
+                a2 = ptx.and_xor(uint32(upper << uint32(14 - bit)), sign, one)
+                a3 = ptx.and_xor(uint32(lower << uint32(14 - bit)), sign, one)
+                for n in range(sample_tiles):
+                    i = 4 * (m * sample_tiles + n)
+                    b0, b1 = gradients[4 * n + 2 * s], gradients[4 * n + 2 * s + 1]
+                    d = mma(a0, a1, a2, a3, b0, b1, sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+                    sums[i] = d[0]
+                    sums[i + 1] = d[1]
+                    sums[i + 2] = d[2]
+                    sums[i + 3] = d[3]
+
+    @kernel(n_threads, tile.n_blocks)
+    def _tensor_core_kernel(
+        values,
+        row_stride,
+        origin,
+        start,
+        stop,
+        n_rows,
+        first_slice,
+        slice_size,
+        partials,
+        proj_dim,
+        keys,
+        stream,
+    ):
+        memory = ptx.global_address(values)
+        array = cuda.shared.array(n_shared, dtype=uint16)
+        shared = uint32(uint32(ptx.shared_address(array) + uint32(15)) & uint32(0xFFFFFFF0))
+        lane, warp = cuda.threadIdx.x & 31, cuda.threadIdx.x >> 5
+        group, member = lane >> 2, lane & 3
+        first_row = int64(cuda.blockIdx.z) * rows
+        first_column = (int64(cuda.blockIdx.x) * n_warps + warp) * warp_columns
+        slice_start = (first_slice + cuda.blockIdx.y) * slice_size
+        begin, end = max(start, slice_start), min(stop, slice_start + slice_size)
+
+        sums = cuda.local.array(n_sums, dtype=float32)
+        totals = cuda.local.array(n_sums, dtype=float32)
+        words = cuda.local.array(n_words, dtype=uint32)
+        gradients = cuda.local.array(n_gradients, dtype=uint32)
+        for i in range(n_sums):
+            sums[i] = float32(0)
+            totals[i] = float32(0)
+        call = uint32((first_column >> 2) + group)
+        matrix_row = uint32((lane & 7) * row_bytes + (lane >> 3) * 16)
+
+        g = begin & ~int64(_STAGE - 1)
+        n_stages = int32((end - g + _STAGE - 1) >> 8) if end > begin else int32(0)
+        if n_stages > 0:
+            copy_stage(shared, memory, row_stride, origin, first_row, n_rows, begin, end, g)
+        for stage in range(n_stages):
+            half = uint32(stage & 1)
+            ptx.wait_for_copies()
+            cuda.syncthreads()
+            if stage + 1 < n_stages:
+                other = uint32(shared + uint32((half ^ uint32(1)) * uint32(stage_bytes)))
+                copy_stage(
+                    other, memory, row_stride, origin, first_row, n_rows, begin, end, g + _STAGE
+                )
+            if first_column < proj_dim:
+                for block in range(_STAGE // 128):
+                    q = uint64(4 * ((g >> 7) + block) + member)
+                    low, high = uint32(q & uint64(0xFFFFFFFF)), uint32(q >> uint64(32))
+                    for h in range(column_tiles // 2):
+                        w = philox(uint32(call + uint32(8 * h)), low, high, stream, keys)
+                        words[4 * h] = w[0]
+                        words[4 * h + 1] = w[1]
+                        words[4 * h + 2] = w[2]
+                        words[4 * h + 3] = w[3]
+                    address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
+                    address = uint32(address + uint32(block * 256))
+                    add_products(0, address, words, gradients, sums)
+                    add_products(1, address, words, gradients, sums)
+                    add_products(2, address, words, gradients, sums)
+                    add_products(3, address, words, gradients, sums)
+            g += _STAGE
+            if g & (flush - 1) == 0:
+                for i in range(n_sums):
+                    totals[i] += sums[i]
+                    sums[i] = float32(0)
+
+        for n in range(sample_tiles):
+            for e in range(2):
+                row = first_row + 8 * n + 2 * member + e
+                if row < n_rows:
+                    line = (int64(cuda.blockIdx.y) * n_rows + row) * proj_dim
+                    for h in range(column_tiles // 2):
+                        for i in range(4):
+                            j = first_column + 32 * h + 4 * group + i
+                            if j < proj_dim:
+                                m = 2 * h + (i >> 1)
+                                s = 4 * (m * sample_tiles + n) + 2 * (i & 1) + e
+                                partials[line + j] = totals[s] + sums[s]
+
+    return _tensor_core_kernel
+
+
+@dataclass(frozen=True, slots=True)
+class TensorCoreLauncher:
+    """Starts the kernel that fits the number of rows.
+
+    A chunk's values, rows and start must be aligned to ``ALIGNMENT`` coordinates.
+
+    Attributes:
+        spec: The projection, ``rademacher``.
+        bfloat16: Whether the numbers are bfloat16 (given as int16) rather than float16.
+    """
+
+    spec: ProjectionSpec
+    bfloat16: bool
+
+    def kernel(self, n_rows: int) -> Any:
+        """Return the variant for this many rows."""
+        return tensor_core_kernel(tile_of(n_rows), self.bfloat16, FLUSH)
+
+    def n_blocks(self, n_rows: int) -> int:
+        """Return how many blocks of threads one slice keeps busy."""
+        tile = tile_of(n_rows)
+        return -(-self.spec.proj_dim // tile.n_columns) * -(-n_rows // (8 * tile.sample_tiles))
+
+    def __call__(self, chunk: Chunk) -> None:
+        """Write the sums of a chunk's slices."""
+        n_slices, n_rows, proj_dim = chunk.partials.shape
+        tile = tile_of(n_rows)
+        grid = -(-proj_dim // tile.n_columns), n_slices, -(-n_rows // (8 * tile.sample_tiles))
+        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
+        launch(self.kernel(n_rows), grid, 32 * tile.n_warps, *chunk.arguments(), keys, stream)
+
+
+launcher = TensorCoreLauncher
