@@ -14,7 +14,7 @@ test: .venv/complete
 
 .venv/complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[workflow,test]"
+	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[workflow,slurm,test]"
 	touch $@
 
 clean:

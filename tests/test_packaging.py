@@ -33,13 +33,13 @@ def test_lower_bounds_are_what_the_gate_installs():
 
 def test_pins_lie_within_the_ranges():
     constraints = {k.lower().replace("_", "-"): v for k, v in pins("constraints.txt").items()}
-    for requirement in requirements("workflow", "cuda", "test"):
+    for requirement in requirements("workflow", "slurm", "cuda", "test"):
         assert requirement.specifier.contains(constraints[requirement.name]), requirement
 
 
 def test_every_dependency_has_its_reason():
     text = (REPOSITORY / "pyproject.toml").read_text()
-    for requirement in requirements("workflow", "cuda"):
+    for requirement in requirements("workflow", "slurm", "cuda"):
         pattern = rf'"{requirement.name}(\[\w+\])?>=[^"]+",\s+# \w+'
         assert re.search(pattern, text), requirement.name
 

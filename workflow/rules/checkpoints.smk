@@ -11,7 +11,7 @@ rule train_checkpoint:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.train"),
         digest=study,

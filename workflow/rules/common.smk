@@ -73,3 +73,7 @@ wildcard_constraints:
 def job_mb(wildcards, attempt):
     # Interpreter, torch and a study's own data come on top of the arrays.
     return attempt * (compute["memory_mb"] + 1500)
+
+
+def job_minutes(wildcards, attempt):
+    return attempt * compute["runtime_minutes"]

@@ -15,7 +15,7 @@ rule compute_features:
     resources:
         gpu=int(compute["device"] == "cuda"),
         mem_mb=job_mb,
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
         device=compute["device"],
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
@@ -62,7 +62,7 @@ rule join_shards:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.shards"),
     message:
@@ -87,7 +87,7 @@ rule compute_normal_matrix:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.normal_matrix"),
         expected=lambda wildcards: expected_features(wildcards.checkpoint, "train"),

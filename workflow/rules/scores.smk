@@ -16,7 +16,7 @@ rule compute_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.scores"),
         expected=lambda wildcards: expected_features(
@@ -52,7 +52,7 @@ rule average_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.average"),
         expected=expected_scores,
@@ -84,7 +84,7 @@ rule draw_influences:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=compute["runtime_minutes"],
+        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.figure"),
         digest=study,
