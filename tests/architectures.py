@@ -484,7 +484,7 @@ class InPlace(nn.Module):
 
     def forward(self, x):
         x = self.first(x)
-        x[:, 1] = x[:, 1] * x[:, 0]
+        x[:, 1] = 2 * x[:, 0]
         x.tanh_()
         return self.second(x).mul_(2)
 

@@ -62,7 +62,7 @@ class _Pass:
             if not sums:
                 continue
             extra = {
-                node.variable: rows.flatten(1)
+                node.variable: rows.reshape(len(rows), -1)
                 for (node, _), rows in sums.items()
                 if hasattr(node, "variable")
             }
@@ -102,25 +102,26 @@ def _asked(
     """
     call: Callable[..., Any] = node.apply if is_function(node) else node
     n_outputs = len(node._input_metadata)
-    n_each = len(next(iter(gradients.values())))
+    gradient = next(iter(gradients.values()))
+    n_each = len(gradient)
     found: dict[int, list[Tensor]] = {index: [] for index in indices}
     for i in range(n_each):
         for sample in range(n_samples):
             own: list[Tensor | None] = [None] * n_outputs
-            for number, gradient in gradients.items():
-                alone = torch.zeros_like(gradient[i], memory_format=torch.contiguous_format)
+            for number, of_all in gradients.items():
+                alone = torch.zeros_like(of_all[i], memory_format=torch.contiguous_format)
                 cut = (-1, n_samples, layouts[number])
-                alone.view(cut)[:, sample] = gradient[i].reshape(cut)[:, sample]
+                alone.view(cut)[:, sample] = of_all[i].reshape(cut)[:, sample]
                 own[number] = alone
             answers = call(*own)
             answers = answers if isinstance(answers, tuple) else (answers,)
             for edge_index, rows in found.items():
                 answer = answers[edge_index]
-                if answer is None:
-                    used, number = node.next_functions[edge_index]
-                    shape = shape_of(used, number)
-                    answer = next(iter(gradients.values())).new_zeros(shape)
-                rows.append(answer)
+                shape = shape_of(*node.next_functions[edge_index])
+                # Sums over what was repeated are the caller's business, as in autograd itself.
+                rows.append(
+                    gradient.new_zeros(shape) if answer is None else answer.sum_to_size(shape)
+                )
     return {
         index: torch.stack(rows).unflatten(0, (n_each, n_samples)) for index, rows in found.items()
     }

@@ -53,7 +53,8 @@ class Dense:
 
     def rows(self) -> Tensor:
         """See ``Contribution``."""
-        return self.gradients.flatten(0, 1).flatten(1)
+        c, b = self.gradients.shape[:2]
+        return self.gradients.reshape(c * b, -1)
 
 
 @dataclass(frozen=True, slots=True)

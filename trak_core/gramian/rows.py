@@ -54,7 +54,7 @@ def _together(
 
     def fold(parameter: Tensor, rows: Tensor) -> None:
         arrived.add(parameter)
-        rows = rows.flatten(1)
+        rows = rows.reshape(len(rows), -1)
         add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
 
     def watch(parameter: Tensor):  # noqa: ANN202
@@ -91,5 +91,6 @@ def _one_by_one(
     for parameter, column in zip(parameters, zip(*found, strict=True), strict=True):
         if any(gradient is not None for gradient in column) or parameter in extra:
             zero = torch.zeros_like(parameter)
-            rows = torch.stack([zero if g is None else g for g in column]).flatten(1)
+            rows = torch.stack([zero if g is None else g for g in column])
+            rows = rows.reshape(len(rows), -1)
             add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
