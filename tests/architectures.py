@@ -17,14 +17,14 @@ B = 4
 class Architecture:
     """How to make it and call it; ``output`` turns what it returns into a tensor, samples first.
 
-    ``peer`` says whether torchjd's engine accepts it with batch_dim=0 and computes the same thing.
+    ``peer`` holds the values of batch_dim for which torchjd's engine accepts it and means the same.
     """
 
     make: Callable[[], nn.Module]
     inputs: Callable[[], tuple[Any, ...]]
     kwargs: Callable[[], dict[str, Any]] = dict
     output: Callable[[Any], torch.Tensor] = lambda found: found
-    peer: bool = True
+    peer: tuple[int | None, ...] = (None, 0)
 
 
 def vectors(*shape):
@@ -587,8 +587,7 @@ def tree():
     return (default_collate([{"a": [torch.randn(5), {"b": torch.randn(5)}]} for _ in range(B)]),)
 
 
-def same(**options):
-    return {"peer": False, **options}
+ALONE = {"peer": ()}
 
 
 ARCHITECTURES = {
@@ -609,7 +608,7 @@ ARCHITECTURES = {
     "two outputs": Architecture(TwoOutputs, vectors(), output=lambda o: torch.cat(o, dim=1)),
     "nested containers": Architecture(Tree, tree, output=lambda o: o["sum"][0] + o["rest"][0]),
     "nested containers, changed": Architecture(
-        lambda: Wrapped(Tree()), tree, output=lambda o: o["sum"][0], **same()
+        lambda: Wrapped(Tree()), tree, output=lambda o: o["sum"][0], **ALONE
     ),
     "keyword arguments": Architecture(
         KeywordArguments, vectors(), lambda: {"shift": torch.randn(B, 5), "factor": 3.0}
@@ -617,28 +616,28 @@ ARCHITECTURES = {
     "not tensors": Architecture(NotTensors, vectors()),
     "parameter reused": Architecture(ReusedParameter, vectors()),
     "parameter squared": Architecture(SquaredParameter, vectors()),
-    "module reused": Architecture(ReusedModule, vectors()),
-    "parameter shared between modules": Architecture(SharedBetweenModules, vectors()),
-    "tied embedding": Architecture(TiedEmbedding, tokens()),
-    "parameter of a child": Architecture(ParameterOfChild, vectors(), **same()),
-    "child called and its parameter used": Architecture(CalledAndUsed, vectors(), **same()),
+    "module reused": Architecture(ReusedModule, vectors(), peer=(0,)),
+    "parameter shared between modules": Architecture(SharedBetweenModules, vectors(), **ALONE),
+    "tied embedding": Architecture(TiedEmbedding, tokens(), **ALONE),
+    "parameter of a child": Architecture(ParameterOfChild, vectors(), **ALONE),
+    "child called and its parameter used": Architecture(CalledAndUsed, vectors(), **ALONE),
     "own parameters and children": Architecture(OwnAndChildren, vectors()),
     "scalar parameter": Architecture(ScalarParameter, vectors()),
-    "parameter of the batch's shape": Architecture(ParameterOfBatchShape, vectors(), **same()),
+    "parameter of the batch's shape": Architecture(ParameterOfBatchShape, vectors(), **ALONE),
     "unused": Architecture(Unused, vectors(), output=lambda o: o[0]),
     "frozen parameter": Architecture(FrozenParameter, vectors()),
     "frozen middle": Architecture(FrozenMiddle, vectors()),
     "buffers": Architecture(Buffers, vectors()),
-    "side effects": Architecture(SideEffects, vectors(), **same()),
+    "side effects": Architecture(SideEffects, vectors(), **ALONE),
     "dropout": Architecture(
         layers(lambda: nn.Linear(5, 6), nn.Dropout, lambda: nn.Linear(6, 3)), vectors()
     ),
-    "random with parameters": Architecture(RandomWithParameters, vectors(), **same()),
+    "random with parameters": Architecture(RandomWithParameters, vectors(), **ALONE),
     "self-attention": Architecture(SelfAttention, vectors(3, 4)),
     "self-attention without weights": Architecture(
         lambda: SelfAttention(need_weights=False), vectors(3, 4)
     ),
-    "self-attention with dropout": Architecture(lambda: SelfAttention(0.3), vectors(3, 4), **same()),
+    "self-attention with dropout": Architecture(lambda: SelfAttention(0.3), vectors(3, 4), **ALONE),
     "cross-attention": Architecture(CrossAttention, two(3, 4)),
     "cross-attention with bias vectors": Architecture(
         lambda: CrossAttention(add_bias_kv=True), two(3, 4)
@@ -653,16 +652,16 @@ ARCHITECTURES = {
         ),
         vectors(3, 4),
     ),
-    "transformer, samples second": Architecture(SamplesSecond, vectors(3, 4), **same()),
+    "transformer, samples second": Architecture(SamplesSecond, vectors(3, 4), **ALONE),
     "transformer": Architecture(Translation, two(3, 4)),
-    "token model": Architecture(TokenModel, tokens(), **same()),
-    "relative positions": Architecture(RelativePositions, vectors(3, 4), **same()),
-    "RNN": Architecture(lambda: Recurrent(nn.RNN), vectors(3, 3), **same()),
-    "LSTM": Architecture(lambda: Recurrent(nn.LSTM, num_layers=2), vectors(3, 3), **same()),
+    "token model": Architecture(TokenModel, tokens(), **ALONE),
+    "relative positions": Architecture(RelativePositions, vectors(3, 4), **ALONE),
+    "RNN": Architecture(lambda: Recurrent(nn.RNN), vectors(3, 3), peer=(None,)),
+    "LSTM": Architecture(lambda: Recurrent(nn.LSTM, num_layers=2), vectors(3, 3), peer=(None,)),
     "GRU, both ways": Architecture(
-        lambda: Recurrent(nn.GRU, bidirectional=True), vectors(3, 3), **same()
+        lambda: Recurrent(nn.GRU, bidirectional=True), vectors(3, 3), peer=(None,)
     ),
-    "loop over a cell": Architecture(CellLoop, vectors(3, 3)),
+    "loop over a cell": Architecture(CellLoop, vectors(3, 3), peer=(0,)),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
     "Conv2d, one place": convolution(nn.Conv2d, 2, 3, 3),
@@ -673,7 +672,7 @@ ARCHITECTURES = {
     ),
     "Conv3d": convolution(nn.Conv3d, 1, 4, 4, 3, padding=1),
     "ConvTranspose2d": convolution(nn.ConvTranspose2d, 2, 3, 3, stride=2, output_padding=1),
-    "frames": Architecture(Frames, vectors(3, 1, 4, 4), **same()),
+    "frames": Architecture(Frames, vectors(3, 1, 4, 4), **ALONE),
     "max pooling": pooled(nn.MaxPool2d(2)),
     "average pooling": pooled(nn.AdaptiveAvgPool2d(2)),
     "upsampling": pooled(nn.Upsample(scale_factor=2, mode="bilinear")),
@@ -690,28 +689,28 @@ ARCHITECTURES = {
     ),
     "RMSNorm": Architecture(layers(lambda: nn.Linear(5, 6), lambda: nn.RMSNorm(6)), vectors(5)),
     "BatchNorm in evaluation mode": Architecture(
-        evaluated_batch_norm, vectors(2, 4, 4), **same()
+        evaluated_batch_norm, vectors(2, 4, 4), **ALONE
     ),
     "PReLU": Architecture(layers(lambda: nn.Linear(5, 4), lambda: nn.PReLU(4)), vectors()),
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
     ),
-    "embedding bag": Architecture(EmbeddingBag, tokens(), **same()),
+    "embedding bag": Architecture(EmbeddingBag, tokens(), **ALONE),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
-        lambda: Reparametrized(nn.utils.parametrizations.weight_norm), vectors(), **same()
+        lambda: Reparametrized(nn.utils.parametrizations.weight_norm), vectors(), **ALONE
     ),
     "orthogonal weight": Architecture(
-        lambda: Reparametrized(nn.utils.parametrizations.orthogonal), vectors(), **same()
+        lambda: Reparametrized(nn.utils.parametrizations.orthogonal), vectors(), **ALONE
     ),
-    "user's function": Architecture(UserFunction, vectors(), **same()),
+    "user's function": Architecture(UserFunction, vectors(), **ALONE),
     "operations without a rule": Architecture(Fourier, vectors()),
     "einsum": Architecture(Einsum, vectors()),
     "in place": Architecture(InPlace, vectors()),
-    "samples turned": Architecture(Turned, vectors(), **same()),
-    "samples as columns": Architecture(Columns, vectors(), **same()),
-    "routed samples": Architecture(Routed, vectors(), **same()),
-    "recomputed": Architecture(Recomputed, vectors(), **same()),
+    "samples turned": Architecture(Turned, vectors(), **ALONE),
+    "samples as columns": Architecture(Columns, vectors(), **ALONE),
+    "routed samples": Architecture(Routed, vectors(), **ALONE),
+    "recomputed": Architecture(Recomputed, vectors(), **ALONE),
     "detached": Architecture(Detached, vectors()),
     "picked by index": Architecture(
         Picked, vectors(), output=lambda o: o.unsqueeze(1)

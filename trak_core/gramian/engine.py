@@ -1,7 +1,5 @@
 """The Gramian of a Jacobian, without the Jacobian."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -97,7 +95,7 @@ class Engine:
         shape = [output.shape[dim] for dim in order]
         back = [order.index(dim) for dim in range(output.ndim)]
         ahead = [output.ndim + dim for dim in reversed(back)]
-        return gramian.view(*shape, *shape).permute(*back, *ahead)
+        return gramian.view(shape + shape).permute(back + ahead)
 
     def _by_rows(self, gramian: Tensor, output: Tensor) -> None:
         edge = get_gradient_edge(output)
