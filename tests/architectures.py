@@ -130,7 +130,7 @@ class NotTensors(nn.Module):
         self.inner = self.Inner()
 
     def forward(self, x):
-        y, mode, number = self.inner(x, 2, "power", None)
+        y, _, number = self.inner(x, 2, "power", None)
         return y * number
 
 
@@ -688,9 +688,7 @@ ARCHITECTURES = {
         vectors(1, 4, 4),
     ),
     "RMSNorm": Architecture(layers(lambda: nn.Linear(5, 6), lambda: nn.RMSNorm(6)), vectors(5)),
-    "BatchNorm in evaluation mode": Architecture(
-        evaluated_batch_norm, vectors(2, 4, 4), **ALONE
-    ),
+    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4), **ALONE),
     "PReLU": Architecture(layers(lambda: nn.Linear(5, 4), lambda: nn.PReLU(4)), vectors()),
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
@@ -712,7 +710,5 @@ ARCHITECTURES = {
     "routed samples": Architecture(Routed, vectors(), **ALONE),
     "recomputed": Architecture(Recomputed, vectors(), **ALONE),
     "detached": Architecture(Detached, vectors()),
-    "picked by index": Architecture(
-        Picked, vectors(), output=lambda o: o.unsqueeze(1)
-    ),
+    "picked by index": Architecture(Picked, vectors(), output=lambda o: o.unsqueeze(1)),
 }

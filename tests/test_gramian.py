@@ -33,8 +33,8 @@ def by_jacobian(output, parameters):
         )
     jacobian = torch.stack(rows)
     n = output.ndim
-    gramian = (jacobian @ jacobian.T).view(*output.shape, *output.shape)
-    return gramian.permute(*range(n), *reversed(range(n, 2 * n)))
+    gramian = (jacobian @ jacobian.T).view(output.shape + output.shape)
+    return gramian.permute((*range(n), *reversed(range(n, 2 * n))))
 
 
 def assert_equal(found, expected):
@@ -104,7 +104,7 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 
     monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
     monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
-    monkeypatch.setattr("trak_core.gramian.engine.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
 
@@ -117,9 +117,7 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for module in ("contributions", "convolution"):
-        monkeypatch.setattr(
-            f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer
-        )
+        monkeypatch.setattr(f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer)
     monkeypatch.setattr("trak_core.gramian.contributions.PIECE", 100)
     model, call = run(name, 2)
     output = call()

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
 
 
 @contextmanager
-def hooked(handles: Iterable[Any]):  # noqa: ANN201
+def hooked(handles: Iterable[Any]):
     """Remove hooks at the end, whatever happens."""
     with ExitStack() as stack:
         for handle in handles:
@@ -78,9 +78,7 @@ def backward(
     """
 
     def run(*rows: Tensor) -> Tensor:
-        found = torch.autograd.grad(
-            outputs, stops, rows, retain_graph=True, allow_unused=True
-        )
+        found = torch.autograd.grad(outputs, stops, rows, retain_graph=True, allow_unused=True)
         show(found, at_stops)
         return rows[0].new_zeros(())
 

@@ -153,7 +153,9 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.dim >= indices.ndim:
         return None
     # Whatever isn't an entry of the table, negative numbers as unsigned ones, pads nothing.
-    gradient = use.gradient * (indices != padding).unsqueeze(-1) if padding < 2**62 else use.gradient
+    gradient = (
+        use.gradient * (indices != padding).unsqueeze(-1) if padding < 2**62 else use.gradient
+    )
     found = use.by_sample(gradient, use.dim, 1)
     return Lookup(
         use.by_sample(indices, use.dim, 0).flatten(1),

@@ -89,4 +89,3 @@ class Patches:
         b, v = images.shape[:2]
         flat = windows.reshape(b, v, -1, math.prod(sizes))
         return flat.transpose(1, 2).flatten(2)
-

@@ -1,16 +1,10 @@
 """The Gramian of a Jacobian, without the Jacobian."""
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trak_core.errors import InputError
-from trak_core.gramian.batched import add_split
-from trak_core.gramian.graph import trace
-from trak_core.gramian.layout import layout_at
-from trak_core.gramian.plan import make_plan
-from trak_core.gramian.rows import add_rows
+from trak_core.gramian.parameters import parameter_gramian
 from trak_core.gramian.rules import MixedSamplesError
 
 
@@ -78,73 +72,16 @@ class Engine:
             RuntimeError: If an operation of the graph cannot be differentiated, for example because
                 an earlier backward pass has freed it.
         """
-        if not (isinstance(output, Tensor) and output.requires_grad):
-            found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
-            raise InputError(
-                "The output must be a tensor with a graph, that is with requires_grad. "
-                f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach."
-            )
-        n = output.numel()
-        gramian = output.new_zeros(n, n).detach()
-        with torch.no_grad():
-            if self._batch_dim is None:
-                self._by_rows(gramian, output)
-                order = list(range(output.ndim))
-            else:
-                order = self._by_samples(gramian, output)
-        shape = [output.shape[dim] for dim in order]
-        back = [order.index(dim) for dim in range(output.ndim)]
-        ahead = [output.ndim + dim for dim in reversed(back)]
-        return gramian.view(shape + shape).permute(back + ahead)
-
-    def _by_rows(self, gramian: Tensor, output: Tensor) -> None:
-        edge = get_gradient_edge(output)
-        parameters = list(trace([edge.node], self._parameters()).parameters.values())
-        if parameters and output.numel():
-            rows = torch.eye(len(gramian), dtype=output.dtype, device=output.device)
-            add_rows(gramian, [edge], [rows.view(-1, *output.shape)], parameters, {})
-
-    def _by_samples(self, gramian: Tensor, output: Tensor) -> list[int]:
-        """Fill the Gramian, its rows running over the dimensions in the order returned."""
-        dim = self._checked_dim(output)
-        n_samples = output.shape[dim]
-        n_each = len(gramian) // n_samples if n_samples else 0
-        edge = get_gradient_edge(output)
-        graph = trace([edge.node], self._parameters())
-        layout = layout_at(output.shape, dim, 1, n_samples) if n_samples > 1 else None
-        if layout is not None and graph.order:
-            try:
-                plan = make_plan(graph, {(edge.node, edge.output_nr): layout}, n_samples)
-            except MixedSamplesError:
-                raise InputError(self._explain_mixing()) from None
-            if edge.node in plan.layouts:
-                ones = torch.eye(n_each, dtype=output.dtype, device=output.device)
-                others = [size for i, size in enumerate(output.shape) if i != dim]
-                rows = ones.view(n_each, *others).unsqueeze(dim + 1)
-                rows = rows.expand(n_each, *output.shape)
-                add_split(gramian, edge, rows, plan, n_samples)
-                return [*(i for i in range(output.ndim) if i != dim), dim]
-        self._by_rows(gramian, output)
-        return list(range(output.ndim))
-
-    def _parameters(self) -> list[nn.Parameter]:
-        return [
+        parameters = [
             parameter
             for module in self._modules
             for parameter in module.parameters()
             if parameter.requires_grad
         ]
-
-    def _checked_dim(self, output: Tensor) -> int:
-        dim = self._batch_dim
-        assert dim is not None
-        if not -output.ndim <= dim < output.ndim:
-            raise InputError(
-                f"The output must have the dimension batch_dim = {dim}. Found an output of shape "
-                f"{tuple(output.shape)}. Give one output or loss a sample, with "
-                'reduction="none" for instance, or leave batch_dim out.'
-            )
-        return dim % output.ndim
+        try:
+            return parameter_gramian(output, parameters, self._batch_dim)
+        except MixedSamplesError:
+            raise InputError(self._explain_mixing()) from None
 
     def _explain_mixing(self) -> str:
         names = [
@@ -157,5 +94,5 @@ class Engine:
         return (
             "With batch_dim, samples must be independent. Found statistics over the samples in "
             f"{found}. Put it in evaluation mode before the forward pass, replace it (by GroupNorm "
-            "or InstanceNorm, say), or leave batch_dim out, which is right for any model but slower."
+            "or InstanceNorm, say), or leave batch_dim out, which is slower but always right."
         )

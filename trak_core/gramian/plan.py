@@ -75,12 +75,7 @@ def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) 
     """
     layouts = _layouts(graph, roots, n_samples)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
-    crossings = [
-        edge
-        for node in layouts
-        for edge in graph.edges[node]
-        if edge.node not in layouts
-    ]
+    crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
     by_node: dict[Node, list[tuple[Edge, Region]]] = defaultdict(list)
     for edge in crossings:
@@ -149,9 +144,7 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
         n_arrivals[id(region_of[node])] += 1
     for node, region in region_of.items():
         is_parameter = node in graph.parameters
-        moves = is_parameter or (
-            name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1
-        )
+        moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
         once = n_edges[id(region)] == n_arrivals[id(region)]
         region.is_simple &= moves and once and len(region.parameters) == 1
     return region_of

@@ -57,7 +57,7 @@ def _together(
         rows = rows.reshape(len(rows), -1)
         add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
 
-    def watch(parameter: Tensor):  # noqa: ANN202
+    def watch(parameter: Tensor):
         def hook(gradient: Tensor) -> Tensor:
             show([gradient], lambda found: fold(parameter, found[0]))
             # Autograd keeps what a hook returns until the pass is over: next to nothing.
