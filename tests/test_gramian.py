@@ -1,5 +1,7 @@
 """The engine against the full Jacobian, and against the peer, on one quirk at a time."""
 
+import re
+
 import pytest
 import torch
 from architectures import ARCHITECTURES
@@ -112,13 +114,15 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize(
     "name",
-    [name for name in ARCHITECTURES if "linear" in name or "Conv" in name or "embedding" in name],
+    [name for name in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", name)],
 )
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for module in ("contributions", "convolution"):
         monkeypatch.setattr(f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer)
     monkeypatch.setattr("trak_core.gramian.contributions.PIECE", 100)
+    monkeypatch.setattr("trak_core.gramian.convolution._WIDE", 1)
+    monkeypatch.setattr("trak_core.gramian.closed_forms._CACHED", 10)
     model, call = run(name, 2)
     output = call()
     found = Engine(model, batch_dim=0).compute_gramian(output)

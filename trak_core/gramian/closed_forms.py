@@ -11,6 +11,9 @@ from trak_core.gramian.convolution import Patches
 from trak_core.gramian.graph import Edge, name_of, shape_of
 from trak_core.gramian.layout import locate
 
+# Entries whose products are summed at a time: they stay in a core's own cache.
+_CACHED = 2**18
+
 
 @dataclass(frozen=True, slots=True)
 class Use:
@@ -164,40 +167,74 @@ def _looked_up(use: Use) -> Contribution | None:
     )
 
 
+def _weighted_sums(
+    gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
+) -> Contribution:
+    """Sum gradients times normalised inputs over places, for a few samples at a time.
+
+    Args:
+        gradients: Shape (C, B, ...).
+        normed: Returns the normalised inputs of some samples.
+        dims: What to sum over.
+
+    Returns:
+        The sums.
+    """
+    step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
+    n_samples = gradients.shape[1]
+    sums = []
+    for start in range(0, n_samples, step):
+        part = slice(start, min(start + step, n_samples))
+        products = gradients[:, part] * normed(part)
+        sums.append(products.sum(dims) if dims else products)
+    return Dense(torch.cat(sums, dim=1))
+
+
 def _layer_normed(use: Use) -> Contribution | None:
     if use.edge.index == 2:
         return _summed(use, use.gradient)
-    normed = (use.saved("input") - use.saved("result1")) * use.saved("result2")
-    return _summed(use, use.gradient * normed)
+    inputs, mean, scale = (
+        use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
+    )
+    gradients = use.of_output()
+    n_normed = len(shape_of(use.edge.node, use.edge.number))
+    return _weighted_sums(
+        gradients,
+        lambda part: (inputs[part] - mean[part]).mul_(scale[part]),
+        list(range(2, gradients.ndim - n_normed)),
+    )
 
 
-def _by_channel(use: Use, gradient: Tensor) -> Contribution | None:
-    """Sum over all but the second dimension, the samples being along the first."""
-    own = use.by_sample(gradient, 0, 1)
-    return Dense(own.transpose(2, 3).flatten(3).sum(3)) if use.dim == 0 else None
+def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
+    """Sum over all but the channels, the samples being along the first dimension."""
+    if use.dim != 0:
+        return None
+    gradients = use.of_output()
+    dims = [2, *range(4, gradients.ndim)]
+    if use.edge.index == 2:
+        return Dense(gradients.sum(dims))
+    images = use.by_sample(use.saved("input"), 0, 0)
+    return _weighted_sums(gradients, lambda part: normed(images[part], part), dims)
 
 
 def _group_normed(use: Use) -> Contribution | None:
-    if use.edge.index == 2:
-        return _by_channel(use, use.gradient)
-    images = use.saved("input")
-    n_groups = use.edge.user._saved_group
-    grouped = images.reshape(len(images), n_groups, -1)
-    mean, scale = (use.saved(name).view(-1, n_groups, 1) for name in ("result1", "result2"))
-    normed = ((grouped - mean) * scale).view(images.shape)
-    return _by_channel(use, use.gradient * normed)
+    mean, scale = (use.by_sample(use.saved(name), 0, 0) for name in ("result1", "result2"))
+
+    def normed(images: Tensor, part: slice) -> Tensor:
+        grouped = images.reshape(*mean[part].shape, -1)
+        grouped = grouped - mean[part].unsqueeze(-1)
+        return grouped.mul_(scale[part].unsqueeze(-1)).view(images.shape)
+
+    return _by_channel(use, normed)
 
 
 def _batch_normed(use: Use) -> Contribution | None:
     if use.edge.user._saved_training:
         return None
-    if use.edge.index == 2:
-        return _by_channel(use, use.gradient)
-    images = use.saved("input")
-    shape = (-1, *(1 for _ in images.shape[2:]))
+    shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
     scale = torch.rsqrt(use.saved("running_var") + use.edge.user._saved_eps).view(shape)
-    return _by_channel(use, use.gradient * ((images - mean) * scale))
+    return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
 
 _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
