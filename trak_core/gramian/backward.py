@@ -61,7 +61,7 @@ def hooked(handles: Iterable[Any]):
 def backward(
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
-    stops: Sequence[GradientEdge | Tensor],
+    stops: Sequence[GradientEdge] | Sequence[Tensor],
     at_stops: Watcher,
 ) -> None:
     """Run one backward pass for all rows, and keep the graph.

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 # A node of autograd's graph: it turns gradients of its outputs into gradients of its inputs. Nodes
 # of user-defined functions share no base class with the others.
@@ -33,7 +33,7 @@ class Graph:
 
     order: list[Node]
     edges: dict[Node, list[Edge]]
-    parameters: dict[Node, nn.Parameter]
+    parameters: dict[Node, Tensor]
 
 
 def name_of(node: Node) -> str:
@@ -62,7 +62,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
         The graph; empty if none of the parameters is reached.
     """
     chosen = {id(parameter): parameter for parameter in parameters}
-    found: dict[Node, nn.Parameter] = {}
+    found: dict[Node, Tensor] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # what is used comes before its users
     seen: set[Node] = set()

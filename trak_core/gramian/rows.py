@@ -52,7 +52,8 @@ def _together(
 ) -> None:
     arrived = set()
 
-    def fold(parameter: Tensor, rows: Tensor) -> None:
+    def fold(parameter: Tensor, rows: Tensor | None) -> None:
+        assert rows is not None
         arrived.add(parameter)
         rows = rows.reshape(len(rows), -1)
         add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
