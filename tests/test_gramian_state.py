@@ -1,12 +1,14 @@
 """What an engine leaves behind: nothing."""
 
 import gc
+import re
 import resource
 import weakref
 
 import pytest
 import torch
 from torch import nn
+from workspace import REPOSITORY
 
 from trak_core.gramian import Engine
 
@@ -205,3 +207,15 @@ def test_graphs_deeper_than_the_stack():
     for _ in range(1500):
         x = layer(x).tanh()
     assert Engine(layer, batch_dim=0).compute_gramian(x.sum(1)).shape == (3, 3)
+
+
+def test_the_example_of_the_readme():
+    readme = (REPOSITORY / "README.md").read_text()
+    (code,) = re.findall(r"^```python gramian\.py\n(.*?)^```", readme, flags=re.S | re.M)
+    names = {}
+    exec(code, names)
+    assert names["gramian"].shape == (16, 16)
+    gradient = torch.cat([p.grad.flatten() for p in names["model"].parameters()])
+    scale = names["gramian"].diagonal().rsqrt()
+    expected = float((scale[:, None] * names["gramian"] * scale).sum())
+    assert float(gradient.square().sum()) == pytest.approx(expected, rel=1e-4)
