@@ -457,6 +457,42 @@ class UserFunction(nn.Module):
         return Pointwise.apply(self.linear(x), self.scale)
 
 
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight, x * weight.sum(1)
+
+    @staticmethod
+    def backward(ctx, left, right):
+        x, weight = ctx.saved_tensors
+        of_weight = x.T @ left + (x * right).sum(0)[:, None]
+        return left @ weight.T + right * weight.sum(1), of_weight
+
+
+class UserFunctionOfTwo(nn.Module):
+    """A user's operation of two outputs; one is used, both are used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.linear = nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 5)
+        self.second = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x):
+        return torch.cat(Both.apply(self.linear(Both.apply(x, self.first)[0]), self.second), dim=1)
+
+
+class CopiedParameter(nn.Module):
+    """Casts its parameter, as mixed precision does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(torch.float64, copy=True))
+
+
 class Fourier(nn.Module):
     """Operations that the engine has no rule for."""
 
@@ -702,6 +738,8 @@ ARCHITECTURES = {
         lambda: Reparametrized(nn.utils.parametrizations.orthogonal), vectors(), **ALONE
     ),
     "user's function": Architecture(UserFunction, vectors(), **ALONE),
+    "user's function of two outputs": Architecture(UserFunctionOfTwo, vectors(), **ALONE),
+    "copied parameter": Architecture(CopiedParameter, vectors()),
     "operations without a rule": Architecture(Fourier, vectors()),
     "einsum": Architecture(Einsum, vectors()),
     "in place": Architecture(InPlace, vectors()),

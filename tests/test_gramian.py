@@ -95,7 +95,7 @@ SLOW = {
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm", "einsum"),
     *("orthogonal weight", "user's function", "operations without a rule", "in place"),
     *("samples turned", "routed samples", "InstanceNorm", "nested containers, changed"),
-    "samples as columns",
+    *("samples as columns", "user's function of two outputs"),
 }
 
 

@@ -108,6 +108,9 @@ def _asked(
     for i in range(n_each):
         for sample in range(n_samples):
             own: list[Tensor | None] = [None] * n_outputs
+            if is_function(node):
+                # They get zeros for outputs without a gradient, unlike the others.
+                own = [gradient.new_zeros(m.shape, dtype=m.dtype) for m in node._input_metadata]
             for number, of_all in gradients.items():
                 alone = torch.zeros_like(of_all[i], memory_format=torch.contiguous_format)
                 cut = (-1, n_samples, layouts[number])

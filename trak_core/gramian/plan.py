@@ -19,7 +19,7 @@ from trak_core.gramian.rules import input_layout
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
-    *("Clone", "Alias", "Contiguous"),
+    *("Clone", "Alias", "ToCopy"),
 }
 _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
