@@ -193,11 +193,13 @@ def _weighted_sums(
 def _layer_normed(use: Use) -> Contribution | None:
     if use.edge.index == 2:
         return _summed(use, use.gradient)
+    gradients = use.of_output()
+    n_normed = len(shape_of(use.edge.node, use.edge.number))
+    if use.dim >= gradients.ndim - 2 - n_normed:  # samples are what is normalised over
+        return None
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
     )
-    gradients = use.of_output()
-    n_normed = len(shape_of(use.edge.node, use.edge.number))
     return _weighted_sums(
         gradients,
         lambda part: (inputs[part] - mean[part]).mul_(scale[part]),
@@ -218,6 +220,8 @@ def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribu
 
 
 def _group_normed(use: Use) -> Contribution | None:
+    if use.dim != 0:
+        return None
     mean, scale = (use.by_sample(use.saved(name), 0, 0) for name in ("result1", "result2"))
 
     def normed(images: Tensor, part: slice) -> Tensor:
