@@ -708,6 +708,9 @@ ARCHITECTURES = {
     ),
     "Conv3d": convolution(nn.Conv3d, 1, 4, 4, 3, padding=1),
     "ConvTranspose2d": convolution(nn.ConvTranspose2d, 2, 3, 3, stride=2, output_padding=1),
+    "ConvTranspose1d, groups": convolution(
+        nn.ConvTranspose1d, 4, 5, groups=2, dilation=2, padding=1
+    ),
     "frames": Architecture(Frames, vectors(3, 1, 4, 4), **ALONE),
     "max pooling": pooled(nn.MaxPool2d(2)),
     "average pooling": pooled(nn.AdaptiveAvgPool2d(2)),

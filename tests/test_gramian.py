@@ -91,7 +91,7 @@ SLOW = {
     *("parameter reused", "parameter squared", "module reused", "scalar parameter", "RNN", "LSTM"),
     *("parameter shared between modules", "tied embedding", "child called and its parameter used"),
     *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
-    *("relative positions", "GRU, both ways", "loop over a cell", "ConvTranspose2d", "PReLU"),
+    *("relative positions", "GRU, both ways", "loop over a cell", "PReLU"),
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm", "einsum"),
     *("orthogonal weight", "user's function", "operations without a rule", "in place"),
     *("samples turned", "routed samples", "InstanceNorm", "nested containers, changed"),

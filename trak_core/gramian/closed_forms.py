@@ -127,25 +127,31 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _convolved(use: Use) -> Contribution | None:
-    if use.dim != 0 or use.saved("transposed"):
+    if use.dim != 0:
         return None
-    gradient = use.gradient
     if use.edge.index == 2:
         return Dense(use.of_output().transpose(2, 3).flatten(3).sum(3))
-    kernel = shape_of(use.edge.node, use.edge.number)[2:]
+    gradients, images = use.of_output(), use.by_sample(use.saved("input"), 0, 0)
+    if use.saved("transposed"):
+        # The adjoint of a convolution: input and gradient change places, for every row.
+        c = len(gradients)
+        images, gradients = (
+            gradients.flatten(0, 1),
+            images.repeat(c, *(1 for _ in images.shape[1:])),
+        )
+        gradients = gradients.unsqueeze(0)
     stride, padding, dilation = (
-        tuple(int(n) for n in use.edge.user.__getattribute__(f"_saved_{name}"))
+        tuple(int(n) for n in getattr(use.edge.user, f"_saved_{name}"))
         for name in ("stride", "padding", "dilation")
     )
-    groups = use.edge.user._saved_groups
     return Patches(
-        use.by_sample(use.saved("input"), 0, 0),
-        use.by_sample(gradient, 0, 1),
-        kernel,
+        images,
+        gradients,
+        shape_of(use.edge.node, use.edge.number)[2:],
         stride,
         padding,
         dilation,
-        groups,
+        use.edge.user._saved_groups,
     )
 
 
