@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 from trak_core.gramian.backward import backward, hooked, show
 from trak_core.gramian.closed_forms import closed_form
 from trak_core.gramian.contributions import Contribution, Dense
-from trak_core.gramian.graph import Edge, Node, is_function, name_of, shape_of
+from trak_core.gramian.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
 from trak_core.gramian.plan import MOVES, Plan, Region
 from trak_core.gramian.rows import add_rows
 
@@ -21,20 +21,23 @@ class _Pass:
 
     def __init__(self, plan: Plan, gramian: Tensor, n_samples: int):
         self.plan, self.gramian, self.n_samples = plan, gramian, n_samples
-        # Of operations without a closed form: their outputs' gradients.
-        self.waiting: dict[Node, dict[int, Tensor]] = {}
+        # Crossings without a closed form, with the gradients of the outputs.
+        self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
         # Of regions that aren't simple: rows at the tensors where they arrive.
         self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Take the gradients of a node's outputs, shape (C, *shape)."""
-        layouts = {number: self.plan.layouts[node][number] for number in gradients}
+        layouts = self.plan.layouts[node]
+        waiting = []
         for edge, region in self.plan.crossings[node]:
             found = closed_form(edge, gradients, layouts, self.n_samples)
             if found is None:
-                self.waiting[node] = gradients
+                waiting.append((edge, region))
             else:
                 self._take(found, edge, region)
+        if waiting:
+            self.waiting[node] = gradients, waiting
 
     def _take(self, found: Contribution, edge: Edge, region: Region) -> None:
         if region.is_simple:
@@ -45,28 +48,26 @@ class _Pass:
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
     def finish(self) -> None:
-        """Ask the operations that have no closed form, then go down into the regions."""
-        for node, gradients in self.waiting.items():
-            layouts = self.plan.layouts[node]
-            crossings = {edge.index: (edge, region) for edge, region in self.plan.crossings[node]}
-            open_ = [
-                index
-                for index, (edge, _) in crossings.items()
-                if closed_form(edge, gradients, layouts, self.n_samples) is None
-            ]
-            found = _asked(node, gradients, layouts, open_, self.n_samples)
-            for index, rows in found.items():
-                self._take(Dense(rows), *crossings[index])
+        """Ask the operations that have no closed form, then go down into the regions.
+
+        Only now, because a backward pass inside another one would meet its hooks.
+        """
+        for node, (gradients, waiting) in self.waiting.items():
+            indices = [edge.index for edge, _ in waiting]
+            found = _asked(node, gradients, self.plan.layouts[node], indices, self.n_samples)
+            for edge, region in waiting:
+                self._take(Dense(found[edge.index]), edge, region)
         for region in self.plan.regions:
             sums = self.arrived[id(region)]
             if not sums:
                 continue
+            leaves = {key: leaf_of(key[0]) for key in sums}
             extra = {
-                node.variable: rows.reshape(len(rows), -1)
-                for (node, _), rows in sums.items()
-                if hasattr(node, "variable")
+                leaf: sums[key].reshape(len(sums[key]), -1)
+                for key, leaf in leaves.items()
+                if leaf is not None
             }
-            inside = [key for key in sums if not hasattr(key[0], "variable")]
+            inside = [key for key, leaf in leaves.items() if leaf is None]
             add_rows(
                 self.gramian,
                 [GradientEdge(*key) for key in inside],

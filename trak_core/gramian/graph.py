@@ -51,6 +51,11 @@ def is_function(node: Node) -> bool:
     return hasattr(node, "saved_tensors")
 
 
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the tensor that a node collects gradients for, if it is such a node."""
+    return node.variable if node.name().endswith("AccumulateGrad") else None
+
+
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     """Walk a graph from its roots and keep what leads to the parameters.
 
@@ -61,7 +66,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     Returns:
         The graph; empty if none of the parameters is reached.
     """
-    chosen = {id(parameter): parameter for parameter in parameters}
+    chosen = {id(parameter) for parameter in parameters}
     found: dict[Node, Tensor] = {}
     edges: dict[Node, list[Edge]] = {}
     finished: list[Node] = []  # what is used comes before its users
@@ -77,9 +82,9 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             stack.append((node, True))
             stack.extend((used, False) for used, _ in node.next_functions if used is not None)
             continue
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) in chosen:
-            found[node] = chosen[id(variable)]
+        leaf = leaf_of(node)
+        if leaf is not None and id(leaf) in chosen:
+            found[node] = leaf
             edges[node] = []
             finished.append(node)
             continue

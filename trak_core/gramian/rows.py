@@ -1,6 +1,6 @@
 """The general path: rows of gradients with respect to parameters, whatever lies between."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def _together(
         rows = rows.reshape(len(rows), -1)
         add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
 
-    def watch(parameter: Tensor):
+    def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
             show([gradient], lambda found: fold(parameter, found[0]))
             # Autograd keeps what a hook returns until the pass is over: next to nothing.
