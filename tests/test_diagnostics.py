@@ -5,6 +5,7 @@ from trak_core.diagnostics import (
     inner_product_agreement,
     inner_product_sd,
     norm_sd,
+    peakedness,
     squared_norm_agreement,
 )
 from trak_core.errors import InputError
@@ -25,17 +26,17 @@ def features(kind, n_streams, proj_dim=PROJ_DIM):
         yield spec.scale * np.asarray(project(ROWS.astype(np.float32), spec))
 
 
-def peakedness(kind):
-    norms = np.sqrt(np.diagonal(KERNEL))
-    shares = (ROWS / norms[:, None]) ** 2
-    return shares @ shares.T if kind == "rademacher" else np.zeros((12, 12))
+def peaks_of(kind):
+    if kind == "normal":
+        return np.zeros((12, 12))
+    return peakedness(np.split(ROWS, [7, 8], axis=1))
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "normal"])
 def test_theory_predicts_the_errors(kind):
     """Over 200 independent matrices, the measured mean square is the predicted variance."""
     streams = list(features(ProjectionKind(kind), 200))
-    peaks = peakedness(kind)
+    peaks = peaks_of(kind)
     norms = squared_norm_agreement(KERNEL, streams, norm_sd(PROJ_DIM, np.diagonal(peaks)))
     pairs = inner_product_agreement(KERNEL, streams, inner_product_sd(PROJ_DIM, KERNEL, peaks))
     for found in (norms, pairs):
@@ -47,7 +48,7 @@ def test_theory_predicts_the_errors(kind):
 
 def test_the_bound_without_peakedness_is_that_of_normal_entries():
     wide = inner_product_sd(PROJ_DIM, KERNEL)
-    assert (inner_product_sd(PROJ_DIM, KERNEL, peakedness("rademacher")) <= wide).all()
+    assert (inner_product_sd(PROJ_DIM, KERNEL, peaks_of("rademacher")) <= wide).all()
     np.testing.assert_allclose(np.diagonal(wide), norm_sd(PROJ_DIM, np.zeros(12)))
 
 
@@ -77,3 +78,9 @@ def test_what_is_refused():
         squared_norm_agreement(KERNEL, [], np.zeros(12))
     with pytest.raises(InputError, match="at least two samples"):
         inner_product_agreement(np.eye(1), [np.eye(1)], np.zeros((1, 1)))
+
+
+def test_peakedness_by_hand():
+    rows = np.array([[2.0, 0, 0], [1, 1, 0], [0, 0, 3]])
+    expected = [[1, 1 / 2, 0], [1 / 2, 1 / 2, 0], [0, 0, 1]]
+    np.testing.assert_allclose(peakedness([rows[:, :1], rows[:, 1:]]), expected)

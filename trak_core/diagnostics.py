@@ -1,6 +1,6 @@
 """How far a projection keeps norms and inner products, beside what theory says; NumPy only."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +79,28 @@ def inner_product_agreement(
     return _agreement(errors, predicted_sd[pairs])
 
 
-def norm_sd(proj_dim: int, peakedness: np.ndarray) -> np.ndarray:
+def peakedness(blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """Return sum x^2 y^2 / (|x| |y|)^2 for all pairs of gradients.
+
+    How far a few coordinates dominate: 1 for vectors with the same single entry, of the order of
+    1/p for dense ones. On the diagonal it is sum x^4 / |x|^4.
+
+    Args:
+        blocks: Coordinates of the n gradients as they come, shape (n, some of p) each; at least
+            one, and no gradient zero.
+
+    Returns:
+        Shape (n, n), float64.
+    """
+    products, norms = np.zeros(()), np.zeros(())
+    for block in blocks:
+        squares = np.square(block.astype(np.float64))
+        products = products + squares @ squares.T
+        norms = norms + squares.sum(axis=1)
+    return products / np.outer(norms, norms)
+
+
+def norm_sd(proj_dim: int, peaks: np.ndarray) -> np.ndarray:
     """Return the standard deviation of |Rx|^2 / |x|^2.
 
     sqrt(2/k) for normal entries; sqrt((2/k) (1 - sum x^4 / |x|^4)) for rademacher ones, which are
@@ -87,16 +108,17 @@ def norm_sd(proj_dim: int, peakedness: np.ndarray) -> np.ndarray:
 
     Args:
         proj_dim: k.
-        peakedness: sum x^4 / |x|^4 of each vector for rademacher; zeros for normal.
+        peaks: sum x^4 / |x|^4 of each vector for rademacher, the diagonal of ``peakedness``; zeros
+            for normal.
 
     Returns:
-        The shape of ``peakedness``.
+        The shape of ``peaks``.
     """
-    return np.sqrt(2 / proj_dim * (1 - peakedness))
+    return np.sqrt(2 / proj_dim * (1 - peaks))
 
 
 def inner_product_sd(
-    proj_dim: int, kernel: np.ndarray, peakedness: np.ndarray | None = None
+    proj_dim: int, kernel: np.ndarray, peaks: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the standard deviation of <Rx, Ry> / (|x| |y|).
 
@@ -106,8 +128,8 @@ def inner_product_sd(
     Args:
         proj_dim: k.
         kernel: Exact inner products, shape (n, n).
-        peakedness: sum x^2 y^2 / (|x| |y|)^2 for rademacher, shape (n, n); None takes 0, which is
-            exact for normal entries and close to it for gradients without dominant entries.
+        peaks: From ``peakedness`` for rademacher, shape (n, n); None takes 0, which is exact for
+            normal entries and close to it for gradients without dominant coordinates.
 
     Returns:
         Shape (n, n).
@@ -117,7 +139,7 @@ def inner_product_sd(
     """
     squared = _squared_norms(kernel)
     cosine = kernel / np.sqrt(np.outer(squared, squared))
-    return np.sqrt((1 + cosine**2 - 2 * (0 if peakedness is None else peakedness)) / proj_dim)
+    return np.sqrt((1 + cosine**2 - 2 * (0 if peaks is None else peaks)) / proj_dim)
 
 
 def _squared_norms(kernel: np.ndarray) -> np.ndarray:

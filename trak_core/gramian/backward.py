@@ -1,7 +1,7 @@
 """Backward passes for several rows of gradients at once, watched while they run."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
 
 
 @contextmanager
-def hooked(handles: Iterable[Any]) -> Iterator[None]:
+def hooked(handles: Iterable[Any]) -> Generator[None, None, None]:
     """Remove hooks at the end, whatever happens."""
     with ExitStack() as stack:
         for handle in handles:
