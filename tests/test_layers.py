@@ -12,7 +12,8 @@ LAYERS = [
     {"errors"},
     {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
-    {"gradients", "attribution"},
+    {"gradients", "attribution", "dual", "diagnostics"},
+    {"gramian"},
     {"stages"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -57,6 +58,8 @@ def test_modules_are_small(path):
         ("trak_core.provenance", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.memory", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.config", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.dual", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.diagnostics", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.normal_matrix", {"torch", "numba"}),
         ("trak_core.stages.scores", {"torch", "numba"}),
         ("trak_core.stages.average", {"torch", "numba"}),

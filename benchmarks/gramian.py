@@ -1,0 +1,319 @@
+"""Time and memory of the Gramian engine beside its peer, torchjd's: both sides in one run.
+
+    pip install torchjd
+    python benchmarks/gramian.py --threads 2 --csv gramian.csv
+
+A pass is a forward pass, one loss a sample, and their Gramian. Each model's Gramian is first
+compared with the peer's in float64, and is not timed if they differ. Then the two sides take turns,
+and the median of the repeats counts. Memory is measured in a process for each side and case: what a
+pass adds at its peak to what was there before it, model and data included. Ratios are ours over the
+peer's. Prints a Markdown table; --csv writes the same rows with the device, the versions and the
+commit.
+"""
+
+import argparse
+import csv
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.gramian import Engine
+
+CLASSES = 10
+
+
+class Encoder(nn.Module):
+    """A transformer encoder over 32 places; no dropout, which the peer doesn't allow."""
+
+    def __init__(self) -> None:
+        """Four layers of width 128."""
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4)
+        self.first, self.last = nn.Linear(32, 128), nn.Linear(128, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        return self.last(self.layers(self.first(x)).mean(1))
+
+
+def mlp() -> nn.Module:
+    """Three layers, as for 28 x 28 pixels."""
+    return nn.Sequential(
+        *(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()),
+        nn.Linear(512, CLASSES),
+    )
+
+
+def cifar_cnn() -> nn.Module:
+    """Six convolutions with GroupNorm, as for CIFAR-10."""
+    widths = [(3, 32, 1), (32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
+    layers: list[nn.Module] = []
+    for n_in, n_out, stride in widths:
+        layers += [
+            nn.Conv2d(n_in, n_out, 3, padding=1, stride=stride),
+            nn.GroupNorm(8, n_out),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES))
+
+
+def alexnet() -> nn.Module:
+    """The sizes of AlexNet for images of 224 x 224, with ten classes."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 64, 11, stride=4, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(64, 192, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(192, 384, 3, padding=1), nn.ReLU(), nn.Conv2d(384, 256, 3, padding=1)),
+        *(nn.ReLU(), nn.Conv2d(256, 256, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Flatten(), nn.Linear(9216, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU()),
+        nn.Linear(4096, CLASSES),
+    )
+
+
+# Models, the shape of a sample, and the batches; with 32 of AlexNet the peer takes over 20 GB.
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "MLP": (mlp, (784,), (8, 16, 32, 64)),
+    "CIFAR CNN": (cifar_cnn, (3, 32, 32), (8, 16, 32, 64)),
+    "transformer encoder": (Encoder, (32, 32), (8, 16, 32, 64)),
+    "AlexNet": (alexnet, (3, 224, 224), (8, 16)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: seconds are medians of passes, bytes are peaks."""
+
+    model: str
+    n_params: int
+    batch: int
+    threads: int
+    seconds: float
+    peer_seconds: float
+    time_ratio: float
+    peak_bytes: int
+    peer_peak_bytes: int
+    memory_ratio: float
+
+
+class Side:
+    """A model with one of the two engines on it."""
+
+    def __init__(self, case: str, side: str, device: str, dtype: torch.dtype = torch.float32):
+        """Make the model, the same one for both sides."""
+        make, self.shape, _ = CASES[case]
+        torch.manual_seed(0)
+        self.model = make().to(device, dtype)
+        if side == "peer":
+            from torchjd import autogram
+
+            self.engine: Any = autogram.Engine(self.model, batch_dim=0)
+        else:
+            self.engine = Engine(self.model, batch_dim=0)
+        self.device, self.dtype = device, dtype
+
+    def data(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Return samples and labels, the same for both sides."""
+        torch.manual_seed(1)
+        samples = torch.randn(batch, *self.shape).to(self.device, self.dtype)
+        return samples, torch.randint(0, CLASSES, (batch,)).to(self.device)
+
+    def run(self, samples: Tensor, labels: Tensor) -> Tensor:
+        """Make one pass."""
+        losses = nn.functional.cross_entropy(self.model(samples), labels, reduction="none")
+        return self.engine.compute_gramian(losses)
+
+
+def check(case: str, device: str) -> None:
+    """Compare the two sides in float64; SystemExit if they differ."""
+    ours, peer = (Side(case, side, device, torch.float64) for side in ("ours", "peer"))
+    data = ours.data(3)
+    found, expected = ours.run(*data), peer.run(*data)
+    error = float((found - expected).abs().max() / expected.abs().max())
+    if not error < 1e-6:
+        sys.exit(f"{case}: the two engines differ by {error:.3g}: not timed")
+
+
+def in_turn(case: str, batch: int, repeats: int, device: str) -> tuple[float, float]:
+    """Return the median seconds of both sides."""
+    sides = [Side(case, side, device) for side in ("ours", "peer")]
+    data = sides[0].data(batch)
+    seconds: list[list[float]] = [[], []]
+    for i in range(repeats + 1):
+        for side, times in zip(sides, seconds, strict=True):
+            _synchronize(device)
+            start = time.perf_counter()
+            side.run(*data)
+            _synchronize(device)
+            if i:
+                times.append(time.perf_counter() - start)
+    return statistics.median(seconds[0]), statistics.median(seconds[1])
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def peak_bytes(case: str, side: str, batch: int, device: str) -> int:
+    """Return what a pass adds at its peak; on a CPU, for a process of its own."""
+    made = Side(case, side, device)
+    data = made.data(batch)
+    made.run(*made.data(2))  # what libraries keep for good is not a pass's
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        made.run(*data)
+        return torch.cuda.max_memory_allocated() - before
+    # Linux starts counting the peak anew.
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    before = _status_bytes("VmRSS")
+    made.run(*data)
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    line = next(line for line in lines if line.startswith(key))
+    return int(line.split()[1]) * 2**10
+
+
+def peak_in_process(case: str, side: str, batch: int, device: str, threads: int) -> int:
+    """Measure ``peak_bytes`` in a process of its own."""
+    command = [sys.executable, __file__, "--threads", str(threads), "--device", device]
+    result = subprocess.run(
+        [*command, "--peak", case, side, str(batch)],
+        capture_output=True,
+        text=True,
+        check=False,
+        # Freed memory goes back at once, so that the peak is that of what is in use.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )
+    if result.returncode:
+        sys.exit(f"{case}, {side}, batch {batch}:\n{result.stderr}")
+    return int(result.stdout.split()[-1])
+
+
+def measure(case: str, batch: int, arguments: argparse.Namespace) -> Row:
+    """Measure one line of the table."""
+    seconds, peer_seconds = in_turn(case, batch, arguments.repeats, arguments.device)
+    peak, peer_peak = (
+        peak_in_process(case, side, batch, arguments.device, arguments.threads)
+        for side in ("ours", "peer")
+    )
+    n_params = sum(p.numel() for p in CASES[case][0]().parameters())
+    return Row(
+        case,
+        n_params,
+        batch,
+        arguments.threads,
+        seconds,
+        peer_seconds,
+        seconds / peer_seconds,
+        peak,
+        peer_peak,
+        peak / peer_peak,
+    )
+
+
+def environment(device: str) -> dict[str, str]:
+    """Return the device, versions and commit that a row belongs to."""
+    root = Path(__file__).parents[1]
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
+    versions = {package: metadata.version(package) for package in ("torch", "torchjd")}
+    return {"device": name, "python": platform.python_version(), **versions, "commit": commit}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
+
+
+def markdown(rows: list[Row]) -> str:
+    """Return the rows as a Markdown table, and how they compare with the targets."""
+    lines = [
+        "| model | parameters | batch | ours, ms | peer, ms | ratio "
+        "| ours, MiB | peer, MiB | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row.model} | {row.n_params:,} | {row.batch} | {row.seconds * 1e3:,.1f} | "
+        f"{row.peer_seconds * 1e3:,.1f} | {row.time_ratio:.2f} | {row.peak_bytes / 2**20:,.0f} | "
+        f"{row.peer_peak_bytes / 2**20:,.0f} | {row.memory_ratio:.2f} |"
+        for row in rows
+    ]
+
+    def mean(values: list[float]) -> float:
+        return math.exp(statistics.mean(math.log(value) for value in values))
+
+    slow = [f"{row.model} at {row.batch}" for row in rows if row.time_ratio > 1.1]
+    large = [f"{row.model} at {row.batch}" for row in rows if row.memory_ratio > 0.7]
+    lines += [
+        "",
+        f"geometric mean of times {mean([row.time_ratio for row in rows]):.2f} (target 0.8), "
+        f"of memory {mean([row.memory_ratio for row in rows]):.2f} (target 0.7)",
+        f"slower than 1.1: {', '.join(slow) or 'none'}; "
+        f"more than 0.7 of the memory: {', '.join(large) or 'none'}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2, help="of both sides, on a CPU")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # a process for one peak
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.peak:
+        case, side, batch = arguments.peak
+        print(peak_bytes(case, side, int(batch), arguments.device))
+        return
+    about = environment(arguments.device)
+    print(", ".join(f"{key} {value}" for key, value in about.items()), "\n", flush=True)
+    rows = []
+    for case in arguments.models:
+        check(case, arguments.device)
+        for batch in CASES[case][2]:
+            row = measure(case, batch, arguments)
+            rows.append(row)
+            print(
+                f"{case}, {batch}: time {row.time_ratio:.2f}, memory {row.memory_ratio:.2f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    print(markdown(rows))
+    if arguments.csv:
+        with arguments.csv.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
+            writer.writeheader()
+            writer.writerows(asdict(row) | about for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""The engine against the full Jacobian, and against the peer, on one quirk at a time."""
+
+import re
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.gramian import Engine
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def trained(*modules):
+    return [p for module in modules for p in module.parameters() if p.requires_grad]
+
+
+def by_jacobian(output, parameters):
+    """The definition, one entry of the output at a time."""
+    rows = []
+    for entry in output.flatten():
+        found = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
+        rows.append(
+            torch.cat([
+                (torch.zeros_like(p) if g is None else g).flatten()
+                for p, g in zip(parameters, found, strict=True)
+            ])
+        )
+    jacobian = torch.stack(rows)
+    n = output.ndim
+    gramian = (jacobian @ jacobian.T).view(output.shape + output.shape)
+    return gramian.permute((*range(n), *reversed(range(n, 2 * n))))
+
+
+def assert_equal(found, expected):
+    assert found.shape == expected.shape
+    scale = float(expected.abs().max())
+    assert scale > 0
+    assert float((found - expected).abs().max()) <= 1e-9 * scale
+
+
+def run(name, entries):
+    """Make an architecture, call it, and give a few entries a sample, or one loss."""
+    architecture = ARCHITECTURES[name]
+    model, inputs, kwargs = architecture.make(), architecture.inputs(), architecture.kwargs()
+
+    def call():
+        found = architecture.output(model(*inputs, **kwargs)).flatten(1)
+        weights = torch.arange(1.0, 1 + found.shape[1]).sqrt()
+        return found[:, :entries] if entries else (found * weights).square().sum(1)
+
+    return model, call
+
+
+@pytest.mark.parametrize("batch_dim", [None, 0])
+@pytest.mark.parametrize("entries", [0, 2], ids=["losses", "entries"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_gramian_is_that_of_the_jacobian(name, entries, batch_dim):
+    model, call = run(name, entries)
+    engine = Engine(model, batch_dim=batch_dim)
+    output = call()
+    assert_equal(engine.compute_gramian(output), by_jacobian(output, trained(model)))
+
+
+PEER = [(name, dim) for name, architecture in ARCHITECTURES.items() for dim in architecture.peer]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize(("name", "batch_dim"), PEER)
+def test_the_peer_agrees(name, batch_dim):
+    torchjd = pytest.importorskip("torchjd.autogram", reason="the gate installs torchjd")
+    torch.manual_seed(1)
+    model, call = run(name, 2)
+    found = Engine(model, batch_dim=batch_dim).compute_gramian(call())
+    torch.manual_seed(1)
+    model, call = run(name, 2)
+    expected = torchjd.Engine(model, batch_dim=batch_dim).compute_gramian(call())
+    # The peer numbers the entries of the output through.
+    assert_equal(found.permute(0, 1, 3, 2).reshape(expected.shape), expected)
+
+
+# What the fast path has to see through, and to have a closed form for, so that it is fast.
+SLOW = {
+    *("parameter reused", "parameter squared", "module reused", "scalar parameter", "RNN", "LSTM"),
+    *("parameter shared between modules", "tied embedding", "child called and its parameter used"),
+    *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
+    *("relative positions", "GRU, both ways", "loop over a cell", "PReLU"),
+    *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm", "einsum"),
+    *("orthogonal weight", "user's function", "operations without a rule", "in place"),
+    *("samples turned", "routed samples", "InstanceNorm", "nested containers, changed"),
+    *("samples as columns", "user's function of two outputs"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES.keys() - SLOW)
+def test_one_backward_pass_is_enough(name, monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
+    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
+    model, call = run(name, 2)
+    Engine(model, batch_dim=0).compute_gramian(call())
+
+
+@pytest.mark.parametrize("prefer", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", name)],
+)
+def test_all_ways_give_the_same(name, prefer, monkeypatch):
+    """Pieces of a few entries, and both ways to sum outer products."""
+    for module in ("contributions", "convolution"):
+        monkeypatch.setattr(f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer)
+    monkeypatch.setattr("trak_core.gramian.contributions.PIECE", 100)
+    monkeypatch.setattr("trak_core.gramian.convolution._WIDE", 1)
+    monkeypatch.setattr("trak_core.gramian.closed_forms._CACHED", 10)
+    model, call = run(name, 2)
+    output = call()
+    found = Engine(model, batch_dim=0).compute_gramian(output)
+    assert_equal(found, by_jacobian(output, trained(model)))
+
+
+def small():
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 24))
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch_dim"),
+    [
+        *(((), None), ((7,), None), ((7,), 0), ((7, 2), 0), ((2, 7), 1), ((2, 7), -1)),
+        *(((2, 7, 3), 1), ((7, 3, 2, 2), 0), ((2, 3, 2, 7), 3), ((2, 2, 7, 2), None), ((1, 7), 0)),
+        *(((0,), 0), ((0, 2), 0), ((0,), None)),
+    ],
+)
+def test_outputs_of_any_shape(shape, batch_dim):
+    model = small()
+    n_samples = shape[batch_dim] if batch_dim is not None else 7 if all(shape) else 0
+    each = max(1, torch.Size(shape).numel() // max(1, n_samples)) if shape else 1
+    inputs = torch.randn(n_samples, 5)
+    output = model(inputs)[:, :each]
+    if shape == (1, 7):  # a batch of one
+        output = model(torch.randn(1, 5))[:, :7]
+    elif not shape:
+        output = output.sum()
+    elif batch_dim is None:
+        output = output.reshape(shape)
+    else:
+        rest = [n for i, n in enumerate(shape) if i != batch_dim % len(shape)]
+        output = output.reshape(n_samples, *rest).movedim(0, batch_dim)
+    assert output.shape == shape
+    gramian = Engine(model, batch_dim=batch_dim).compute_gramian(output)
+    assert gramian.shape == (*shape, *reversed(shape))
+    if output.numel():
+        assert_equal(gramian, by_jacobian(output, trained(model)))
+
+
+def test_a_scalar_gives_its_squared_gradient_norm():
+    model = nn.Linear(3, 1, bias=False)
+    gramian = Engine(model).compute_gramian(model(torch.tensor([[1.0, 2, 3]])).sum())
+    assert gramian.shape == ()
+    assert float(gramian) == 14
+
+
+def test_several_modules_and_parameters_outside_of_them():
+    first, second, third = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+    output = third(second(first(torch.randn(3, 5)).tanh()).tanh())
+    for batch_dim in (None, 0):
+        found = Engine(first, third, batch_dim=batch_dim).compute_gramian(output)
+        assert_equal(found, by_jacobian(output, trained(first, third)))
+    unused = Engine(nn.Linear(2, 2), batch_dim=0).compute_gramian(output)
+    assert unused.shape == (3, 2, 2, 3)
+    assert not unused.any()
+
+
+def test_modules_within_modules_are_refused():
+    model = small()
+    for modules in ((model, model[0]), (model[0], model), (model, model)):
+        with pytest.raises(InputError, match=r"Found Linear|Found Sequential"):
+            Engine(*modules)
+    with pytest.raises(InputError, match="Found none"):
+        Engine()
+
+
+def test_what_cannot_be_differentiated_is_refused():
+    model = small()
+    engine = Engine(model, batch_dim=0)
+    with torch.no_grad():
+        output = model(torch.randn(3, 5))
+    with pytest.raises(InputError, match="Found no gradient"):
+        engine.compute_gramian(output)
+    with pytest.raises(InputError, match="Found tuple"):
+        engine.compute_gramian((output,))
+    with pytest.raises(InputError, match=r"batch_dim = 0. Found an output of shape \(\)"):
+        engine.compute_gramian(model(torch.randn(3, 5)).sum())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_batch_norm_in_training_mode_is_refused(affine):
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 2), nn.Sequential(nn.BatchNorm2d(2, affine=affine)), nn.Flatten()
+    )
+    output = model(torch.randn(3, 1, 4, 4))
+    with pytest.raises(InputError, match=r"Found statistics .* 1\.0 \(BatchNorm2d\)\. .*leave"):
+        Engine(model, batch_dim=0).compute_gramian(output)
+    assert_equal(Engine(model).compute_gramian(output), by_jacobian(output, trained(model)))
+
+
+def test_batch_norm_counts_as_the_forward_pass_used_it():
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).eval()
+    output = model(torch.randn(4, 5))
+    model.train()
+    found = Engine(model, batch_dim=0).compute_gramian(output)
+    assert_equal(found, by_jacobian(output, trained(model)))
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
+    with pytest.raises(InputError, match=r"1 \(BatchNorm1d\)"):
+        Engine(model, batch_dim=0).compute_gramian(model(torch.randn(4, 5)))

@@ -1,0 +1,221 @@
+"""What an engine leaves behind: nothing."""
+
+import gc
+import re
+import resource
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from workspace import REPOSITORY
+
+from trak_core.gramian import Engine
+
+
+def model_and_losses(*, inputs=None):
+    model = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.Dropout(), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4)
+    )
+    inputs = torch.randn(6, 1, 5, 5) if inputs is None else inputs
+    return model, lambda: nn.functional.cross_entropy(
+        model(inputs), torch.tensor([0, 1, 2, 3, 0, 1]), reduction="none"
+    )
+
+
+BATCH_DIMS = pytest.mark.parametrize("batch_dim", [None, 0])
+
+
+@BATCH_DIMS
+def test_backward_afterwards_gives_what_it_would_have_given(batch_dim):
+    model, losses = model_and_losses()
+    engine = Engine(model, batch_dim=batch_dim)
+    torch.manual_seed(3)
+    output = losses()
+    weights = engine.compute_gramian(output).sum(1)
+    output.backward(weights)
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    torch.manual_seed(3)
+    losses().backward(weights)
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert torch.equal(gradient, parameter.grad)
+
+
+@BATCH_DIMS
+def test_gradients_that_were_there_stay(batch_dim):
+    model, losses = model_and_losses()
+    engine = Engine(model, batch_dim=batch_dim)
+    engine.compute_gramian(losses())
+    assert all(p.grad is None for p in model.parameters())
+    losses().sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    engine.compute_gramian(losses())
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+@BATCH_DIMS
+def test_the_same_output_twice_gives_the_same(batch_dim):
+    model, losses = model_and_losses()
+    engine, output = Engine(model, batch_dim=batch_dim), losses()
+    found = engine.compute_gramian(output)
+    assert not found.requires_grad
+    assert torch.equal(found, engine.compute_gramian(output))
+    assert torch.equal(found, Engine(model, batch_dim=batch_dim).compute_gramian(output))
+
+
+@BATCH_DIMS
+def test_two_passes_in_flight_and_passes_that_are_thrown_away(batch_dim):
+    model, losses = model_and_losses()
+    engine = Engine(model, batch_dim=batch_dim)
+    first, thrown, second = losses(), losses(), losses()
+    alone = [Engine(model, batch_dim=batch_dim).compute_gramian(x) for x in (first, second)]
+    del thrown
+    assert torch.equal(engine.compute_gramian(second), alone[1])
+    assert torch.equal(engine.compute_gramian(first), alone[0])
+
+
+@BATCH_DIMS
+def test_only_the_gramian_stays_alive(batch_dim):
+    inputs = torch.randn(6, 1, 5, 5)
+    model, losses = model_and_losses(inputs=inputs)
+    hidden = []
+    handle = model[0].register_forward_hook(lambda *args: hidden.append(weakref.ref(args[2])))
+    engine = Engine(model, batch_dim=batch_dim)
+    gc.disable()
+    try:
+        output = losses()
+        reference = weakref.ref(output)
+        node = output.grad_fn
+        gramian = engine.compute_gramian(output)
+        del output, node
+        assert reference() is None
+        assert [ref() for ref in hidden] == [None]
+    finally:
+        gc.enable()
+        handle.remove()
+    assert gramian.grad_fn is None
+
+
+def test_no_tensor_is_left_after_the_call():
+    model, losses = model_and_losses()
+    engine = Engine(model, batch_dim=0)
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    engine.compute_gramian(losses())
+    before = tensors()
+    for _ in range(5):
+        engine.compute_gramian(losses())
+    assert tensors() == before
+
+
+@BATCH_DIMS
+def test_memory_stays_flat_over_fifty_passes(batch_dim):
+    # 8 MiB of activations a pass: anything kept shows.
+    model = nn.Sequential(nn.Linear(16, 2**15), nn.Tanh(), nn.Linear(2**15, 1))
+    inputs = torch.randn(8 if batch_dim is None else 64, 16)
+    engine = Engine(model, batch_dim=batch_dim)
+    gc.disable()
+    try:
+        for i in range(50):
+            engine.compute_gramian(model(inputs).squeeze(1))
+            if i == 9:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    finally:
+        gc.enable()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 32 * 2**10
+
+
+def test_modules_carry_nothing_of_the_engine():
+    model, losses = model_and_losses()
+    before = [dict(vars(part)) for part in model.modules()]
+    hooks = [len(part._forward_hooks) + len(part._backward_hooks) for part in model.modules()]
+    engine = Engine(model, batch_dim=0)
+    output = losses()
+    engine.compute_gramian(output)
+    Engine(model).compute_gramian(output)
+    after = [len(part._forward_hooks) + len(part._backward_hooks) for part in model.modules()]
+    assert hooks == after
+    assert [vars(part).keys() for part in model.modules()] == [part.keys() for part in before]
+    assert all(not parameter._backward_hooks for parameter in model.parameters())
+    reference = weakref.ref(engine)
+    del engine
+    assert reference() is None
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, when):
+        ctx.when = when
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.when["fails"]:
+            raise ArithmeticError("out of luck")
+        return gradient, None
+
+
+@BATCH_DIMS
+def test_after_an_exception_the_engine_works(batch_dim):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 2)
+            self.forward_fails, self.backward = False, {"fails": False}
+
+        def forward(self, x):
+            hidden = self.second(Failing.apply(self.first(x), self.backward))
+            if self.forward_fails:
+                raise ArithmeticError("out of luck")
+            return hidden.sum(1)
+
+    model, inputs = Model(), torch.randn(4, 3)
+    engine = Engine(model, batch_dim=batch_dim)
+    expected = engine.compute_gramian(model(inputs))
+    model.forward_fails = True
+    with pytest.raises(ArithmeticError):
+        model(inputs)
+    model.forward_fails = False
+    assert torch.equal(engine.compute_gramian(model(inputs)), expected)
+    output = model(inputs)
+    model.backward["fails"] = True
+    with pytest.raises(ArithmeticError):
+        engine.compute_gramian(output)
+    model.backward["fails"] = False
+    assert torch.equal(engine.compute_gramian(output), expected)
+    assert torch.equal(engine.compute_gramian(model(inputs)), expected)
+    output.sum().backward()
+
+
+@BATCH_DIMS
+def test_a_freed_graph_is_an_error_in_words(batch_dim):
+    model, losses = model_and_losses()
+    output = losses()
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        Engine(model, batch_dim=batch_dim).compute_gramian(output)
+
+
+def test_graphs_deeper_than_the_stack():
+    layer = nn.Linear(2, 2)
+    x = torch.randn(3, 2)
+    for _ in range(1500):
+        x = layer(x).tanh()
+    assert Engine(layer, batch_dim=0).compute_gramian(x.sum(1)).shape == (3, 3)
+
+
+def test_the_example_of_the_readme():
+    readme = (REPOSITORY / "README.md").read_text()
+    (code,) = re.findall(r"^```python gramian\.py\n(.*?)^```", readme, flags=re.S | re.M)
+    names = {}
+    exec(code, names)
+    assert names["gramian"].shape == (16, 16)
+    gradient = torch.cat([p.grad.flatten() for p in names["model"].parameters()])
+    scale = names["gramian"].diagonal().rsqrt()
+    expected = float((scale[:, None] * names["gramian"] * scale).sum())
+    assert float(gradient.square().sum()) == pytest.approx(expected, rel=1e-4)

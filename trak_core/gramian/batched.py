@@ -1,0 +1,169 @@
+"""The fast path: one backward pass for all samples, split at the crossings of a plan."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from trak_core.gramian.backward import backward, hooked, show
+from trak_core.gramian.closed_forms import closed_form
+from trak_core.gramian.contributions import Contribution, Dense
+from trak_core.gramian.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
+from trak_core.gramian.plan import MOVES, Plan, Region
+from trak_core.gramian.rows import add_rows
+
+
+class _Pass:
+    """What one backward pass gathers; it dies with the call."""
+
+    def __init__(self, plan: Plan, gramian: Tensor, n_samples: int):
+        self.plan, self.gramian, self.n_samples = plan, gramian, n_samples
+        # Crossings without a closed form, with the gradients of the outputs.
+        self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
+        # Of regions that aren't simple: rows at the tensors where they arrive.
+        self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
+
+    def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
+        """Take the gradients of a node's outputs, shape (C, *shape)."""
+        layouts = self.plan.layouts[node]
+        waiting = []
+        for edge, region in self.plan.crossings[node]:
+            found = closed_form(edge, gradients, layouts, self.n_samples)
+            if found is None:
+                waiting.append((edge, region))
+            else:
+                self._take(found, edge, region)
+        if waiting:
+            self.waiting[node] = gradients, waiting
+
+    def _take(self, found: Contribution, edge: Edge, region: Region) -> None:
+        if region.is_simple:
+            found.add_to(self.gramian)
+            return
+        rows, node, number = _moved(found.rows(), edge)
+        sums = self.arrived[id(region)]
+        sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
+
+    def finish(self) -> None:
+        """Ask the operations that have no closed form, then go down into the regions.
+
+        Only now, because a backward pass inside another one would meet its hooks.
+        """
+        for node, (gradients, waiting) in self.waiting.items():
+            indices = [edge.index for edge, _ in waiting]
+            found = _asked(node, gradients, self.plan.layouts[node], indices, self.n_samples)
+            for edge, region in waiting:
+                self._take(Dense(found[edge.index]), edge, region)
+        for region in self.plan.regions:
+            sums = self.arrived[id(region)]
+            if not sums:
+                continue
+            leaves = {key: leaf_of(key[0]) for key in sums}
+            extra = {
+                leaf: sums[key].reshape(len(sums[key]), -1)
+                for key, leaf in leaves.items()
+                if leaf is not None
+            }
+            inside = [key for key, leaf in leaves.items() if leaf is None]
+            add_rows(
+                self.gramian,
+                [GradientEdge(*key) for key in inside],
+                [sums[key].view(-1, *shape_of(*key)) for key in inside],
+                region.parameters,
+                extra,
+            )
+
+
+def _moved(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
+    """Carry rows past operations that only move entries, so that uses of one tensor meet."""
+    node, number = edge.node, edge.number
+    rows = rows.view(-1, *shape_of(node, number))
+    while name_of(node) in MOVES - {"Transpose", "Permute"}:
+        if name_of(node) == "T":
+            rows = rows.transpose(-1, -2) if rows.ndim == 3 else rows
+        ((node, number),) = node.next_functions
+        rows = rows.reshape(-1, *shape_of(node, number))
+    return rows, node, number
+
+
+def _asked(
+    node: Node,
+    gradients: dict[int, Tensor],
+    layouts: dict[int, int],
+    indices: list[int],
+    n_samples: int,
+) -> dict[int, Tensor]:
+    """Differentiate one operation for every row on its own.
+
+    Returns:
+        For each of the inputs ``indices``, shape (C, B, *shape).
+    """
+    call: Callable[..., Any] = node.apply if is_function(node) else node
+    n_outputs = len(node._input_metadata)
+    gradient = next(iter(gradients.values()))
+    n_each = len(gradient)
+    found: dict[int, list[Tensor]] = {index: [] for index in indices}
+    for i in range(n_each):
+        for sample in range(n_samples):
+            own: list[Tensor | None] = [None] * n_outputs
+            if is_function(node):
+                # They get zeros for outputs without a gradient, unlike the others.
+                own = [gradient.new_zeros(m.shape, dtype=m.dtype) for m in node._input_metadata]
+            for number, of_all in gradients.items():
+                alone = torch.zeros_like(of_all[i], memory_format=torch.contiguous_format)
+                cut = (-1, n_samples, layouts[number])
+                alone.view(cut)[:, sample] = of_all[i].reshape(cut)[:, sample]
+                own[number] = alone
+            answers = call(*own)
+            answers = answers if isinstance(answers, tuple) else (answers,)
+            for edge_index, rows in found.items():
+                answer = answers[edge_index]
+                shape = shape_of(*node.next_functions[edge_index])
+                # Sums over what was repeated are the caller's business, as in autograd itself.
+                rows.append(
+                    gradient.new_zeros(shape) if answer is None else answer.sum_to_size(shape)
+                )
+    return {
+        index: torch.stack(rows).unflatten(0, (n_each, n_samples)) for index, rows in found.items()
+    }
+
+
+def add_split(
+    gramian: Tensor, output: GradientEdge, gradients: Tensor, plan: Plan, n_samples: int
+) -> None:
+    """Add J J^T to a Gramian, for samples that are independent.
+
+    Args:
+        gramian: Shape (C B, C B), rows (c, b); changed in place.
+        output: Where the pass starts.
+        gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
+        plan: For this output.
+        n_samples: B.
+    """
+    gathered = _Pass(plan, gramian, n_samples)
+
+    def present(found: list[Tensor | None]) -> dict[int, Tensor]:
+        return {number: tensor for number, tensor in enumerate(found) if tensor is not None}
+
+    def watch(node: Node) -> Callable[[Any], None]:
+        def hook(found: Any) -> None:
+            show(found, lambda rows: gathered.visit(node, present(rows)))
+
+        return hook
+
+    stops = [(node, number) for node in plan.last for number in plan.layouts[node]]
+
+    def at_stops(found: list[Tensor | None]) -> None:
+        by_node: dict[Node, dict[int, Tensor]] = defaultdict(dict)
+        for (node, number), rows in zip(stops, found, strict=True):
+            if rows is not None:
+                by_node[node][number] = rows
+        for node, rows in by_node.items():
+            gathered.visit(node, rows)
+
+    with hooked(node.register_prehook(watch(node)) for node in plan.inner):
+        backward([output], [gradients], [GradientEdge(*stop) for stop in stops], at_stops)
+    gathered.finish()
