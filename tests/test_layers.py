@@ -14,6 +14,7 @@ LAYERS = [
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
     {"gradients", "attribution"},
     {"stages"},
+    {"compat"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "snakemake": set()}
