@@ -14,7 +14,9 @@ from trak_core.compat.gradient_computers import (
 from trak_core.compat.modelout_functions import AbstractModelOutput, CLIPModelOutput
 from trak_core.errors import InputError
 
-transformers = pytest.importorskip("transformers", reason="with the extra `test`, as `make test` has it")
+transformers = pytest.importorskip(
+    "transformers", reason="with the extra `test`, as `make test` has it"
+)
 
 
 class Pairs(torch.nn.Module):

@@ -164,7 +164,8 @@ def export_features(
             f"`sample_ids` must hold one id a sample, {len(gradients)}. Found {len(ids)}."
         )
     state = traker.saver.model_ids[model_id]
-    identity = state.get("imported") or {"id": str(model_id), "sha256": state.get("checkpoint")}
+    own = {"id": str(model_id), "sha256": state.get("checkpoint")}
+    identity = dict(state.get("imported", own))
     if checkpoint is not None:
         identity["id"] = checkpoint
     if checkpoint_file is not None:

@@ -208,6 +208,8 @@ class Featurizer:
         self, batch: Sequence[Tensor], model_id: int, rows: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return projected gradients over sqrt(p) as they are stored, (B, k); and ``describe``."""
+        # load_checkpoint did this; the user's code may have switched back.
+        self.model.eval()
         if not self._looked_at:
             check_task(self.task, self.model, batch)
             self._looked_at = True
@@ -248,8 +250,8 @@ class Featurizer:
         model_id, n = self.ckpt_loaded, self.train_set_size
         where = (self._last_ind, len(tensors[0]), n, "training samples")
         rows = positions(inds, num_samples, *where)
-        if self.saver.current_model_id != model_id:
-            self.saver.load_current_store(model_id)
+        # Other calls in between may have opened another model id, or this one for reading.
+        self.saver.load_current_store(model_id)
         store = self.saver.current_store
         missing = np.asarray(store["is_featurized"][rows]).ravel() == 0
         if missing.any():
@@ -289,6 +291,12 @@ class Featurizer:
             torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
+        if self.lambda_reg == 0 and self.proj_dim > self.num_params_for_grad:
+            raise InputError(
+                "With lambda_reg = 0, proj_dim must not exceed the number of parameters, "
+                f"{self.num_params_for_grad}: G^T G has no inverse. Found {self.proj_dim}. Lower "
+                "proj_dim, or raise lambda_reg."
+            )
         for model_id in checked_ids(self.saver, model_ids):
             made = finalize_model(
                 self.saver,

@@ -27,6 +27,8 @@ def checked_ids(saver: AbstractSaver, model_ids: Iterable[int] | None) -> list[i
     Raises:
         ModelIDException: If one is not in the store, or if there is none.
     """
+    if model_ids is not None and not isinstance(model_ids, Iterable):
+        raise InputError(f"`model_ids` must be a list of model ids. Found {model_ids!r}.")
     saver.refresh()
     found = sorted(saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
     unknown = [m for m in found if not saver.is_registered(m)]
@@ -102,7 +104,7 @@ def _what_is_missing(
     targets = saver.current_store[f"{exp_name}_grads"]
     if targets is None:
         return "its targets are not scored: call `start_scoring_checkpoint` and `score`"
-    unscored = np.flatnonzero(np.isnan(targets[:, 0]))
+    unscored = np.flatnonzero(np.isnan(targets).any(axis=1))
     if len(unscored):
         return f"its targets {listed(unscored.tolist())} are not scored: call `score` for them"
     return None

@@ -29,13 +29,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_array(path: Path, values: np.ndarray) -> np.memmap:
-    """Replace a ``.npy`` file whole, and return it as a read-only map."""
+    """Replace a ``.npy`` file whole, and return it as a map that may be changed, in memory only."""
     partial = _partial(path)
     array = open_memmap(partial, mode="w+", shape=values.shape, dtype=values.dtype)
     array[:] = values
     array.flush()
     partial.replace(path)
-    return open_memmap(path, mode="r")
+    return open_memmap(path, mode="c")
 
 
 @dataclass(frozen=True, slots=True)

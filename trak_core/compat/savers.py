@@ -316,7 +316,7 @@ class MmapSaver(AbstractSaver):
         return self.save_dir / "scores" / f"{exp_name}.mmap"
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Replace the scores of an experiment whole, and return them as a read-only map."""
+        """Replace the scores of an experiment whole, and return them; changes stay in memory."""
         stored = write_array(self._scores_path(exp_name), scores.astype(np.float32, copy=False))
         self.save_scores(exp_name)
         self.current_store[f"{exp_name}_scores"] = stored
