@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from compat_models import M, N, Net, checkpoints
 from compat_worker import featurize, score, tracer, work
 
@@ -54,6 +55,7 @@ def arrays(folder, model_id):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The store as one process makes it."""
+    torch.set_num_threads(1)  # as the workers do: the same sums, bit for bit
     folder = tmp_path_factory.mktemp("alone") / "store"
     made = tracer(folder)
     for model_id in (0, 1):

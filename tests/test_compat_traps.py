@@ -111,6 +111,23 @@ def test_only_what_is_missing_of_a_batch_is_computed(tmp_path, monkeypatch):
     assert made.saver.model_ids[0]["is_featurized"] == 1
 
 
+def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys):
+    whole = featurized(tmp_path / "whole").saver.current_store["grads"]
+    made = tracer(tmp_path / "halves")
+    compute = made.gradient_computer.compute_per_sample_grad
+
+    def limited(batch):
+        if len(batch[0]) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(batch)
+
+    monkeypatch.setattr(made.gradient_computer, "compute_per_sample_grad", limited)
+    made.load_checkpoint(STATES[0], 0)
+    made.featurize(TRAIN, num_samples=N)
+    np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
+    assert "out of memory; going on with 10 samples" in capsys.readouterr().out
+
+
 def test_an_existing_folder_is_never_wiped(tmp_path):
     made = featurized(tmp_path)
     made.finalize_features()
