@@ -34,6 +34,15 @@ def featurize(made, state, model_id):
         made.featurize([t[start : start + BATCH] for t in train], num_samples=min(BATCH, N - start))
 
 
+def featurize_part(made, state, number, n_workers):
+    """Featurize every n-th batch under model id 0, which the workers share."""
+    made.load_checkpoint(state, 0)
+    train = images(N)
+    for start in range(number * BATCH, N, n_workers * BATCH):
+        rows = range(start, min(start + BATCH, N))
+        made.featurize([t[start : start + BATCH] for t in train], inds=rows)
+
+
 def stall_at(made, batch):
     """Let the projection of a batch never come back."""
     project, calls = made.projector.project, []
@@ -61,10 +70,11 @@ def meet(folder, name, n_workers):
 
 
 def work(task, folder, number, n_workers):
-    """Featurize one checkpoint of several, stall while at it, or score one experiment of several.
+    """Do one worker's part.
 
     Args:
-        task: ``featurize``, ``stall`` or ``score``.
+        task: ``featurize`` a checkpoint of one's own, ``stall`` while at it, ``share`` one, or
+            ``score`` an experiment of one's own.
         folder: save_dir.
         number: Which worker this is.
         n_workers: How many work at once.
@@ -75,6 +85,8 @@ def work(task, folder, number, n_workers):
         made = tracer(folder)
         score(made, checkpoints(Net, 1)[0], 0, f"exp{number}")
         made.finalize_scores(f"exp{number}", model_ids=[0])
+    elif task == "share":
+        featurize_part(tracer(folder), checkpoints(Net, 1)[0], number, n_workers)
     else:
         # With and without the flag that the original asks for in jobs side by side.
         made = tracer(folder, load_from_save_dir=number % 2 == 0)

@@ -3,9 +3,10 @@
 import inspect
 import warnings
 
+import numpy as np
 import pytest
 import torch
-from compat_models import Net, Text
+from compat_models import Net, Text, checkpoints, images, walk
 
 import trak_core.compat as ours
 from trak_core.compat.projectors import (
@@ -14,6 +15,7 @@ from trak_core.compat.projectors import (
     ChunkedCudaProjector,
     NoOpProjector,
 )
+from trak_core.compat.savers import AbstractSaver
 
 NAMES = {
     "traker": "TRAKer",
@@ -126,3 +128,60 @@ def test_what_users_call_on_projectors():
     assert torch.equal(chunked.project({"w": torch.eye(20)}, model_id=2), matrix)
     grads = {"a": torch.randn(3, 2, 2), "b": torch.randn(3, 1)}
     assert NoOpProjector(device="cpu").project(grads, 0).shape == (3, 5)
+
+
+class RamSaver(AbstractSaver):
+    """A saver as one would write it for the original: arrays in memory, no more than is asked."""
+
+    def __init__(self, train_set_size, proj_dim, **arguments):
+        super().__init__(**arguments)
+        self.sizes, self.arrays = (train_set_size, proj_dim), {}
+
+    def register_model_id(self, model_id, _allow_featurizing_already_registered):
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
+        self.init_store(model_id)
+
+    def serialize_current_model_id_metadata(self, already_exists=True):
+        done = self.current_store["is_featurized"].sum() == self.sizes[0]
+        self.model_ids[self.current_model_id]["is_featurized"] = int(done)
+
+    def init_store(self, model_id):
+        n, k = self.sizes
+        shapes = {"grads": (n, k), "features": (n, k), "out_to_loss": (n, 1)}
+        self.arrays[model_id] = {name: np.zeros(shape, "f4") for name, shape in shapes.items()}
+        self.arrays[model_id]["is_featurized"] = np.zeros((n, 1), "i4")
+        self.load_current_store(model_id)
+
+    def init_experiment(self, exp_name, num_targets, model_id):
+        self.experiments[exp_name] = {"num_targets": num_targets}
+        (n, k), m = self.sizes, num_targets
+        shapes = {f"{exp_name}_grads": (m, k), f"{exp_name}_scores": (n, m)}
+        self.arrays[model_id, exp_name] = {name: np.zeros(s, "f4") for name, s in shapes.items()}
+        self.load_current_store(model_id, exp_name)
+
+    def load_current_store(self, model_id, exp_name=None, exp_num_targets=-1, mode="r+"):
+        self.current_model_id, self.current_experiment_name = model_id, exp_name
+        key = model_id if exp_name is None else (model_id, exp_name)
+        self.current_store.update(self.arrays[key])
+
+    def save_scores(self, exp_name):
+        self.saved = exp_name
+
+    def del_grads(self, model_id):
+        self.arrays[model_id]["grads"] = None
+
+
+def test_a_saver_of_ones_own(tmp_path):
+    given = {
+        "model": Net(),
+        "states": checkpoints(Net, 1),
+        "train": images(30),
+        "targets": images(4, seed=1),
+        "task": "image_classification",
+        "proj_dim": 8,
+    }
+    made, scores = walk(ours, save_dir=tmp_path / "ram", saver=RamSaver, **given)
+    _, expected = walk(ours, save_dir=tmp_path / "files", **given)
+    assert np.array_equal(scores, expected)
+    assert made.saver.saved == "mine"
+    assert not list((tmp_path / "ram").glob("*/*.mmap"))

@@ -83,6 +83,13 @@ def test_two_processes_with_a_checkpoint_each(start, alone, tmp_path):
     assert not list(folder.rglob("*.part"))
 
 
+def test_two_processes_share_a_checkpoint(start, alone, tmp_path):
+    folder = tmp_path / "store"
+    finish([start("share", folder, number, 2) for number in (0, 1)])
+    tracer(folder).finalize_features()
+    assert_same(folder, alone, [0])
+
+
 def test_a_killed_process_goes_on_where_it_was(start, alone, tmp_path):
     folder = tmp_path / "store"
     worker = start("stall", folder, 0, 1)

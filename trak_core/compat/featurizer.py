@@ -27,7 +27,7 @@ from trak_core.compat.gradient_computers import (
 from trak_core.compat.modelout_functions import AbstractModelOutput
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
-from trak_core.compat.setup import (
+from trak_core.compat.parts import (
     Projector,
     check_weights,
     checked_class,

@@ -248,7 +248,9 @@ class MmapSaver(AbstractSaver):
     def init_store(self, model_id: int) -> None:
         """Make the arrays of a model id that are not there yet, and open them."""
         (self.save_dir / str(model_id)).mkdir(exist_ok=True)
-        self.load_current_store(model_id, mode="w+")
+        # Two processes may share a model id: neither may put new arrays over the other's.
+        with self.locked():
+            self.load_current_store(model_id, mode="w+")
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
         """Make the targets' array of an experiment for a model id, and open it.

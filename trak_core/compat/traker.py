@@ -10,7 +10,7 @@ from trak_core.compat.exchange import write_artifact
 from trak_core.compat.featurizer import MODEL_IDS, NOTHING_LOADED, Featurizer
 from trak_core.compat.finalize import average_scores, checked_ids, usable_ids
 from trak_core.compat.savers import ModelIDException
-from trak_core.compat.setup import check_weights, put_weights
+from trak_core.compat.parts import check_weights, put_weights
 from trak_core.errors import InputError
 
 
