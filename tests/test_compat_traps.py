@@ -152,7 +152,10 @@ def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_pat
 
 def test_another_lambda_finalizes_again(tmp_path):
     featurized(tmp_path).finalize_features()
+    scored(tracer(tmp_path))
     made = tracer(tmp_path, lambda_reg=1.0)
+    with pytest.raises(ModelIDException, match=r"with lambda_reg 0\.0, not 1\.0: call `finalize"):
+        made.finalize_scores("mine")
     made.finalize_features()
     found = np.array(made.saver.current_store["features"])
     afresh = featurized(tmp_path / "afresh", lambda_reg=1.0)

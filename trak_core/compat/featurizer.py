@@ -25,8 +25,6 @@ from trak_core.compat.gradient_computers import (
     chosen_parameters,
 )
 from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.savers import AbstractSaver, MmapSaver
-from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trak_core.compat.parts import (
     Projector,
     check_weights,
@@ -36,6 +34,8 @@ from trak_core.compat.parts import (
     put_weights,
     store_metadata,
 )
+from trak_core.compat.savers import AbstractSaver, MmapSaver
+from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trak_core.compat.utils import get_num_params
 from trak_core.errors import InputError
 from trak_core.gradients import in_chunks

@@ -94,11 +94,17 @@ def finalize_model(
 
 
 def _what_is_missing(
-    saver: AbstractSaver, model_id: int, exp_name: str, num_targets: int
+    saver: AbstractSaver, model_id: int, exp_name: str, num_targets: int, lambda_reg: float
 ) -> str | None:
     """Open a model id's arrays for an experiment and say what keeps it from counting, in words."""
     if not saver.model_ids[model_id]["is_finalized"]:
         return "its features are not finalized: call `finalize_features`"
+    found = saver.model_ids[model_id].get("lambda_reg")
+    if found != lambda_reg:
+        return (
+            f"its features are finalized with lambda_reg {found}, not {lambda_reg}: call "
+            "`finalize_features`"
+        )
     saver.load_current_store(model_id, mode="r")
     saver.load_current_store(model_id, exp_name, num_targets, mode="r")
     targets = saver.current_store[f"{exp_name}_grads"]
@@ -115,6 +121,8 @@ def usable_ids(
     exp_name: str,
     num_targets: int,
     model_ids: Sequence[int],
+    *,
+    lambda_reg: float,
     allow_skip: bool,
     all_of_them: bool,
 ) -> list[int]:
@@ -125,6 +133,7 @@ def usable_ids(
         exp_name: The experiment.
         num_targets: m.
         model_ids: Which.
+        lambda_reg: With which their features must be finalized.
         allow_skip: Whether any of them may be left out.
         all_of_them: Whether nobody asked for these in particular: those whose features are not
             finalized may be left out then.
@@ -132,7 +141,7 @@ def usable_ids(
     Raises:
         ModelIDException: If one cannot count and may not be left out, or if none is left.
     """
-    reasons = {m: _what_is_missing(saver, m, exp_name, num_targets) for m in model_ids}
+    reasons = {m: _what_is_missing(saver, m, exp_name, num_targets, lambda_reg) for m in model_ids}
     missing = {m: reason for m, reason in reasons.items() if reason is not None}
     used = [m for m in model_ids if m not in missing]
     text = "; ".join(f"model id {m}: {reason}" for m, reason in missing.items())

@@ -204,14 +204,16 @@ class MmapSaver(AbstractSaver):
                 )
             self.load_current_store(model_id)
             return
-        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
         self.init_store(model_id)
+        if self.is_registered(model_id):
+            return  # by another process, in this moment
         if self.current_store["is_featurized"].any():
             raise ModelIDException(
                 f"{self.save_dir / str(model_id)}: the folder of a new model id must hold no "
                 f"features. Found some, but no id_{model_id}.json that says of what checkpoint. "
                 "Delete the folder, or take another model id."
             )
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
         self.serialize_current_model_id_metadata(already_exists=False)
 
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:

@@ -9,8 +9,8 @@ from trak_core.compat.batches import checked_batch, integer, listed, positions, 
 from trak_core.compat.exchange import write_artifact
 from trak_core.compat.featurizer import MODEL_IDS, NOTHING_LOADED, Featurizer
 from trak_core.compat.finalize import average_scores, checked_ids, usable_ids
-from trak_core.compat.savers import ModelIDException
 from trak_core.compat.parts import check_weights, put_weights
+from trak_core.compat.savers import ModelIDException
 from trak_core.errors import InputError
 
 
@@ -146,7 +146,15 @@ class TRAKer(Featurizer):
                 "`start_scoring_checkpoint` and `score` first."
             )
         num_targets = self.saver.experiments[exp_name]["num_targets"]
-        used = usable_ids(self.saver, exp_name, num_targets, chosen, allow_skip, model_ids is None)
+        used = usable_ids(
+            self.saver,
+            exp_name,
+            num_targets,
+            chosen,
+            lambda_reg=self.lambda_reg,
+            allow_skip=allow_skip,
+            all_of_them=model_ids is None,
+        )
         scores = average_scores(
             self.saver, self.score_computer, exp_name, num_targets, used, self.device
         )
