@@ -15,6 +15,7 @@ LAYERS = [
     {"gradients", "attribution", "dual", "diagnostics"},
     {"gramian"},
     {"stages"},
+    {"compat"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "snakemake": set()}

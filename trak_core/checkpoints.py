@@ -6,6 +6,7 @@ Nothing here unpickles: PyTorch files are read with ``weights_only=True``, the r
 import hashlib
 import json
 import pickle  # ruff: ignore[suspicious-pickle-import] -- its errors only; nothing here unpickles
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -130,34 +131,48 @@ def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return found
 
 
-def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
-    """Put a checkpoint's weights into ``model``, and the model into evaluation mode.
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Put weights into ``model``, and the model into evaluation mode.
 
-    Every parameter and buffer of the model must be in the checkpoint, with its shape, and nothing
-    else; tied parameters need to be there once. A prefix ``module.`` or ``_orig_mod.`` that every
-    key has is taken off where that makes them fit.
+    Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
+    parameters need to be there once. A prefix ``module.`` or ``_orig_mod.`` that every key has is
+    taken off where that makes them fit.
 
     Args:
         model: Changed in place.
-        checkpoint: See ``read_state_dict``.
+        state: Names to tensors.
+        source: Where they come from, for the message.
 
     Raises:
         InputError: If the keys or shapes don't fit; it lists them.
     """
     own = model.state_dict()
     # A part of the model itself may be called `module`: keys as they are, if those fit best.
-    state, misfits = min(
-        ((s, _misfits(s, own)) for s in _without_prefixes(read_state_dict(checkpoint))),
+    fitting, misfits = min(
+        ((s, _misfits(s, own)) for s in _without_prefixes(dict(state))),
         key=lambda pair: sum(map(len, pair[1].values())),
     )
     problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
     if problems:
         raise InputError(
-            f"{checkpoint}: the checkpoint's keys must be those of the study's model. "
-            f"Found {'; '.join(problems)}. Does make_model() build the model that was saved?"
+            f"{source}: the checkpoint's keys must be those of the model. Found "
+            f"{'; '.join(problems)}. Does make_model() build the model that was saved?"
         )
-    model.load_state_dict(state, strict=False)
+    model.load_state_dict(fitting, strict=False)
     model.eval()
+
+
+def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+    """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
+
+    Args:
+        model: Changed in place.
+        checkpoint: See ``read_state_dict``; what fits, see ``load_state_dict``.
+
+    Raises:
+        InputError: If it cannot be read, or does not fit.
+    """
+    load_state_dict(model, read_state_dict(checkpoint), str(checkpoint))
 
 
 def checkpoint_sha256(checkpoint: Path) -> str:
@@ -167,4 +182,14 @@ def checkpoint_sha256(checkpoint: Path) -> str:
         with path.open("rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
+    return digest.hexdigest()
+
+
+def state_dict_sha256(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of weights in memory: names, dtypes, shapes and bytes, in order."""
+    digest = hashlib.sha256()
+    for name, tensor in state.items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        values = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().data)
     return digest.hexdigest()

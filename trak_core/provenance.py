@@ -6,7 +6,7 @@ Standard library only: every start of Snakemake calls this.
 import ast
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,12 @@ def study_digest(study: Path) -> str:
 def ids_digest(ids: Sequence[int | str]) -> str:
     """Hash ids by their text, in order: 32 hexadecimal digits for any number of them."""
     text = json.dumps([str(i) for i in ids])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def parameters_digest(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Hash the names and shapes of parameters, in order: 32 hexadecimal digits."""
+    text = "\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -1,6 +1,5 @@
 """Project the per-sample gradients of one split under one checkpoint."""
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.projection import project
-from trak_core.provenance import ids_digest
+from trak_core.provenance import ids_digest, parameters_digest
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.output import CLIP, N_OTHERS, OTHERS_SEED, model_output
 from trak_core.stages.software import software
@@ -138,10 +137,9 @@ def compute_features(
     projection = ProjectionSpec(
         **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
     )
-    names = [f"{name} {tuple(p.shape)}" for name, p in parameters.items()]
     file_spec = {
         "projection": {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"},
-        "parameters": hashlib.blake2b("\n".join(names).encode(), digest_size=16).hexdigest(),
+        "parameters": parameters_digest({name: p.shape for name, p in parameters.items()}),
         "model_output": spec["model_output"],
         "checkpoint": {"id": spec["checkpoint"], "sha256": checkpoint_sha256(checkpoint)},
         "split": split,

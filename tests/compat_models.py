@@ -1,0 +1,116 @@
+"""Small models, data and the walk through TRAK's interface, for the tests of compat."""
+
+import torch
+from torch import nn
+
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec
+
+N, M, CLASSES = 40, 6, 4
+
+
+class Net(nn.Module):
+    """A small residual network with BatchNorm, built as torchvision's are."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        x = torch.relu(self.bn1(self.conv1(x)))
+        x = torch.relu(x + self.bn2(self.conv2(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+class Text(nn.Module):
+    """A text classifier that takes what tokenizers give, by name, and returns logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.types = nn.Embedding(30, 8), nn.Embedding(2, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, input_ids, token_type_ids, attention_mask):
+        x = self.tokens(input_ids) + self.types(token_type_ids)
+        mask = attention_mask.unsqueeze(-1).to(x.dtype)
+        # Without a padding mask in the layer: its fast path has no vmap rule.
+        x = self.layer(x * mask)
+        return self.head((x * mask).sum(1) / mask.sum(1))
+
+
+def images(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn(n, 3, 6, 6, generator=generator)
+    return pixels, torch.randint(CLASSES, (n,), generator=generator)
+
+
+def texts(n, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(30, (n, 5), generator=generator)
+    lengths = torch.randint(1, 6, (n, 1), generator=generator)
+    mask = (torch.arange(5) < lengths).long()
+    labels = torch.randint(CLASSES, (n,), generator=generator)
+    return ids, torch.randint(2, (n, 5), generator=generator), mask, labels
+
+
+TASKS = {"image_classification": (Net, images), "text_classification": (Text, texts)}
+
+
+def checkpoints(make, count):
+    """State dicts of untrained models, BatchNorm's statistics moved from where they start."""
+    states = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        model = make().train()
+        if make is Net:
+            with torch.no_grad():
+                model(images(32, seed=100 + seed)[0])
+        states.append(model.state_dict())
+    return states
+
+
+def injected(base, n_params, proj_dim, seed=0):
+    """An instance of a projector class of either package that applies our matrix, unscaled."""
+
+    class Injected(base):
+        def __init__(self):
+            super().__init__(n_params, proj_dim, seed, "rademacher", "cpu")
+
+        def project(self, grads, model_id):
+            if isinstance(grads, dict):
+                grads = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
+            spec = ProjectionSpec(
+                kind="rademacher",
+                n_params=n_params,
+                proj_dim=proj_dim,
+                seed=seed,
+                stream=model_id,
+            )
+            return grads @ torch.from_numpy(projection_matrix(spec)).float()
+
+        def free_memory(self):
+            pass
+
+    return Injected()
+
+
+def walk(package, model, states, train, targets, *, batch=16, **arguments):
+    """Featurize, finalize, score under every checkpoint, as a notebook would."""
+    settings = {"device": "cpu", "use_half_precision": False, "logging_level": 100, **arguments}
+    tracer = package.TRAKer(model=model, train_set_size=len(train[0]), **settings)
+    for model_id, state in enumerate(states):
+        tracer.load_checkpoint(state, model_id=model_id)
+        for start in range(0, len(train[0]), batch):
+            part = [t[start : start + batch] for t in train]
+            tracer.featurize(batch=part, num_samples=len(part[0]))
+    tracer.finalize_features()
+    for model_id, state in enumerate(states):
+        m = len(targets[0])
+        tracer.start_scoring_checkpoint("mine", state, model_id=model_id, num_targets=m)
+        tracer.score(batch=targets, num_samples=m)
+    return tracer, tracer.finalize_scores(exp_name="mine")

@@ -1,0 +1,265 @@
+"""Whole models through TRAK's interface: featurize, score, finalize; and CLIP's model output."""
+
+import numpy as np
+import pytest
+import torch
+from compat_models import images, walk
+from torch import nn
+
+import trak_core.compat as trak
+from trak_core.compat.gradient_computers import (
+    FunctionalGradientComputer,
+    IterativeGradientComputer,
+)
+from trak_core.compat.modelout_functions import AbstractModelOutput, CLIPModelOutput
+from trak_core.errors import InputError
+
+transformers = pytest.importorskip(
+    "transformers", reason="with the extra `test`, as `make test` has it"
+)
+
+
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = torch.nn.Linear(6, 4), torch.nn.Linear(5, 4)
+        self.logit_scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, image, text):
+        u = torch.nn.functional.normalize(self.image(image), dim=-1)
+        v = torch.nn.functional.normalize(self.text(text), dim=-1)
+        return u, v, self.logit_scale.exp()
+
+
+def test_clip_draws_evenly_on_any_device_and_weighs_every_pair(tmp_path):
+    torch.manual_seed(0)
+    model, pairs = Pairs(), (torch.randn(50, 6), torch.randn(50, 5))
+    made = trak.TRAKer(model, "clip", 50, tmp_path, device="cpu", proj_dim=8, logging_level=100)
+    loader = [tuple(t[i : i + 20] for t in pairs) for i in (0, 20, 40)]
+    made.task.get_embeddings(model, loader, batch_size=20, embedding_dim=4, size=45)
+    assert CLIPModelOutput.num_computed_embeddings == 45
+    made.load_checkpoint(model.state_dict(), 0)
+    made.featurize(pairs, num_samples=50)
+    weights = made.saver.current_store["out_to_loss"]
+    assert weights.shape == (50, 1)
+    assert (weights > 0).all()
+    first = np.array(made.saver.current_store["grads"])
+    again = trak.TRAKer(
+        model, "clip", 50, tmp_path / "b", device="cpu", proj_dim=8, logging_level=100
+    )
+    again.load_checkpoint(model.state_dict(), 0)
+    torch.manual_seed(99)
+    again.featurize(pairs, num_samples=50)
+    assert np.array_equal(again.saver.current_store["grads"], first)
+    # Every position is as likely as any other: the mean of many draws is the middle.
+    draws = [trak.modelout_functions.drawn_pairs(1000, 300, seed) for seed in range(50)]
+    assert abs(np.mean(draws) - 499.5) < 10
+
+
+def test_clip_needs_other_pairs_first(tmp_path, monkeypatch):
+    for name in ("image_embeddings", "text_embeddings", "_picked"):
+        monkeypatch.setattr(CLIPModelOutput, name, None)
+    model = Pairs()
+    made = trak.TRAKer(model, "clip", 4, tmp_path, device="cpu", proj_dim=2, logging_level=100)
+    made.load_checkpoint(model.state_dict(), 0)
+    with pytest.raises(InputError, match=r"call `traker\.task\.get_embeddings"):
+        made.featurize((torch.randn(4, 6), torch.randn(4, 5)), num_samples=4)
+
+
+class Block(nn.Module):
+    def __init__(self, ins, outs, stride):
+        super().__init__()
+        self.conv1 = nn.Conv2d(ins, outs, 3, stride, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(outs), nn.BatchNorm2d(outs)
+        self.conv2 = nn.Conv2d(outs, outs, 3, 1, 1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+        skip = nn.Conv2d(ins, outs, 1, stride, bias=False), nn.BatchNorm2d(outs)
+        self.downsample = nn.Sequential(*skip) if stride > 1 or ins != outs else nn.Identity()
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += self.downsample(x)
+        return self.relu(out)
+
+
+def resnet():
+    """Of torchvision's shape: in-place operations, BatchNorm, strides, pooling."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        Block(8, 8, 1),
+        Block(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+def test_a_residual_network_with_batchnorm(tmp_path):
+    model = resnet()
+    with torch.no_grad():
+        model(torch.randn(32, 3, 6, 6))
+    train, targets = images(40), images(5, seed=1)
+    _, scores = walk(
+        trak,
+        model,
+        [model.state_dict()],
+        train,
+        targets,
+        task="image_classification",
+        save_dir=tmp_path,
+        proj_dim=16,
+    )
+    assert scores.shape == (40, 5)
+    assert np.isfinite(scores).all()
+    assert not model.training
+
+
+def bert_batch(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, 50, (n, 7), generator=generator)
+    mask = (torch.arange(7) < torch.randint(2, 8, (n, 1), generator=generator)).long()
+    labels = torch.randint(3, (n,), generator=generator)
+    return ids * mask, torch.randint(2, (n, 7), generator=generator), mask, labels
+
+
+@pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
+def test_bert_as_transformers_makes_it(computer, tmp_path):
+    config = transformers.BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        max_position_embeddings=16,
+        num_labels=3,
+    )
+    model = transformers.BertForSequenceClassification(config)
+    made, scores = walk(
+        trak,
+        model,
+        [model.state_dict()],
+        bert_batch(24, 0),
+        bert_batch(3, 1),
+        task="text_classification",
+        save_dir=tmp_path,
+        proj_dim=8,
+        batch=12,
+        gradient_computer=computer,
+    )
+    assert scores.shape == (24, 3)
+    assert np.isfinite(scores).all()
+    assert (tmp_path / "artifacts/features/0/train.h5").is_file()
+    assert made.num_params_for_grad == sum(p.numel() for p in model.parameters())
+
+
+class NextToken(AbstractModelOutput):
+    """A model output of a user's own: what the documentation of the original suggests."""
+
+    def __init__(self):
+        pass
+
+    def get_output(self, model, weights, buffers, tokens):
+        named = {"input_ids": tokens.unsqueeze(0)}
+        logits = torch.func.functional_call(model, (weights, buffers), args=(), kwargs=named).logits
+        return -nn.functional.cross_entropy(logits[0, :-1], tokens[1:])
+
+    def get_out_to_loss_grad(self, model, weights, buffers, batch):
+        return torch.ones(len(batch[0]), 1)
+
+
+def test_gpt2_with_a_model_output_of_ones_own(tmp_path):
+    config = transformers.GPT2Config(
+        vocab_size=40,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    generator = torch.Generator().manual_seed(0)
+    train, targets = (torch.randint(40, (n, 6), generator=generator) for n in (20, 3))
+    made, scores = walk(
+        trak,
+        model,
+        [model.state_dict()],
+        (train,),
+        (targets,),
+        task=NextToken(),
+        save_dir=tmp_path,
+        proj_dim=8,
+    )
+    assert scores.shape == (20, 3)
+    assert np.isfinite(scores).all()
+    # The tied output layer is counted once.
+    assert made.num_params == sum(p.numel() for p in model.parameters())
+
+
+def test_clip_as_transformers_makes_it(tmp_path):
+    """open_clip's call, around another library's model."""
+
+    class OpenClip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            sizes = {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+            text = {**sizes, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29}
+            vision = {**sizes, "image_size": 8, "patch_size": 4}
+            config = transformers.CLIPConfig(
+                text_config=text, vision_config=vision, projection_dim=8
+            )
+            self.clip = transformers.CLIPModel(config)
+
+        def forward(self, image, text):
+            out = self.clip(pixel_values=image, input_ids=text)
+            return out.image_embeds, out.text_embeds, self.clip.logit_scale.exp()
+
+    model = OpenClip().eval()
+
+    def pairs(n, seed):
+        generator = torch.Generator().manual_seed(seed)
+        texts = torch.randint(1, 28, (n, 6), generator=generator)
+        texts[:, -1] = 29
+        return torch.randn(n, 3, 8, 8, generator=generator), texts
+
+    task = CLIPModelOutput(simulated_batch_size=10)
+    task.get_embeddings(model, [pairs(24, 0)], batch_size=24, embedding_dim=8)
+    _, scores = walk(
+        trak,
+        model,
+        [model.state_dict()],
+        pairs(24, 0),
+        pairs(3, 1),
+        task=task,
+        save_dir=tmp_path,
+        proj_dim=8,
+    )
+    assert scores.shape == (24, 3)
+    assert np.isfinite(scores).all()
+
+
+def test_a_model_that_mixes_samples_is_refused(tmp_path):
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(108, 4)
+            self.norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+        def forward(self, x):
+            return self.norm(self.body(x.flatten(1)))
+
+    model = Mixing()
+    made = trak.TRAKer(
+        model, "image_classification", 20, tmp_path, device="cpu", proj_dim=4, logging_level=100
+    )
+    made.load_checkpoint(model.state_dict(), 0)
+    with pytest.raises(InputError, match=r"must not depend on the others .* norm"):
+        made.featurize(images(20), num_samples=20)

@@ -1,0 +1,187 @@
+"""Every public name of the original, its small functions, and the installation check."""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from compat_models import Net, Text, checkpoints, images, walk
+
+import trak_core.compat as ours
+from trak_core.compat.projectors import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    NoOpProjector,
+)
+from trak_core.compat.savers import AbstractSaver
+
+NAMES = {
+    "traker": "TRAKer",
+    "projectors": "ProjectionType AbstractProjector NoOpProjector BasicSingleBlockProjector "
+    "BasicProjector CudaProjector ChunkedCudaProjector",
+    "gradient_computers": "AbstractGradientComputer FunctionalGradientComputer "
+    "IterativeGradientComputer",
+    "modelout_functions": "AbstractModelOutput ImageClassificationModelOutput "
+    "IterativeImageClassificationModelOutput TextClassificationModelOutput CLIPModelOutput "
+    "TASK_TO_MODELOUT",
+    "score_computers": "AbstractScoreComputer BasicSingleBlockScoreComputer BasicScoreComputer",
+    "savers": "AbstractSaver MmapSaver ModelIDException",
+    "utils": "parameters_to_vector get_num_params is_not_buffer vectorize get_output_memory "
+    "get_free_memory get_matrix_mult_standard get_matrix_mult_blockwise get_matrix_mult "
+    "get_parameter_chunk_sizes test_install",
+}
+PAIRS = [(module, name) for module, names in NAMES.items() for name in names.split()]
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("trak", reason="with the extra `test`, as `make test` has it")
+
+
+def parameters(callable_):
+    """Names and defaults, of a function or of what a class is made with."""
+    variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    found = inspect.signature(callable_).parameters.values()
+    return {p.name: p.default for p in found if p.kind not in variadic}
+
+
+@pytest.mark.parametrize(("module", "name"), PAIRS)
+def test_every_name_takes_the_arguments_of_the_original(module, name, theirs):
+    found = getattr(getattr(ours, module), name)
+    expected = getattr(getattr(theirs, module), name)
+    if not callable(found) or name in {"ModelIDException", "ProjectionType"}:
+        assert sorted(found) == sorted(expected) if module != "savers" else found
+        return
+    own, original = parameters(found), parameters(expected)
+    # Ours may have more; theirs come first and in order, as positional arguments do.
+    assert list(own)[: len(original)] == list(original)
+    for argument, default in original.items():
+        if default is not inspect.Parameter.empty and not inspect.isclass(default):
+            assert own[argument] == default, argument
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, _ in inspect.getmembers(ours.TRAKer, callable) if not n.startswith("_")]
+)
+def test_methods_take_the_arguments_of_the_original(name, theirs):
+    assert parameters(getattr(ours.TRAKer, name)) == parameters(getattr(theirs.TRAKer, name))
+
+
+def test_small_functions_are_theirs(theirs):
+    torch.manual_seed(0)
+    for model in (Net(), Text()):
+        for batch_size in (2**32 // 700, 2**20, 8):
+            found = ours.utils.get_parameter_chunk_sizes(model, batch_size)
+            assert found == theirs.utils.get_parameter_chunk_sizes(model, batch_size)
+        assert ours.utils.get_num_params(model) == theirs.utils.get_num_params(model)
+        names = list(model.state_dict())
+        for i in range(len(names)):
+            found = ours.utils.is_not_buffer(i, names)
+            assert found == theirs.utils.is_not_buffer(i, names)
+    grads = {"a": torch.randn(3, 2, 2), "b": torch.randn(3), "c": torch.randn(3, 5)}
+    expected = theirs.utils.vectorize(grads, device="cpu")
+    assert torch.equal(ours.utils.vectorize(grads, device="cpu"), expected)
+    into = torch.empty(3, 10)
+    assert torch.equal(ours.utils.vectorize(grads, into, device="cpu"), expected)
+    assert torch.equal(into, expected)
+    values = [p.detach() for p in Net().parameters()]
+    vector = theirs.utils.parameters_to_vector(values)
+    assert torch.equal(ours.utils.parameters_to_vector(values), vector)
+    x, y = torch.randn(7, 3), torch.randn(4, 3)
+    assert torch.allclose(ours.utils.get_matrix_mult(x, y), x @ y.T)
+    assert torch.allclose(ours.utils.get_matrix_mult_blockwise(x, y, torch.float32, 2), x @ y.T)
+    assert ours.utils.get_output_memory(x, y, torch.float16) == 7 * 4 * 2
+
+
+@pytest.mark.parametrize("use_fast_jl", [True, False])
+def test_the_installation_check_says_what_it_checked(use_fast_jl, capsys):
+    ours.test_install(use_fast_jl=use_fast_jl)
+    printed = capsys.readouterr().out
+    where = "cuda" if use_fast_jl and torch.cuda.is_available() else "cpu"
+    assert f"works on {where}" in printed
+    assert ("no CUDA device" in printed) == (use_fast_jl and where == "cpu")
+
+
+def test_what_users_call_on_projectors():
+    single = BasicSingleBlockProjector(20, 5, 0, "rademacher", "cpu", model_id=2)
+    matrix = single.proj_matrix.clone()
+    assert set(matrix.unique().tolist()) == {-1.0, 1.0}
+    single.free_memory()
+    assert not hasattr(single, "proj_matrix")
+    single.generate_sketch_matrix()
+    assert torch.equal(single.proj_matrix, matrix)
+    blocks = BasicProjector(20, 5, 0, "rademacher", "cpu", block_size=2, model_id=2)
+    blocks.get_generator_states()
+    parts = []
+    for state in blocks.generator_states:
+        blocks.generate_sketch_matrix(state)
+        parts.append(blocks.proj_matrix)
+    assert torch.equal(torch.cat(parts, dim=1), matrix)
+    assert torch.equal(blocks.project(torch.eye(20), model_id=2), matrix)
+    chunked = ChunkedCudaProjector([blocks], 20, [20], 8, "cpu", torch.float32)
+    chunked.allocate_input()
+    chunked.free_memory()
+    assert torch.equal(chunked.project({"w": torch.eye(20)}, model_id=2), matrix)
+    grads = {"a": torch.randn(3, 2, 2), "b": torch.randn(3, 1)}
+    assert NoOpProjector(device="cpu").project(grads, 0).shape == (3, 5)
+
+
+class RamSaver(AbstractSaver):
+    """A saver as one would write it for the original: arrays in memory, no more than is asked."""
+
+    def __init__(self, train_set_size, proj_dim, **arguments):
+        super().__init__(**arguments)
+        self.sizes, self.arrays = (train_set_size, proj_dim), {}
+
+    def register_model_id(self, model_id, _allow_featurizing_already_registered):
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
+        self.init_store(model_id)
+
+    def serialize_current_model_id_metadata(self, already_exists=True):
+        done = self.current_store["is_featurized"].sum() == self.sizes[0]
+        self.model_ids[self.current_model_id]["is_featurized"] = int(done)
+
+    def init_store(self, model_id):
+        n, k = self.sizes
+        shapes = {"grads": (n, k), "features": (n, k), "out_to_loss": (n, 1)}
+        self.arrays[model_id] = {name: np.zeros(shape, "f4") for name, shape in shapes.items()}
+        self.arrays[model_id]["is_featurized"] = np.zeros((n, 1), "i4")
+        self.load_current_store(model_id)
+
+    def init_experiment(self, exp_name, num_targets, model_id):
+        self.experiments[exp_name] = {"num_targets": num_targets}
+        (n, k), m = self.sizes, num_targets
+        shapes = {f"{exp_name}_grads": (m, k), f"{exp_name}_scores": (n, m)}
+        self.arrays[model_id, exp_name] = {name: np.zeros(s, "f4") for name, s in shapes.items()}
+        self.load_current_store(model_id, exp_name)
+
+    def load_current_store(self, model_id, exp_name=None, exp_num_targets=-1, mode="r+"):
+        self.current_model_id, self.current_experiment_name = model_id, exp_name
+        key = model_id if exp_name is None else (model_id, exp_name)
+        self.current_store.update(self.arrays[key])
+
+    def save_scores(self, exp_name):
+        self.saved = exp_name
+
+    def del_grads(self, model_id):
+        self.arrays[model_id]["grads"] = None
+
+
+def test_a_saver_of_ones_own(tmp_path):
+    given = {
+        "model": Net(),
+        "states": checkpoints(Net, 1),
+        "train": images(30),
+        "targets": images(4, seed=1),
+        "task": "image_classification",
+        "proj_dim": 8,
+    }
+    made, scores = walk(ours, save_dir=tmp_path / "ram", saver=RamSaver, **given)
+    _, expected = walk(ours, save_dir=tmp_path / "files", **given)
+    assert np.array_equal(scores, expected)
+    assert made.saver.saved == "mine"
+    assert not list((tmp_path / "ram").glob("*/*.mmap"))

@@ -1,0 +1,289 @@
+"""What the original gets wrong: for each trap, what happens here."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from compat_models import CLASSES, M, N, Net, checkpoints, images
+
+import trak_core.compat as trak
+from trak_core.compat.gradient_computers import (
+    FunctionalGradientComputer,
+    IterativeGradientComputer,
+)
+from trak_core.compat.modelout_functions import ImageClassificationModelOutput
+from trak_core.compat.projectors import (
+    BasicProjector,
+    BasicSingleBlockProjector,
+    ChunkedCudaProjector,
+    CudaProjector,
+)
+from trak_core.compat.savers import ModelIDException
+from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
+from trak_core.errors import InputError
+
+TRAIN, TARGETS = images(N), images(M, seed=1)
+STATES = checkpoints(Net, 2)
+
+
+def tracer(folder, **arguments):
+    given = {
+        "model": Net(),
+        "task": "image_classification",
+        "train_set_size": N,
+        "save_dir": folder,
+        "device": "cpu",
+        "proj_dim": 12,
+        "logging_level": 100,
+        "use_half_precision": False,
+    }
+    return trak.TRAKer(**{**given, **arguments})
+
+
+def featurized(folder, model_ids=(0,), **arguments):
+    made = tracer(folder, **arguments)
+    for model_id in model_ids:
+        made.load_checkpoint(STATES[model_id], model_id)
+        made.featurize(TRAIN, num_samples=N)
+    return made
+
+
+def scored(made, model_ids=(0,), name="mine"):
+    for model_id in model_ids:
+        made.start_scoring_checkpoint(name, STATES[model_id], model_id, num_targets=M)
+        made.score(TARGETS, num_samples=M)
+    return made
+
+
+def test_scoring_before_finalizing_says_what_is_missing(tmp_path):
+    made = featurized(tmp_path)
+    made.start_scoring_checkpoint("mine", STATES[0], 0, num_targets=M)
+    with pytest.raises(ModelIDException, match="call `finalize_features` first"):
+        made.score(TARGETS, num_samples=M)
+    with pytest.raises(ModelIDException, match="not finalized: call `finalize_features`"):
+        made.finalize_scores("mine")
+    made.finalize_features()
+    with pytest.raises(ModelIDException, match=r"0, 1, 2, 3, 4, 5 are not scored: call `score`"):
+        made.finalize_scores("mine")
+    made.score(TARGETS, num_samples=M)
+    assert np.isfinite(made.finalize_scores("mine")).all()
+
+
+def test_allow_skip_skips_and_names_what_it_left_out(tmp_path):
+    made = featurized(tmp_path, (0, 1))
+    made.finalize_features()
+    scored(made)
+    alone = np.array(made.finalize_scores("mine", model_ids=[0]))
+    with pytest.raises(ModelIDException, match=r"model id 1: its targets are not scored"):
+        made.finalize_scores("mine")
+    with pytest.warns(UserWarning, match=r"Left out .*'mine': model id 1: its targets are not"):
+        assert np.array_equal(made.finalize_scores("mine", allow_skip=True), alone)
+
+
+def test_checkpoints_nobody_asked_for_are_left_out_when_unfinished(tmp_path):
+    made = featurized(tmp_path, (0, 1))
+    made.finalize_features(model_ids=[0])
+    scored(made)
+    with pytest.warns(UserWarning, match="model id 1: its features are not finalized"):
+        made.finalize_scores("mine")
+    with pytest.raises(ModelIDException, match="model id 1: its features are not finalized"):
+        made.finalize_scores("mine", model_ids=[0, 1])
+
+
+def test_only_what_is_missing_of_a_batch_is_computed(tmp_path, monkeypatch):
+    whole = featurized(tmp_path / "whole").saver.current_store["grads"]
+    made = tracer(tmp_path / "parts")
+    made.load_checkpoint(STATES[0], 0)
+    made.featurize([t[5:12] for t in TRAIN], inds=np.arange(5, 12))
+    computed = []
+    compute = made.gradient_computer.compute_per_sample_grad
+    monkeypatch.setattr(
+        made.gradient_computer,
+        "compute_per_sample_grad",
+        lambda batch: computed.append(len(batch[0])) or compute(batch),
+    )
+    made.featurize([t[:16] for t in TRAIN], num_samples=16)
+    made.featurize([t[:16] for t in TRAIN], inds=torch.arange(16))
+    made.featurize([t[16:] for t in TRAIN], num_samples=N - 16)
+    assert computed == [9, N - 16]
+    np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
+    assert made.saver.model_ids[0]["is_featurized"] == 1
+
+
+def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys):
+    whole = featurized(tmp_path / "whole").saver.current_store["grads"]
+    made = tracer(tmp_path / "halves")
+    compute = made.gradient_computer.compute_per_sample_grad
+
+    def limited(batch):
+        if len(batch[0]) > 12:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute(batch)
+
+    monkeypatch.setattr(made.gradient_computer, "compute_per_sample_grad", limited)
+    made.load_checkpoint(STATES[0], 0)
+    made.featurize(TRAIN, num_samples=N)
+    np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
+    assert "out of memory; going on with 10 samples" in capsys.readouterr().out
+
+
+def test_an_existing_folder_is_never_wiped(tmp_path):
+    made = featurized(tmp_path)
+    made.finalize_features()
+    scores = np.array(scored(made).finalize_scores("mine"))
+    again = featurized(tmp_path, load_from_save_dir=False)
+    assert again.saver.current_store["is_featurized"].all()
+    assert again.saver.model_ids[0]["is_finalized"] == 1
+    assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), scores)
+    assert "mine" in json.loads((tmp_path / "experiments.json").read_text())
+
+
+def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_path):
+    made = featurized(tmp_path, (0, 1))
+    made.finalize_features()
+    scores = np.array(scored(made).finalize_scores("mine", model_ids=[0]))
+    scored(made, (1,))
+    assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), scores)
+    both = made.finalize_scores("mine")
+    assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), both)
+    assert not np.allclose(both, scores)
+
+
+def test_another_lambda_finalizes_again(tmp_path):
+    featurized(tmp_path).finalize_features()
+    scored(tracer(tmp_path))
+    made = tracer(tmp_path, lambda_reg=1.0)
+    with pytest.raises(ModelIDException, match=r"with lambda_reg 0\.0, not 1\.0: call `finalize"):
+        made.finalize_scores("mine")
+    made.finalize_features()
+    found = np.array(made.saver.current_store["features"])
+    afresh = featurized(tmp_path / "afresh", lambda_reg=1.0)
+    afresh.finalize_features()
+    assert np.array_equal(found, afresh.saver.current_store["features"])
+    assert json.loads((tmp_path / "id_0.json").read_text())["0"]["lambda_reg"] == 1.0
+
+
+def test_another_lambda_needs_the_gradients(tmp_path):
+    made = featurized(tmp_path)
+    made.finalize_features(del_grads=True)
+    assert not (tmp_path / "0/grads.mmap").exists()
+    made.finalize_features()
+    with pytest.raises(InputError, match=r"lambda_reg 0\.0, now it is 1\.0.*`del_grads`"):
+        tracer(tmp_path, lambda_reg=1.0).finalize_features()
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+@pytest.mark.parametrize("proj_dim", [7, 12])
+def test_small_projections_on_any_spelling_of_the_cpu(device, proj_dim, tmp_path):
+    made = featurized(tmp_path, device=device, proj_dim=proj_dim)
+    made.finalize_features()
+    assert scored(made).finalize_scores("mine").shape == (N, M)
+    assert isinstance(made.projector, BasicProjector)
+    assert made.projector.proj_type == "rademacher"
+
+
+@pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
+def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
+    """A parameter that cannot be differentiated is no obstacle if it isn't asked for."""
+
+    class Refusing(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, g):
+            raise AssertionError("differentiated in vain")
+
+    class Model(Net):
+        def forward(self, x):
+            x = Refusing.apply(self.conv1.weight).sum() + self.conv2(self.conv1(x))
+            return self.fc(x.mean((2, 3)))
+
+    made = featurized(tmp_path, model=Model(), grad_wrt=["fc.bias"], gradient_computer=computer)
+    assert made.num_params_for_grad == CLASSES
+    assert np.isfinite(made.saver.current_store["grads"]).all()
+
+
+def test_half_precision_sums_and_solves_in_full(tmp_path):
+    grads = torch.full((70_000, 2), 1.0, dtype=torch.float16)
+    grads[::2, 1] = -1
+    computer = BasicScoreComputer(torch.float16, "cpu", CUDA_MAX_DIM_SIZE=999, lambda_reg=1e-3)
+    xtx = computer.get_xtx(grads)
+    assert torch.equal(xtx, 70_000 * torch.eye(2, dtype=torch.float64))
+    inverse = torch.linalg.inv(xtx.double() + 1e-3 * torch.eye(2))
+    expected = grads.double() @ (inverse / inverse.abs().mean())
+    assert torch.allclose(computer.get_x_xtx_inv(grads, xtx).double(), expected)
+    made = featurized(tmp_path, use_half_precision=True, lambda_reg=1e-6)
+    made.finalize_features()
+    scores = scored(made).finalize_scores("mine")
+    full = featurized(tmp_path / "full", lambda_reg=1e-6)
+    full.finalize_features()
+    expected = scored(full).finalize_scores("mine")
+    assert scores.dtype == np.float32
+    assert np.abs(scores - expected).max() <= 2e-2 * np.abs(expected).max()
+
+
+def test_the_matrix_is_a_function_of_seed_model_id_row_and_column_alone():
+    torch.manual_seed(0)
+    p, k = 300, 40
+    grads = {"a": torch.randn(5, 10, 10), "b": torch.randn(5, 200)}
+    flat = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
+
+    def close(found, expected):
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+    for kind in ("rademacher", "normal"):
+        whole = BasicProjector(p, k, 3, kind, "cpu")
+        expected = whole.project(flat, model_id=7)
+        for block_size in (1, 7, 100):
+            other = BasicProjector(p, k, 3, kind, "cpu", block_size=block_size, dtype=torch.float16)
+            assert torch.equal(other.project(grads, model_id=7), expected)
+        single = BasicSingleBlockProjector(p, k, 3, kind, "cpu", dtype=torch.float16, model_id=7)
+        close(single.project(grads, model_id=7), expected)
+        wider = BasicProjector(p, 2 * k, 3, kind, torch.device("cpu"))
+        close(wider.project(flat, model_id=7)[:, :k], expected)
+        # Seeds of chunks do not matter: one matrix for all parameters.
+        chunks = [BasicProjector(n, k, 3, kind, "cpu") for n in (100, 200)]
+        chunked = ChunkedCudaProjector(chunks, 200, [100, 200], 8, "cpu", torch.float16)
+        close(chunked.project(grads, model_id=7), expected)
+        reseeded = BasicProjector(p, k, 4, kind, "cpu")
+        for other in (whole.project(flat, model_id=8), reseeded.project(flat, model_id=7)):
+            assert not torch.allclose(other, expected, atol=1)
+
+
+def test_misspelt_arguments_are_errors(tmp_path):
+    with pytest.raises(TypeError, match="proj_dims"):
+        tracer(tmp_path, proj_dims=3)
+    with pytest.raises(TypeError, match="blocksize"):
+        BasicProjector(10, 5, 0, "rademacher", "cpu", blocksize=5)
+    with pytest.raises(TypeError, match="temprature"):
+        ImageClassificationModelOutput(temprature=2)
+    # The documented calls of the original go on working.
+    BasicProjector(
+        grad_dim=10, proj_dim=5, seed=0, proj_type="normal", device="cpu", max_batch_size=8
+    )
+
+
+def test_the_single_block_score_computer_honours_lambda(tmp_path):
+    given = {"score_computer": BasicSingleBlockScoreComputer, "lambda_reg": 0.5}
+    for name, arguments in (("single", given), ("blocks", {"lambda_reg": 0.5})):
+        made = featurized(tmp_path / name, **arguments)
+        made.finalize_features()
+        scored(made).finalize_scores("mine")
+    single, blocks = (np.load(tmp_path / f"{n}/scores/mine.mmap") for n in ("single", "blocks"))
+    np.testing.assert_allclose(single, blocks, rtol=1e-5)
+    plain = BasicSingleBlockScoreComputer(torch.float32, "cpu")
+    assert plain.get_xtx(torch.eye(3)).shape == (3, 3)
+
+
+def test_a_cuda_projector_needs_a_cuda_device():
+    with pytest.raises(ValueError, match="must have a CUDA device"):
+        CudaProjector(10, 5, 0, "rademacher", "cpu", 8)

@@ -1,0 +1,226 @@
+"""TRAK's two ways to per-sample gradients: by torch.func all at once, or by autograd one by one.
+
+Both differentiate the chosen parameters only, in the order of ``named_parameters``, and give equal
+numbers.
+"""
+
+import contextlib
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trak_core.compat.modelout_functions import AbstractModelOutput
+from trak_core.compat.utils import vectorize
+from trak_core.errors import InputError
+from trak_core.gradients import PerSample, check_finite, looped_gradients, per_sample_gradients
+from trak_core.model_outputs import ModelOutput
+
+
+def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
+    """Return the parameters to differentiate, in the model's order.
+
+    Raises:
+        InputError: If a name is not one of the model's parameters.
+    """
+    parameters = dict(model.named_parameters())
+    if grad_wrt is None:
+        return parameters
+    names = set(grad_wrt)
+    unknown = sorted(names - parameters.keys())
+    if unknown or not names:
+        raise InputError(
+            "`grad_wrt` must name parameters of the model, at least one. Found "
+            f"{', '.join(unknown) or 'none'}; the model has {', '.join(parameters)}."
+        )
+    return {name: value for name, value in parameters.items() if name in names}
+
+
+# What ``_Value`` returns is f itself; nothing else is asked for here.
+_VALUE = ModelOutput(
+    read=lambda returned: cast(Tensor, returned),
+    value=lambda outputs, label: outputs,
+    loss_weight=lambda outputs, label: torch.zeros_like(outputs),
+    curvature=None,
+    prediction=lambda outputs, label: torch.zeros_like(outputs),
+    label_number=lambda label: label,
+    label_ndim=None,
+    n_classes=lambda outputs: None,
+    unit="that of the task",
+)
+
+
+class _Value(nn.Module):
+    """A task's f as what a module returns for a batch of one, so that it can be differentiated."""
+
+    def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
+        super().__init__()
+        self.model = model
+        # Not as a submodule: a task that is one has no part in the gradient.
+        self._task, self._functional = (task,), functional
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        (task,) = self._task
+        weights = buffers = None
+        if self._functional:
+            weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
+        one_by_one = self._functional or getattr(task, "per_sample", False)
+        sample = [t.squeeze(0) for t in batch] if one_by_one else batch
+        f = task.get_output(self.model, weights, buffers, *sample)
+        if f.numel() != 1:
+            raise InputError(
+                "A task's get_output must return one number a sample. Found a tensor of shape "
+                f"{tuple(f.shape)} for one sample."
+            )
+        return f.reshape(1)
+
+
+@contextlib.contextmanager
+def _without_fast_path() -> Generator[None, None, None]:
+    """Keep torch's transformer layers from their inference kernels, which vmap cannot batch.
+
+    They take them when only parameters of other layers are differentiated.
+    """
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+def check_gradients(
+    gradients: Tensor | Mapping[str, Tensor], shapes: Mapping[str, torch.Size], rows: np.ndarray
+) -> None:
+    """Stop at gradients that are NaN or infinite.
+
+    Args:
+        gradients: Names to (B, *shape), or shape (B, p).
+        shapes: Of the parameters that are differentiated, in order.
+        rows: Positions of the samples, for the message.
+
+    Raises:
+        InputError: Naming the samples and the parameters.
+    """
+    if isinstance(gradients, Tensor):
+        sizes = [size.numel() for size in shapes.values()]
+        gradients = dict(zip(shapes, gradients.split(sizes, dim=1), strict=True))
+    # A parameter may be a single number.
+    blocks = {name: block.reshape(len(block), -1) for name, block in gradients.items()}
+    nothing = torch.zeros(len(rows), device=next(iter(gradients.values())).device)
+    check_finite(PerSample(blocks, nothing, nothing, nothing, None), rows.tolist())
+
+
+class AbstractGradientComputer(ABC):
+    """Per-sample gradients of a task's model output, and its loss weights."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: str | torch.device = "cuda",
+    ) -> None:
+        """Keep the arguments; ``dtype`` is that of stored features, gradients keep their own."""
+        self.model = model
+        self.modelout_fn = task
+        self.grad_dim = grad_dim
+        self.dtype = dtype
+        self.device = device
+
+    @abstractmethod
+    def load_model_params(self, model: nn.Module) -> None:
+        """Take the parameters that the model has now."""
+
+    @abstractmethod
+    def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
+        """Return df/dtheta of each sample: names to (B, *shape), or shape (B, grad_dim)."""
+
+    @abstractmethod
+    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return Q of each sample, shape (B, 1)."""
+
+
+class FunctionalGradientComputer(AbstractGradientComputer):
+    """Gradients by ``vmap(grad(f))``; the result is names to tensors (B, *shape)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: str | torch.device = "cuda",
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        """Take the names of the parameters to differentiate; all of them if None."""
+        super().__init__(model, task, grad_dim, dtype, device)
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.logger = logging.getLogger("GradientComputer")
+        self.load_model_params(model)
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Set ``func_weights`` and ``func_buffers``, names to tensors."""
+        self.model = model
+        self._chosen = chosen_parameters(model, self.grad_wrt)
+        self.func_weights = dict(model.named_parameters())
+        self.func_buffers = dict(model.named_buffers())
+
+    def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return names of the chosen parameters to gradients (B, *shape)."""
+        value = _Value(self.model, self.modelout_fn, functional=True)
+        parameters = {f"model.{name}": p for name, p in self._chosen.items()}
+        with _without_fast_path():
+            found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients
+        return {name.removeprefix("model."): gradient for name, gradient in found.items()}
+
+    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return Q of each sample, shape (B, 1)."""
+        return self.modelout_fn.get_out_to_loss_grad(
+            self.model, self.func_weights, self.func_buffers, batch
+        )
+
+
+class IterativeGradientComputer(AbstractGradientComputer):
+    """Gradients by autograd in a loop, for what ``vmap`` cannot take; shape (B, grad_dim).
+
+    The task's ``get_output`` is called with weights and buffers None, once a sample: with a batch
+    of one, or, for the tasks here that take one sample, with the sample.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        task: AbstractModelOutput,
+        grad_dim: int | None = None,
+        dtype: torch.dtype = torch.float16,
+        device: str | torch.device = "cuda",
+        grad_wrt: Iterable[str] | None = None,
+    ) -> None:
+        """Take the names of the parameters to differentiate; all of them if None."""
+        super().__init__(model, task, grad_dim, dtype, device)
+        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
+        self.logger = logging.getLogger("GradientComputer")
+        self.load_model_params(model)
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Set ``model_params``, the parameters to differentiate."""
+        self.model = model
+        self._chosen = chosen_parameters(model, self.grad_wrt)
+        self.model_params = list(self._chosen.values())
+
+    def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return the gradients side by side, shape (B, grad_dim)."""
+        value = _Value(self.model, self.modelout_fn, functional=False)
+        found = looped_gradients(value, self._chosen, _VALUE, tuple(batch)).gradients
+        return vectorize(found, device=self.model_params[0].device)
+
+    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return Q of each sample, shape (B, 1)."""
+        return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)

@@ -1,0 +1,327 @@
+"""TRAK's model output functions as classes: f(z; theta) and its loss weight Q.
+
+The numbers are those of ``trak_core.model_outputs``. A class of a user's own needs the two methods
+of ``AbstractModelOutput``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from trak_core.errors import InputError
+from trak_core.gradients import check_labels
+from trak_core.model_outputs import (
+    CLASSIFICATION,
+    drawn_pairs,
+    margin,
+    pair_margins,
+    read_logits,
+)
+
+Weights = Mapping[str, Tensor] | None
+
+
+def _called(
+    model: nn.Module,
+    weights: Weights,
+    buffers: Weights,
+    args: tuple[Tensor, ...],
+    kwargs: dict[str, Tensor],
+) -> Any:
+    """Call a model, with other weights than its own if given."""
+    if weights is None:
+        return model(*args, **kwargs)
+    return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
+
+
+def _logits(
+    model: nn.Module,
+    weights: Weights,
+    buffers: Weights,
+    args: tuple[Tensor, ...] = (),
+    kwargs: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """Return the logits of a model, whatever it wraps them in."""
+    return read_logits(_called(model, weights, buffers, args, dict(kwargs or {})))
+
+
+def _pair(
+    model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, texts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return embeddings of images and texts, and the logit scale, of a model like open_clip's."""
+    returned = _called(model, weights, buffers, (), {"image": images, "text": texts})
+    if isinstance(returned, Mapping):
+        keys = ("image_features", "text_features", "logit_scale")
+        returned = tuple(returned[key] for key in keys)
+    image, text, scale, *_ = returned
+    return image, text, scale
+
+
+def _integers(labels: Tensor) -> Tensor:
+    if labels.is_floating_point() or labels.is_complex():
+        raise InputError(
+            f"Labels of a classification must be integers. Found a tensor of {labels.dtype}; "
+            "use `labels.long()`."
+        )
+    return labels
+
+
+class AbstractModelOutput(ABC):
+    """A model output function f and the loss weight that goes with it."""
+
+    # Whether get_output takes one sample without batch dimension (True), or a batch.
+    per_sample: ClassVar[bool] = False
+    # The pipeline's name for exactly these numbers, where it has one.
+    model_output: ClassVar[str | None] = None
+
+    @abstractmethod
+    def __init__(self) -> None:
+        """Keep settings."""
+
+    # The type checker is told to let subclasses name the sample's parts, as all of them do.
+    @abstractmethod
+    def get_output(
+        self, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
+    ) -> Tensor:
+        """Return f of one sample, a scalar, of the model with these weights and buffers."""
+
+    @abstractmethod
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """Return Q of each sample of a batch, shape (B, 1)."""
+
+
+class ClassificationModelOutput(AbstractModelOutput):
+    """What the classifications share: the label comes last, the model returns logits."""
+
+    def __init__(self, temperature: float = 1.0) -> None:
+        """Take the temperature of the training loss; it enters Q only."""
+        self.loss_temperature = temperature
+
+    @abstractmethod
+    def get_logits(
+        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the logits of a batch without its labels, shape (B, classes)."""
+
+    def as_samples(self, batch: Sequence[Tensor]) -> Sequence[Tensor] | dict[str, Tensor]:
+        """Return a batch as ``trak_core.gradients`` takes it."""
+        return tuple(batch)
+
+    @torch.no_grad()
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """Return Q = 1 - p_y, shape (B, 1); it does not round to 0 before float32 does."""
+        *inputs, labels = batch
+        logits = self.get_logits(model, weights, buffers, inputs)
+        check_labels(labels, CLASSIFICATION, logits.shape[-1], range(len(labels)))
+        margins = margin(logits / self.loss_temperature, labels)
+        return torch.sigmoid(-margins).unsqueeze(-1)
+
+
+class ImageClassificationModelOutput(ClassificationModelOutput):
+    """The log-odds of the label, f = log(p / (1 - p)), of a model that returns logits."""
+
+    per_sample = True
+    model_output = "image_classification"
+
+    @staticmethod
+    def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
+        model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
+    ) -> Tensor:
+        """Return the margin of one image without batch dimension, a scalar."""
+        logits = _logits(model, weights, buffers, (image.unsqueeze(0),))
+        return margin(logits.squeeze(0), _integers(label))
+
+    def get_logits(
+        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the logits of a batch of images, shape (B, classes)."""
+        (images,) = inputs
+        return _logits(model, weights, buffers, (images,))
+
+
+class IterativeImageClassificationModelOutput(ClassificationModelOutput):
+    """The same margin of a whole batch at once, for ``IterativeGradientComputer``."""
+
+    model_output = "image_classification"
+
+    @staticmethod
+    def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
+        model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, labels: Tensor
+    ) -> Tensor:
+        """Return the margins of a batch, shape (B,)."""
+        return margin(_logits(model, weights, buffers, (images,)), _integers(labels))
+
+    def get_logits(
+        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the logits of a batch of images, shape (B, classes)."""
+        (images,) = inputs
+        return _logits(model, weights, buffers, (images,))
+
+
+class TextClassificationModelOutput(ClassificationModelOutput):
+    """The margin of a model that takes input_ids, token_type_ids and attention_mask by name."""
+
+    per_sample = True
+    model_output = "text_classification"
+    _NAMES: ClassVar = ("input_ids", "token_type_ids", "attention_mask")
+
+    @staticmethod
+    def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
+        model: nn.Module,
+        weights: Weights,
+        buffers: Weights,
+        input_id: Tensor,
+        token_type_id: Tensor,
+        attention_mask: Tensor,
+        label: Tensor,
+    ) -> Tensor:
+        """Return the margin of one text without batch dimension, a scalar."""
+        inputs = (input_id, token_type_id, attention_mask)
+        named = {
+            name: value.unsqueeze(0)
+            for name, value in zip(TextClassificationModelOutput._NAMES, inputs, strict=True)
+        }
+        logits = _logits(model, weights, buffers, kwargs=named)
+        return margin(logits.squeeze(0), _integers(label))
+
+    def as_samples(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return a batch as ``trak_core.gradients`` takes it."""
+        return dict(zip((*self._NAMES, "labels"), batch, strict=True))
+
+    def get_logits(
+        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the logits of a batch of texts, shape (B, classes)."""
+        named: dict[str, Tensor] = dict(zip(self._NAMES, inputs, strict=True))
+        return _logits(model, weights, buffers, kwargs=named)
+
+
+class CLIPModelOutput(AbstractModelOutput):
+    """The contrastive margin of an image and its text against a simulated batch.
+
+    f = -log sum_j exp(-<u, v - v_j>) - log sum_i exp(-<v, u - u_i>) for the pair's embeddings u, v
+    and those of ``sim_batch_size`` others, drawn uniformly once by ``get_embeddings`` under a fixed
+    seed and the same for every sample. The model is called as open_clip's are, with ``image`` and
+    ``text``, and returns image embeddings, text embeddings and the logit scale.
+
+    Source: Park et al., "TRAK", ICML 2023, section 5.1.
+    """
+
+    per_sample = True
+    num_computed_embeddings: ClassVar[int] = 0
+    sim_batch_size: ClassVar[int] = 0
+    image_embeddings: ClassVar[Tensor | None] = None
+    text_embeddings: ClassVar[Tensor | None] = None
+    _picked: ClassVar[list[int] | None] = None
+
+    def __init__(self, temperature: float | None = None, simulated_batch_size: int = 300) -> None:
+        """Take the temperature of the training loss (the model's own if None)."""
+        self.temperature = temperature
+        CLIPModelOutput.sim_batch_size = simulated_batch_size
+        CLIPModelOutput._draw()
+
+    @staticmethod
+    def get_embeddings(
+        model: nn.Module,
+        loader: Iterable[Sequence[Tensor]],
+        batch_size: int,
+        embedding_dim: int,
+        size: int = 50_000,
+        preprocess_fn_img: Callable[[Any], Tensor] | None = None,
+        preprocess_fn_txt: Callable[[Any], Tensor] | None = None,
+    ) -> None:
+        """Keep the embeddings of up to ``size`` pairs as class attributes, on the model's device.
+
+        Args:
+            model: As above.
+            loader: Yields batches of images and texts.
+            batch_size: Not needed; batches may have any size.
+            embedding_dim: Of the model.
+            size: How many pairs at most.
+            preprocess_fn_img: Applied to a batch of images first.
+            preprocess_fn_txt: Applied to a batch of texts first.
+
+        Raises:
+            InputError: If the loader yields nothing, or embeddings of another dimension.
+        """
+        parts: list[tuple[Tensor, Tensor]] = []
+        count = 0
+        with torch.no_grad():
+            for images, texts in loader:
+                if count >= size:
+                    break
+                images = preprocess_fn_img(images) if preprocess_fn_img else images
+                texts = preprocess_fn_txt(texts) if preprocess_fn_txt else texts
+                u, v, _ = _pair(model, None, None, images, texts)
+                if u.shape[-1] != embedding_dim:
+                    raise InputError(
+                        f"`embedding_dim` must be that of the model. Found {embedding_dim} for "
+                        f"embeddings of shape {tuple(u.shape)}."
+                    )
+                parts.append((u[: size - count].detach(), v[: size - count].detach()))
+                count += len(parts[-1][0])
+        if not count:
+            raise InputError("The loader must yield image-text pairs. Found none.")
+        CLIPModelOutput.image_embeddings = torch.cat([u for u, _ in parts])
+        CLIPModelOutput.text_embeddings = torch.cat([v for _, v in parts])
+        CLIPModelOutput.num_computed_embeddings = count
+        CLIPModelOutput._draw()
+
+    @staticmethod
+    def _draw() -> None:
+        """Choose the simulated batch; not under vmap, which has random numbers of its own."""
+        u, size = CLIPModelOutput.image_embeddings, CLIPModelOutput.sim_batch_size
+        CLIPModelOutput._picked = None if u is None else drawn_pairs(len(u), size, seed=0)
+
+    @staticmethod
+    def _others() -> tuple[Tensor, Tensor]:
+        """Return the simulated batch: the same uniform draw every time."""
+        u, v = CLIPModelOutput.image_embeddings, CLIPModelOutput.text_embeddings
+        picked = CLIPModelOutput._picked
+        if u is None or v is None or picked is None:
+            raise InputError(
+                "CLIP's model output compares with other pairs. Found none: call "
+                "`traker.task.get_embeddings(model, loader, ...)` before featurizing."
+            )
+        return u[picked], v[picked]
+
+    @staticmethod
+    def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
+        model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
+    ) -> Tensor:
+        """Return f of one image and its text (``label``), a scalar."""
+        others_u, others_v = CLIPModelOutput._others()
+        u, v, _ = _pair(model, weights, buffers, image.unsqueeze(0), label.unsqueeze(0))
+        return pair_margins(u.squeeze(0), v.squeeze(0), others_u, others_v).sum()
+
+    def get_out_to_loss_grad(
+        self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
+    ) -> Tensor:
+        """Return Q, shape (B, 1): 1 - p of the pair among the simulated batch, mean of both ways.
+
+        It does not depend on the pairs that happen to be in the same batch.
+        """
+        images, texts = batch
+        others_u, others_v = CLIPModelOutput._others()
+        with torch.no_grad():
+            u, v, scale = _pair(model, weights, buffers, images, texts)
+            scale = scale if self.temperature is None else self.temperature
+            margins = pair_margins(u, v, others_u, others_v, float(scale))
+        return torch.sigmoid(-margins).mean(-1, keepdim=True)
+
+
+TASK_TO_MODELOUT: dict[str, type[AbstractModelOutput]] = {
+    "image_classification": ImageClassificationModelOutput,
+    "clip": CLIPModelOutput,
+    "text_classification": TextClassificationModelOutput,
+    "iterative_image_classification": IterativeImageClassificationModelOutput,
+}

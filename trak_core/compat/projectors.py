@@ -1,0 +1,321 @@
+"""TRAK's projectors, all of them doors to one matrix.
+
+Whatever class, block size, chunking, dtype or device: an entry is a function of the seed, the
+model id (the projection's stream), its row and its column alone. Entries are unscaled, and results
+are float32 whatever the gradients' dtype, so that nothing overflows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trak_core.compat.utils import vectorize
+from trak_core.errors import InputError
+from trak_core.projection import project
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+Gradients = Tensor | Mapping[str, Tensor]
+
+
+class ProjectionType(StrEnum):
+    """Distribution of the entries."""
+
+    normal = "normal"
+    rademacher = "rademacher"
+
+
+def _blocks(grads: Gradients, device: torch.device | str) -> list[Tensor]:
+    """Return gradients as matrices side by side, in order, on ``device``."""
+    values = grads.values() if isinstance(grads, Mapping) else [grads]
+    blocks = [value.detach().reshape(len(value), -1).to(device) for value in values]
+    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
+        blocks = [block.float() for block in blocks]
+    return blocks
+
+
+class AbstractProjector(ABC):
+    """From gradients of shape (B, grad_dim) to features of shape (B, proj_dim).
+
+    Attributes:
+        grad_dim: Size of a gradient.
+        proj_dim: Size of a feature.
+        seed: Of the matrix; unsigned 64 bit.
+        proj_type: Distribution of the entries.
+        device: Where to project.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        """Keep the arguments."""
+        self.grad_dim = grad_dim
+        self.proj_dim = proj_dim
+        self.seed = seed
+        self.proj_type = proj_type
+        self.device = device
+
+    @abstractmethod
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Project gradients.
+
+        Args:
+            grads: Shape (B, grad_dim), or names to tensors (B, *shape), flattened in order.
+            model_id: Every model id has a matrix of its own.
+
+        Returns:
+            Shape (B, proj_dim).
+        """
+
+    def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
+        """Give up what can be made again; nothing unless a projector has something."""
+
+
+class NoOpProjector(AbstractProjector):
+    """No projection: the gradients themselves, flattened."""
+
+    def __init__(
+        self,
+        grad_dim: int = 0,
+        proj_dim: int = 0,
+        seed: int = 0,
+        proj_type: str | ProjectionType = "na",
+        device: str | torch.device = "cuda",
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take what other projectors take."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Return the gradients, shape (B, p), where they are."""
+        if isinstance(grads, Tensor):
+            return grads.reshape(len(grads), -1)
+        return vectorize(grads, device=next(iter(grads.values())).device)
+
+
+class _MatrixProjector(AbstractProjector):
+    """What the projectors with a matrix share."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+    ) -> None:
+        super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
+        self.spec(0)  # sizes and seed out of range are found here
+
+    def spec(self, model_id: int) -> ProjectionSpec:
+        """Return what says which matrix a model id has."""
+        return ProjectionSpec(
+            kind=ProjectionKind(ProjectionType(self.proj_type).value),
+            n_params=self.grad_dim,
+            proj_dim=self.proj_dim,
+            seed=self.seed,
+            stream=model_id,
+        )
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        blocks = _blocks(grads, self.device)
+        n_columns = sum(block.shape[1] for block in blocks)
+        if n_columns != self.grad_dim:
+            raise InputError(
+                f"The projector's grad_dim is {self.grad_dim}, so gradients must have that many "
+                f"entries a sample. Found {n_columns}."
+            )
+        return project(blocks, self.spec(model_id), threads=torch.get_num_threads())
+
+
+class BasicSingleBlockProjector(_MatrixProjector):
+    """One matrix in memory, ``proj_matrix`` (grad_dim, proj_dim), one product."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *,
+        block_size: int | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Make the matrix of ``model_id``; sizes are for calls that serve several classes."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.dtype = dtype
+        self.model_id = model_id
+        self.proj_matrix_available = False
+        self.generate_sketch_matrix()
+
+    def generate_sketch_matrix(self) -> None:
+        """Make ``proj_matrix`` for the current ``model_id``."""
+        spec = self.spec(self.model_id)
+        # Not of self.dtype: half precision would round the entries of a normal matrix.
+        self.proj_matrix = torch.empty(self.grad_dim, self.proj_dim, device=self.device)
+        for first in range(0, self.grad_dim, 4096):
+            rows = projection_matrix(spec, first, min(4096, self.grad_dim - first))
+            self.proj_matrix[first : first + 4096] = torch.from_numpy(rows.astype(np.float32))
+        self.proj_matrix_available = True
+
+    def free_memory(self) -> None:
+        """Drop the matrix; it is made again when needed."""
+        if self.proj_matrix_available:
+            del self.proj_matrix
+            self.proj_matrix_available = False
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        if model_id != self.model_id or not self.proj_matrix_available:
+            self.model_id = model_id
+            self.generate_sketch_matrix()
+        blocks = _blocks(grads, self.device)
+        return torch.cat(blocks, dim=1).float() @ self.proj_matrix.float()
+
+
+class BasicProjector(_MatrixProjector):
+    """The projection on any device, without the matrix in memory."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        block_size: int = 100,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        *,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Take ``block_size`` for ``generate_sketch_matrix`` alone: it changes no entry."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.block_size = min(proj_dim, block_size)
+        self.num_blocks = -(-proj_dim // self.block_size)
+        self.dtype = dtype
+        self.model_id = model_id
+        self.get_generator_states()
+
+    def get_generator_states(self) -> None:
+        """Set ``generator_states``: the first column of each block."""
+        self.generator_states = [i * self.block_size for i in range(self.num_blocks)]
+
+    def generate_sketch_matrix(self, generator_state: int) -> None:
+        """Set ``proj_matrix`` to one block of columns, shape (grad_dim, at most block_size)."""
+        last = min(generator_state + self.block_size, self.proj_dim)
+        matrix = projection_matrix(self.spec(self.model_id))[:, generator_state:last]
+        self.proj_matrix = torch.from_numpy(matrix).to(self.device, self.dtype)
+
+    def project(self, grads: Gradients, model_id: int) -> Tensor:
+        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        self.model_id = model_id
+        return super().project(grads, model_id)
+
+
+class CudaProjector(_MatrixProjector):
+    """The projection by a CUDA kernel; no extension needs to be compiled for it."""
+
+    def __init__(
+        self,
+        grad_dim: int,
+        proj_dim: int,
+        seed: int,
+        proj_type: str | ProjectionType,
+        device: str | torch.device,
+        max_batch_size: int = 32,
+        *,
+        dtype: torch.dtype = torch.float32,
+        model_id: int = 0,
+        block_size: int | None = None,
+    ) -> None:
+        """Take ``max_batch_size`` as the original does; batches of any size are projected."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        self.max_batch_size = max_batch_size
+        if torch.device(device).type != "cuda":
+            raise ValueError(
+                f"CudaProjector must have a CUDA device. Found {device!r}; BasicProjector makes "
+                "the same matrix on any device."
+            )
+
+
+class ChunkedCudaProjector:
+    """The projection of gradients that come in groups of parameters.
+
+    The groups stand side by side in one matrix, that of the first projector's seed: the result is
+    that of one projector for all of the parameters.
+    """
+
+    def __init__(
+        self,
+        projector_per_chunk: Sequence[AbstractProjector],
+        max_chunk_size: int,
+        params_per_chunk: Sequence[int],
+        feat_bs: int,
+        device: str | torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        """Keep the arguments."""
+        first = projector_per_chunk[0]
+        self.projector_per_chunk = list(projector_per_chunk)
+        self.proj_dim, self.proj_type, self.seed = first.proj_dim, first.proj_type, first.seed
+        self.params_per_chunk = list(params_per_chunk)
+        self.max_chunk_size = max_chunk_size
+        self.feat_bs = feat_bs
+        self.device = device
+        self.dtype = dtype
+
+    def allocate_input(self) -> None:
+        """Do nothing: no buffer is needed."""
+
+    def free_memory(self) -> None:
+        """Do nothing: no buffer is held."""
+
+    def whole(self) -> BasicProjector:
+        """Return the one projector of all groups."""
+        n_params = int(sum(self.params_per_chunk))
+        return BasicProjector(n_params, self.proj_dim, self.seed, self.proj_type, self.device)
+
+    def project(self, grads: Mapping[str, Tensor], model_id: int) -> Tensor:
+        """Project names to tensors (B, *shape) to shape (B, proj_dim), float32."""
+        return self.whole().project(grads, model_id)
+
+
+def known_projection(projector: object, n_params: int, model_id: int) -> ProjectionSpec | None:
+    """Return which matrix a projector applies; None for a class that is not one of these.
+
+    Args:
+        projector: The projector.
+        n_params: Size of a gradient, for the projector that doesn't project.
+        model_id: Whose matrix.
+    """
+    kind = type(projector)
+    if isinstance(projector, _MatrixProjector) and kind in _OWN:
+        return projector.spec(model_id)
+    if isinstance(projector, ChunkedCudaProjector) and kind is ChunkedCudaProjector:
+        return projector.whole().spec(model_id)
+    if kind is NoOpProjector:
+        return ProjectionSpec(
+            kind=ProjectionKind.NONE, n_params=n_params, proj_dim=n_params, seed=0, stream=model_id
+        )
+    return None
+
+
+# Not their subclasses: those may do anything.
+_OWN = (BasicSingleBlockProjector, BasicProjector, CudaProjector)

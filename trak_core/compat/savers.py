@@ -1,0 +1,344 @@
+"""TRAK's store: a folder of memory maps and small JSON files, safe against kills and neighbours.
+
+    metadata.json            JL dimension, JL matrix type, train set size
+    experiments.json         name -> num_targets, scores_path, scores_finalized
+    id_{m}.json              is_featurized, is_finalized, lambda_reg, checkpoint (a digest)
+    {m}/grads.mmap           projected gradients (n, k)         {m}/out_to_loss.mmap    (n, 1)
+    {m}/features.mmap        (n, k)                             {m}/_is_featurized.mmap (n, 1)
+    {m}/_samples.mmap        each sample's SAMPLE_COLUMNS, NaN where the task has none
+    {m}/{exp}_grads.mmap     targets (m, k), NaN where not scored yet; {m}/{exp}_samples.mmap
+    scores/{exp}.mmap        (n, m)
+
+Every map is a ``.npy`` file. A map is made under a temporary name and renamed, JSON files are
+replaced whole, and what several processes share is changed under a lock: processes with different
+model ids never lose each other's work, and nothing finished is ever emptied.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.compat.maps import Map, write_array, write_json
+from trak_core.errors import InputError
+
+
+class ModelIDException(InputError):
+    """A model id is not in the state that a call needs."""
+
+
+# Columns of the maps of samples.
+SAMPLE_COLUMNS = ("outputs", "labels", "predictions", "curvature")
+
+
+class AbstractSaver(ABC):
+    """Where a TRAKer keeps its arrays and what is known of them.
+
+    Attributes:
+        save_dir: The folder.
+        metadata: Hyperparameters; a folder made with others is refused.
+        model_ids: Model id -> is_featurized, is_finalized; once known, lambda_reg and checkpoint.
+        experiments: Name -> num_targets, scores_path, scores_finalized.
+        current_model_id: Of the arrays in ``current_store``, or None.
+        current_store: Name -> array.
+    """
+
+    @abstractmethod
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Mapping[str, Any],
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        """Make the folder, or read what it holds."""
+        self.save_dir = Path(save_dir).resolve()
+        self.metadata = dict(metadata)
+        self.load_from_save_dir = load_from_save_dir
+        self.use_half_precision = use_half_precision
+        self.logger = logging.getLogger("STORE")
+        self.logger.setLevel(logging_level)
+        (self.save_dir / "scores").mkdir(parents=True, exist_ok=True)
+        self.metadata_file = self.save_dir / "metadata.json"
+        self.experiments_file = self.save_dir / "experiments.json"
+        self.model_ids: dict[int, dict[str, Any]] = {}
+        self.experiments: dict[str, dict[str, Any]] = {}
+        self.current_model_id: int | None = None
+        self.current_experiment_name: str | None = None
+        self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
+        with self.locked():
+            if self.metadata_file.exists():
+                self._check_metadata(json.loads(self.metadata_file.read_text()))
+            else:
+                write_json(self.metadata_file, self.metadata)
+            if not self.experiments_file.exists():
+                write_json(self.experiments_file, {})
+            if load_from_save_dir:
+                self.refresh()
+        finalized = [m for m, state in self.model_ids.items() if state["is_finalized"]]
+        self.logger.info(
+            f"{self.save_dir}: model IDs {sorted(self.model_ids)}, of which finalized "
+            f"{sorted(finalized)}; experiments {sorted(self.experiments)}."
+        )
+
+    def refresh(self) -> None:
+        """Take in what other processes have added; unless told not to look at the folder."""
+        if not self.load_from_save_dir:
+            return
+        for path in sorted(self.save_dir.glob("id_*.json")):
+            self.model_ids |= self._read_model(path)
+        self.experiments |= json.loads(self.experiments_file.read_text())
+
+    def is_registered(self, model_id: int) -> bool:
+        """Return whether the folder holds this model id, made by this or another process."""
+        path = self.save_dir / f"id_{model_id}.json"
+        if model_id not in self.model_ids and path.exists():
+            self.model_ids |= self._read_model(path)
+        return model_id in self.model_ids
+
+    def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
+        """Put the scores of an experiment where ``current_store`` has them, and return them."""
+        stored = self.current_store[f"{exp_name}_scores"]
+        stored[:] = scores
+        self.save_scores(exp_name)
+        return stored
+
+    @staticmethod
+    def _read_model(path: Path) -> dict[int, dict[str, Any]]:
+        content = json.loads(path.read_text())
+        return {int(model_id): state for model_id, state in content.items()}
+
+    def _check_metadata(self, found: Mapping[str, Any]) -> None:
+        for name, value in self.metadata.items():
+            if found.get(name) != value:
+                raise InputError(
+                    f"{self.save_dir}: a store keeps the settings it was made with. Found {name} "
+                    f"{found.get(name)!r} there and {value!r} here. Use the same settings, or "
+                    "another save_dir."
+                )
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None, None, None]:
+        """Keep other processes from changing shared files meanwhile."""
+        with (self.save_dir / ".lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    @abstractmethod
+    def register_model_id(
+        self, model_id: int, _allow_featurizing_already_registered: bool = False
+    ) -> None:
+        """Make the store of a new model id, or of one not finished if that is allowed."""
+
+    @abstractmethod
+    def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
+        """Write what is known of the current model id."""
+
+    @abstractmethod
+    def init_store(self, model_id: int) -> None:
+        """Make the arrays of a model id."""
+
+    @abstractmethod
+    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
+        """Make the arrays of an experiment for a model id."""
+
+    @abstractmethod
+    def load_current_store(
+        self,
+        model_id: int,
+        exp_name: str | None = None,
+        exp_num_targets: int = -1,
+        mode: str = "r+",
+    ) -> None:
+        """Open the arrays of a model id, or of an experiment, in ``current_store``."""
+
+    @abstractmethod
+    def save_scores(self, exp_name: str) -> None:
+        """Mark the scores of an experiment as finished."""
+
+    @abstractmethod
+    def del_grads(self, model_id: int, target: bool = False) -> None:
+        """Delete the training gradients of a model id, or its targets' gradients."""
+
+
+class MmapSaver(AbstractSaver):
+    """The store in memory-mapped ``.npy`` files."""
+
+    def __init__(
+        self,
+        save_dir: Path | str,
+        metadata: Mapping[str, Any],
+        train_set_size: int,
+        proj_dim: int,
+        load_from_save_dir: bool,
+        logging_level: int,
+        use_half_precision: bool,
+    ) -> None:
+        """Take the sizes of the arrays."""
+        super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
+        self.train_set_size = train_set_size
+        self.proj_dim = proj_dim
+        # How large arrays are stored; scores, which are results, keep float32.
+        self._dtype = np.float16 if use_half_precision else np.float32
+
+    def register_model_id(
+        self, model_id: int, _allow_featurizing_already_registered: bool = False
+    ) -> None:
+        """Make the store of a new model id; with the flag, go on with one that exists.
+
+        Raises:
+            ModelIDException: If the model id exists already, or left features behind.
+        """
+        if self.is_registered(model_id):
+            if not _allow_featurizing_already_registered:
+                raise ModelIDException(
+                    f"A model id must be registered once. Found model id {model_id} in "
+                    f"{self.save_dir}; `load_checkpoint` goes on with it."
+                )
+            self.load_current_store(model_id)
+            return
+        self.init_store(model_id)
+        if self.is_registered(model_id):
+            return  # by another process, in this moment
+        if self.current_store["is_featurized"].any():
+            raise ModelIDException(
+                f"{self.save_dir / str(model_id)}: the folder of a new model id must hold no "
+                f"features. Found some, but no id_{model_id}.json that says of what checkpoint. "
+                "Delete the folder, or take another model id."
+            )
+        self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
+        self.serialize_current_model_id_metadata(already_exists=False)
+
+    def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
+        """Write ``id_{m}.json`` when the model id is new or fully featurized."""
+        assert self.current_model_id is not None
+        state = self.model_ids[self.current_model_id]
+        done = int(self.current_store["is_featurized"].sum()) == self.train_set_size
+        state["is_featurized"] = int(done)
+        if done or not already_exists:
+            path = self.save_dir / f"id_{self.current_model_id}.json"
+            write_json(path, {self.current_model_id: state})
+
+    def _train_maps(self, model_id: int) -> dict[str, Map]:
+        folder = self.save_dir / str(model_id)
+        n, k, columns = self.train_set_size, self.proj_dim, len(SAMPLE_COLUMNS)
+        return {
+            "grads": Map(folder / "grads.mmap", (n, k), self._dtype),
+            "out_to_loss": Map(folder / "out_to_loss.mmap", (n, 1), self._dtype),
+            "features": Map(folder / "features.mmap", (n, k), self._dtype),
+            "is_featurized": Map(folder / "_is_featurized.mmap", (n, 1), np.int32),
+            "samples": Map(folder / "_samples.mmap", (n, columns), np.float64, np.nan),
+        }
+
+    def _target_maps(self, model_id: int, exp_name: str, num_targets: int) -> dict[str, Map]:
+        folder = self.save_dir / str(model_id)
+        shape, columns = (num_targets, self.proj_dim), len(SAMPLE_COLUMNS)
+        grads, samples = f"{exp_name}_grads", f"{exp_name}_samples"
+        # NaN marks targets that were never scored; zeros would look like a result.
+        return {
+            grads: Map(folder / f"{grads}.mmap", shape, self._dtype, np.nan),
+            samples: Map(folder / f"{samples}.mmap", (num_targets, columns), np.float64, np.nan),
+        }
+
+    def init_store(self, model_id: int) -> None:
+        """Make the arrays of a model id that are not there yet, and open them."""
+        (self.save_dir / str(model_id)).mkdir(exist_ok=True)
+        # Two processes may share a model id: neither may put new arrays over the other's.
+        with self.locked():
+            self.load_current_store(model_id, mode="w+")
+
+    def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
+        """Make the targets' array of an experiment for a model id, and open it.
+
+        Raises:
+            ModelIDException: If the model id has no store.
+            InputError: If the experiment has another number of targets already.
+        """
+        self.refresh()
+        if not self.is_registered(model_id):
+            raise ModelIDException(
+                f"A model id must be featurized before it can score. Found no model id {model_id} "
+                f"in {self.save_dir}: call `load_checkpoint`, `featurize` and `finalize_features`."
+            )
+        with self.locked():
+            experiments = json.loads(self.experiments_file.read_text())
+            known = experiments.get(exp_name)
+            if known is None:
+                experiments[exp_name] = {
+                    "num_targets": num_targets,
+                    "scores_path": str(self.save_dir / f"scores/{exp_name}.mmap"),
+                    "scores_finalized": 0,
+                }
+                write_json(self.experiments_file, experiments)
+            elif known["num_targets"] != num_targets:
+                raise InputError(
+                    f"An experiment has one set of targets. Found {num_targets} targets for "
+                    f"{exp_name!r}, which has {known['num_targets']} in {self.save_dir}: use "
+                    "another name."
+                )
+            self.experiments |= experiments
+            for target_map in self._target_maps(model_id, exp_name, num_targets).values():
+                target_map.create()
+        # Scoring changes nothing of the training arrays, and says so: many processes may score.
+        self.load_current_store(model_id, mode="r")
+        self.load_current_store(model_id, exp_name, num_targets)
+
+    def load_current_store(
+        self,
+        model_id: int,
+        exp_name: str | None = None,
+        exp_num_targets: int = -1,
+        mode: str = "r+",
+    ) -> None:
+        """Open the arrays of a model id, or those of an experiment besides.
+
+        Args:
+            model_id: Whose arrays.
+            exp_name: The experiment; None opens the training arrays.
+            exp_num_targets: Its number of targets.
+            mode: ``r+``, ``r``, or ``w+``, which makes what is missing and keeps what is there.
+        """
+        self.current_model_id = model_id
+        if exp_name is None:
+            maps = self._train_maps(model_id)
+        else:
+            self.current_experiment_name = exp_name
+            path, shape = self._scores_path(exp_name), (self.train_set_size, exp_num_targets)
+            maps = self._target_maps(model_id, exp_name, exp_num_targets)
+            maps[f"{exp_name}_scores"] = Map(path, shape, np.float32)
+        for name, array in maps.items():
+            self.current_store[name] = array.open(mode)
+
+    def _scores_path(self, exp_name: str) -> Path:
+        return self.save_dir / "scores" / f"{exp_name}.mmap"
+
+    def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
+        """Replace the scores of an experiment whole, and return them; changes stay in memory."""
+        stored = write_array(self._scores_path(exp_name), scores.astype(np.float32, copy=False))
+        self.save_scores(exp_name)
+        self.current_store[f"{exp_name}_scores"] = stored
+        return stored
+
+    def save_scores(self, exp_name: str) -> None:
+        """Mark the scores of an experiment as finished."""
+        with self.locked():
+            experiments = json.loads(self.experiments_file.read_text())
+            experiments[exp_name]["scores_finalized"] = 1
+            write_json(self.experiments_file, experiments)
+            self.experiments |= experiments
+
+    def del_grads(self, model_id: int, target: bool = False) -> None:
+        """Delete the training gradients of a model id, or with ``target`` all its targets'."""
+        folder = self.save_dir / str(model_id)
+        names = "*_grads.mmap" if target else "grads.mmap"
+        for path in folder.glob(names):
+            path.unlink()
+        if not target and self.current_model_id == model_id:
+            self.current_store["grads"] = None
