@@ -6,7 +6,7 @@ columns come as blocks, so that nothing is ever concatenated.
 """
 
 from trak_core.gradients._apart import check_samples_apart
-from trak_core.gradients._batch import Batch, as_batch
+from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._call import call
 from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
 from trak_core.gradients._finite import check_finite
@@ -20,6 +20,7 @@ from trak_core.gradients._vmap import per_sample_gradients
 __all__ = [
     "Batch",
     "PerSample",
+    "Samples",
     "as_batch",
     "call",
     "check_finite",

@@ -10,23 +10,20 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import model_prediction
+from trak_core.gradients import Batch, Samples, as_batch
 from trak_core.gramian.parameters import parameter_gramian
 from trak_core.gramian.rules import MixedSamplesError
 from trak_core.model_outputs import ModelOutput
-
-# The model's positional arguments and, last, the labels; first dimension = sample.
-Batch = Sequence[Tensor]
 
 
 def train_gramian(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
-    blocks: Sequence[Batch],
+    blocks: Sequence[Samples],
 ) -> np.ndarray:
     """Return K = J J^T, J the gradients of f at all samples, shape (n, p).
 
@@ -45,11 +42,12 @@ def train_gramian(
     Raises:
         InputError: If there are no samples, or if the model mixes them.
     """
-    starts = _starts(blocks)
+    batches = [as_batch(block, output) for block in blocks]
+    starts = _starts(batches)
     kernel = np.zeros((starts[-1], starts[-1]))
-    pairs = list(itertools.combinations(range(len(blocks)), 2)) or [(0,)]
+    pairs = list(itertools.combinations(range(len(batches)), 2)) or [(0,)]
     for pair in pairs:
-        part = _gramian_of(model, parameters, output, [blocks[i] for i in pair])
+        part = _gramian_of(model, parameters, output, [batches[i] for i in pair])
         places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
         kernel[np.ix_(places, places)] = part
     lower = np.tril(kernel)
@@ -60,8 +58,8 @@ def cross_gramian(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
-    train_blocks: Sequence[Batch],
-    target_blocks: Sequence[Batch],
+    train_blocks: Sequence[Samples],
+    target_blocks: Sequence[Samples],
 ) -> np.ndarray:
     """Return K_t = J J_t^T between the gradients of f at train samples and at targets.
 
@@ -78,32 +76,43 @@ def cross_gramian(
     Raises:
         InputError: If there are no samples on one side, or if the model mixes them.
     """
-    rows, columns = _starts(train_blocks), _starts(target_blocks)
+    train = [as_batch(block, output) for block in train_blocks]
+    targets = [as_batch(block, output) for block in target_blocks]
+    rows, columns = _starts(train), _starts(targets)
     kernel = np.zeros((rows[-1], columns[-1]))
-    for i, j in itertools.product(range(len(train_blocks)), range(len(target_blocks))):
-        part = _gramian_of(model, parameters, output, [train_blocks[i], target_blocks[j]])
+    for i, j in itertools.product(range(len(train)), range(len(targets))):
+        part = _gramian_of(model, parameters, output, [train[i], targets[j]])
         n = rows[i + 1] - rows[i]
         kernel[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = part[:n, n:]
     return kernel
 
 
-def _starts(blocks: Sequence[Batch]) -> list[int]:
-    starts = [0, *itertools.accumulate(len(block[-1]) for block in blocks)]
+def _starts(batches: Sequence[Batch]) -> list[int]:
+    starts = [0, *itertools.accumulate(map(len, batches))]
     if starts[-1] == 0:
         raise InputError("The kernel needs at least one sample. Found none.")
     return starts
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    args = zip(*(batch.args for batch in batches), strict=True)
+    return Batch(
+        tuple(torch.cat(tensors) for tensors in args),
+        {name: torch.cat([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs},
+        torch.cat([batch.labels for batch in batches]),
+    )
 
 
 def _gramian_of(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
-    blocks: Sequence[Batch],
+    batches: Sequence[Batch],
 ) -> np.ndarray:
-    *inputs, labels = (torch.cat(tensors) for tensors in zip(*blocks, strict=True))
+    batch = _joined(batches)
     with torch.enable_grad():
-        predictions = model_prediction(model(*inputs))
-        values = torch.vmap(output.value)(predictions, labels)
+        outputs = output.read(batch.given_to(model))
+        values = torch.vmap(output.value)(outputs, batch.labels)
     try:
         gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
     except MixedSamplesError:
