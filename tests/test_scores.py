@@ -12,6 +12,7 @@ from pipeline import read_scores, run_stages
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.projection.cuda import machine
 from trak_core.provenance import ids_digest
 from trak_core.stages import features
 from trak_core.stages.average import average_scores
@@ -366,4 +367,13 @@ def test_most_training_samples_fitted_exactly_is_said(capsys):
 def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=r"torch must find a CUDA device\. Found none"):
+        features._device("cuda")
+
+
+def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine, "is_simulated", lambda: False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    machine.require_numba_cuda.cache_clear()
+    with pytest.raises(InputError, match="needs the package numba-cuda"):
         features._device("cuda")
