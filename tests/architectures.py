@@ -432,6 +432,34 @@ class Reparametrized(nn.Module):
         return self.linear(x).tanh()
 
 
+class Windows(nn.Module):
+    """Attention within windows of a picture that was rolled on, as in Swin."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.linear = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
+        q, k, v = self.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
+        x = (q @ k.mT).softmax(-1) @ v
+        return self.linear(x.unflatten(0, (-1, 2)).flatten(1, 2)).flip(1)
+
+
+class Rearranged(nn.Module):
+    """Pixels to channels and back, repeated, unfolded."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 1), nn.Conv2d(1, 2, 2)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = F.pixel_shuffle(self.first(x), 2)
+        x = F.unfold(self.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
+        return self.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
+
+
 class Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, scale):
@@ -711,6 +739,8 @@ ARCHITECTURES = {
     "ConvTranspose1d, groups": convolution(
         nn.ConvTranspose1d, 4, 5, groups=2, dilation=2, padding=1
     ),
+    "rolled windows": Architecture(Windows, vectors(4, 4, 4), peer=(None,)),
+    "rearranged": Architecture(Rearranged, vectors(1, 3, 3)),
     "frames": Architecture(Frames, vectors(3, 1, 4, 4), **ALONE),
     "max pooling": pooled(nn.MaxPool2d(2)),
     "average pooling": pooled(nn.AdaptiveAvgPool2d(2)),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class Use:
     width: int
     n_samples: int
 
-    def saved(self, name: str) -> Tensor:
+    def saved(self, name: str) -> Any:
         """Return what the operation kept for its backward pass."""
         return getattr(self.edge.user, f"_saved_{name}")
 
@@ -89,10 +90,15 @@ def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     return Dense(own.reshape(*own.shape[:2], *shape))
 
 
+def _times(gradient: Tensor, factor: Any) -> Tensor:
+    """Multiply without a copy where there is nothing to do."""
+    return gradient if factor == 1 else gradient * factor
+
+
 def _added(use: Use) -> Contribution | None:
     factor = use.saved("alpha") if use.edge.index == 1 and _has(use, "alpha") else 1
     sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
-    return _summed(use, use.gradient if factor * sign == 1 else use.gradient * (factor * sign))
+    return _summed(use, _times(use.gradient, factor * sign))
 
 
 def _repeated(use: Use) -> Contribution | None:
@@ -112,7 +118,7 @@ def _matrix_product(use: Use) -> Contribution | None:
     """A linear layer, from either side; the first input is what is added to an Addmm's product."""
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
-        return _summed(use, use.gradient * use.saved("beta"))
+        return _summed(use, _times(use.gradient, use.saved("beta")))
     is_left = use.edge.index == int(is_sum)
     if use.dim != int(is_left):  # samples along what the other factor brings
         return None
@@ -120,8 +126,8 @@ def _matrix_product(use: Use) -> Contribution | None:
     data, gradient = (
         (use.saved(right).T, use.gradient.mT) if is_left else (use.saved(left), use.gradient)
     )
-    if is_sum and use.saved("alpha") != 1:
-        gradient = gradient * use.saved("alpha")
+    if is_sum:
+        gradient = _times(gradient, use.saved("alpha"))
     own = use.by_sample(gradient, 0, 1)
     return Outer(use.by_sample(data, 0, 0), own, is_turned=is_left)
 
@@ -135,14 +141,10 @@ def _convolved(use: Use) -> Contribution | None:
     if use.saved("transposed"):
         # The adjoint of a convolution: input and gradient change places, for every row.
         c = len(gradients)
-        images, gradients = (
-            gradients.flatten(0, 1),
-            images.repeat(c, *(1 for _ in images.shape[1:])),
-        )
-        gradients = gradients.unsqueeze(0)
+        repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
+        images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
     stride, padding, dilation = (
-        tuple(int(n) for n in getattr(use.edge.user, f"_saved_{name}"))
-        for name in ("stride", "padding", "dilation")
+        tuple(int(n) for n in use.saved(name)) for name in ("stride", "padding", "dilation")
     )
     return Patches(
         images,
@@ -151,20 +153,19 @@ def _convolved(use: Use) -> Contribution | None:
         stride,
         padding,
         dilation,
-        use.edge.user._saved_groups,
+        use.saved("groups"),
     )
 
 
 def _looked_up(use: Use) -> Contribution | None:
     if use.saved("scale_grad_by_freq"):
         return None
-    indices, padding = use.saved("indices"), use.edge.user._saved_padding_idx
+    indices, padding = use.saved("indices"), use.saved("padding_idx")
     if use.dim >= indices.ndim:
         return None
-    # Whatever isn't an entry of the table, negative numbers as unsigned ones, pads nothing.
-    gradient = (
-        use.gradient * (indices != padding).unsqueeze(-1) if padding < 2**62 else use.gradient
-    )
+    gradient = use.gradient
+    if padding < 2**62:  # or else it is negative, as an unsigned number: nothing is padded
+        gradient = gradient * (indices != padding).unsqueeze(-1)
     found = use.by_sample(gradient, use.dim, 1)
     return Lookup(
         use.by_sample(indices, use.dim, 0).flatten(1),
@@ -239,11 +240,11 @@ def _group_normed(use: Use) -> Contribution | None:
 
 
 def _batch_normed(use: Use) -> Contribution | None:
-    if use.edge.user._saved_training:
+    if use.saved("training"):
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    scale = torch.rsqrt(use.saved("running_var") + use.edge.user._saved_eps).view(shape)
+    scale = torch.rsqrt(use.saved("running_var") + use.saved("eps")).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
 

@@ -48,7 +48,7 @@ class At:
 
     def saved_dims(self, n_dims: int) -> set[int]:
         """Return the dimensions that the operation was given, all of ``n_dims`` if none."""
-        saved = getattr(self.node, "_saved_dim", None)
+        saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
         # Negative dimensions come back as unsigned 64-bit numbers.
         return {(v - 2**64 if v >= 2**63 else v) % n_dims for v in values} or set(range(n_dims))
@@ -71,7 +71,7 @@ def _whole(at: At) -> Layout:
 
 
 def _over_saved_dims(at: At) -> Layout:
-    """Same shape, mixing entries along dimensions that the operation was given."""
+    """Mixing entries along dimensions that the operation was given, no others."""
     return None if at.dim in at.saved_dims(len(at.output)) else at.along(at.dim)
 
 
@@ -158,7 +158,8 @@ def _product(left: int) -> Rule:
     return rule
 
 
-def _convolved(at: At) -> Layout:
+def _each_for_itself(at: At) -> Layout:
+    """Samples along the first dimension of output and data, whatever happens to the others."""
     return at.along(0) if at.index == 0 and at.dim == 0 else None
 
 
@@ -189,15 +190,6 @@ def _attended(at: At) -> Layout:
     return at.along(at.dim) if at.index < 3 and at.dim in {0, 1} else None
 
 
-def _group_normed(at: At) -> Layout:
-    return at.along(0) if at.index == 0 and at.dim == 0 else None
-
-
-def _class_dropped(at: At) -> Layout:
-    """The negative log likelihood: (B, classes, ...) becomes (B, ...)."""
-    return at.along(0) if at.index == 0 and at.dim == 0 else None
-
-
 _NAMES: dict[Rule, str] = {
     _reshaped: "View UnsafeView ReshapeAlias Unsqueeze Squeeze Clone Alias ToCopy",
     _pointwise: (
@@ -205,12 +197,13 @@ _NAMES: dict[Rule, str] = {
         "Tan Asin Acos Atan Atan2 Sinh Cosh Tanh Sigmoid Relu LeakyRelu Elu Gelu Silu Mish "
         "Softplus Softshrink Hardshrink Hardtanh Hardswish Hardsigmoid LogSigmoid Threshold "
         "PreluKernel Clamp ClampMin ClampMax Maximum Minimum Where MaskedFill Erf Erfc Erfinv "
-        "Reciprocal Square Sign Lerp Addcmul Addcdiv NativeDropout FusedDropout Expand Xlogy "
-        "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits "
-        "SoftMarginLoss KlDiv Logaddexp Round Floor Ceil NanToNum Copy"
+        "Reciprocal Square Sign Lerp Addcmul Addcdiv NativeDropout FusedDropout Expand Repeat "
+        "Tril Triu Xlogy Logaddexp Round Floor Ceil NanToNum Copy MseLoss SmoothL1Loss HuberLoss "
+        "BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss KlDiv"
     ),
     _over_saved_dims: (
-        "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Sort Gather Glu Flip Roll"
+        "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk "
+        "Gather IndexSelect Glu Flip Roll"
     ),
     _sliced: "Slice Split SplitWithSizes",
     _padded: "ConstantPadNd",
@@ -223,7 +216,6 @@ _NAMES: dict[Rule, str] = {
     _indexed: "Index",
     _product(1): "Addmm Baddbmm",
     _product(0): "Mm Bmm",
-    _convolved: "Convolution",
     _layer_normed: "NativeLayerNorm FusedRmsNorm",
     _batch_normed: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm BatchNormWithUpdate",
     _pooled(1): "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D",
@@ -239,8 +231,9 @@ _NAMES: dict[Rule, str] = {
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "
         "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
     ),
-    _class_dropped: "NllLoss NllLoss2D",
-    _group_normed: "NativeGroupNorm",
+    _each_for_itself: (
+        "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im"
+    ),
 }
 
 
