@@ -142,6 +142,12 @@ class Cluster:
     def start_node(self, name: str) -> None:
         _run("slurmd", "-N", name)
 
+    def start_requeued_now(self) -> None:
+        """Let jobs of a lost node begin, which SLURM holds back for two minutes."""
+        for job, state, _ in self.queue():
+            if state == "PENDING":
+                _run("scontrol", "update", f"JobId={job}", "StartTime=now", check=False)
+
     def wait_for_nodes(self, n_nodes: int) -> None:
         for _ in range(100):
             if len(_run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) >= n_nodes:

@@ -93,6 +93,9 @@ def test_a_cancelled_job_and_a_lost_node_cost_no_finished_file(cluster, tmp_path
     cluster.kill_node(node)
     time.sleep(1)
     cluster.start_node(node)
+    while process.poll() is None:
+        cluster.start_requeued_now()
+        time.sleep(2)
     finish(study, process)
     assert study.artifacts() == undisturbed.artifacts()
     assert not list(study.path("results").rglob(".*.part"))
