@@ -1,8 +1,6 @@
 """The store's files: memory maps that are made whole, and JSON that is replaced whole."""
 
 import json
-import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,30 +9,21 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-
-
-def _partial(path: Path) -> Path:
-    """Return a name in the same folder that no other process writes to."""
-    return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+from trak_core.whole_file import written_whole
 
 
 def write_json(path: Path, content: Any) -> None:
     """Replace a JSON file whole."""
-    partial = _partial(path)
-    with partial.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(content), encoding="utf-8")
 
 
 def write_array(path: Path, values: np.ndarray) -> np.memmap:
     """Replace a ``.npy`` file whole, and return it as a map that may be changed, in memory only."""
-    partial = _partial(path)
-    array = open_memmap(partial, mode="w+", shape=values.shape, dtype=values.dtype)
-    array[:] = values
-    array.flush()
-    partial.replace(path)
+    with written_whole(path) as partial:
+        array = open_memmap(partial, mode="w+", shape=values.shape, dtype=values.dtype)
+        array[:] = values
+        array.flush()
     return open_memmap(path, mode="c")
 
 
@@ -58,12 +47,11 @@ class Map:
         """Make the file unless it is there; what it holds stays."""
         if self.path.exists():
             return
-        partial = _partial(self.path)
-        array = open_memmap(partial, mode="w+", shape=self.shape, dtype=self.dtype)
-        if self.fill != 0:
-            array[:] = self.fill
-        array.flush()
-        partial.replace(self.path)
+        with written_whole(self.path) as partial:
+            array = open_memmap(partial, mode="w+", shape=self.shape, dtype=self.dtype)
+            if self.fill != 0:
+                array[:] = self.fill
+            array.flush()
 
     def open(self, mode: str) -> np.memmap | None:
         """Return the array, or None if there is no file.
