@@ -611,3 +611,18 @@ def test_padding_is_never_predicted():
 def test_bad_labels_of_many_parts(output, labels, message):
     with pytest.raises(InputError, match=message):
         check_labels(labels, output, 5, ["a", "b"])
+
+
+@pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
+def test_transformer_layers_by_their_plain_formula(patterns):
+    """Torch's inference kernels, which they take where nothing asks for a gradient, have no vmap."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
+    parameters = select_parameters(model, patterns)
+    batch = [torch.randn(4, 3, 8), torch.tensor([0, 1, 2, 0])]
+    output = CLASSIFICATION
+    found = per_sample_gradients(model, parameters, output, batch).gradients
+    expected = looped_gradients(model, parameters, output, batch).gradients
+    for name, block in expected.items():
+        torch.testing.assert_close(found[name], block, rtol=1e-5, atol=1e-6)
+    assert torch.backends.mha.get_fastpath_enabled()

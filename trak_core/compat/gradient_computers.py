@@ -4,10 +4,9 @@ Both differentiate the chosen parameters only, in the order of ``named_parameter
 numbers.
 """
 
-import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -77,20 +76,6 @@ class _Value(nn.Module):
                 f"{tuple(f.shape)} for one sample."
             )
         return f.reshape(1)
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Generator[None, None, None]:
-    """Keep torch's transformer layers from their inference kernels, which vmap cannot batch.
-
-    They take them when only parameters of other layers are differentiated.
-    """
-    enabled = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(enabled)
 
 
 def check_gradients(
@@ -176,8 +161,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         """Return names of the chosen parameters to gradients (B, *shape)."""
         value = _Value(self.model, self.modelout_fn, functional=True)
         parameters = {f"model.{name}": p for name, p in self._chosen.items()}
-        with _without_fast_path():
-            found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients
+        found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients
         return {name.removeprefix("model."): gradient for name, gradient in found.items()}
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:

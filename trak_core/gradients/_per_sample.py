@@ -55,13 +55,18 @@ def evaluation(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and attention by its plain formula.
 
     Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that
-    mode is restored. Fused attention has no vmap rule; the plain one gives the same function.
+    mode is restored. Fused attention, and the inference kernels that torch's transformer layers
+    take when only other layers are differentiated, have no vmap rule; the plain ones give the same
+    function.
     """
     training = [module for module in model.modules() if module.training]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             yield
     finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
         for module in training:
             module.training = True
