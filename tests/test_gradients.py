@@ -615,7 +615,7 @@ def test_bad_labels_of_many_parts(output, labels, message):
 
 @pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
 def test_transformer_layers_by_their_plain_formula(patterns):
-    """Torch's inference kernels, which they take where nothing asks for a gradient, have no vmap."""
+    """Their inference kernels, taken where nothing asks for a gradient, have no vmap."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
     parameters = select_parameters(model, patterns)
