@@ -1,7 +1,8 @@
 """Speed of the projection beside its peers: both sides in one process, in turn.
 
-    pip install traker            # the peer; not a dependency of this project
     python benchmarks/projection.py --threads 2 --csv projection.csv
+
+The peers are in the extra `test`, but for fast_jl.
 
 Every row first compares the result with the definition of the matrix (or, for a peer, checks that
 it projects at all) and is not timed if that fails. A row's two sides take turns, the median of the
