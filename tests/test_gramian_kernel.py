@@ -11,7 +11,13 @@ from trak_core.errors import InputError
 from trak_core.gradients import per_sample_gradients, select_parameters
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.linalg import damped_solve, extreme_eigenvalues, normal_matrix
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.model_outputs import (
+    IGNORED,
+    LANGUAGE_MODELLING,
+    MODEL_OUTPUTS,
+    SEGMENTATION,
+    contrast,
+)
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
@@ -103,6 +109,68 @@ def test_what_is_refused(case):
     model.train()
     with pytest.raises(InputError, match="evaluation mode"):
         train_gramian(model, parameters, output, [train])
+
+
+class Writer(nn.Module):
+    """A causal transformer of one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+        return self.head(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(3, 4), nn.Embedding(5, 4)
+
+    def forward(self, image, tokens):
+        found = self.image(image), self.text(tokens).mean(1)
+        return tuple(nn.functional.normalize(part, dim=-1) for part in found)
+
+
+def tokens_with_padding():
+    tokens = torch.randint(0, 5, (6, 7))
+    return tokens, torch.where(torch.arange(7) < torch.arange(2, 8)[:, None], tokens, IGNORED)
+
+
+KINDS = {
+    "language_modelling": (LANGUAGE_MODELLING, Writer, tokens_with_padding),
+    "segmentation": (
+        SEGMENTATION,
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)),
+        lambda: (torch.randn(6, 1, 3, 4), torch.randint(0, 3, (6, 3, 4))),
+    ),
+    "contrast": (
+        contrast(torch.randn(3, 4), torch.randn(3, 4), 2.0),
+        TwoTowers,
+        lambda: (torch.randn(6, 3), torch.randint(0, 5, (6, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_backward_pass_serves_every_model_output(kind, monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
+    output, make, draw = KINDS[kind]
+    model = make().eval().double()
+    samples = [x.double() if x.is_floating_point() else x for x in draw()]
+    parameters = select_parameters(model, None)
+    found = per_sample_gradients(model, parameters, output, samples)
+    j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
+    kernel = train_gramian(model, parameters, output, [samples])
+    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-9, atol=1e-12)
 
 
 RNG = np.random.default_rng(0)
