@@ -11,6 +11,7 @@ rule compute_scores:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
     conda:
         "../envs/trak.yaml"
+    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
         gpu=0,
