@@ -4,12 +4,16 @@ Data: 1,797 real 8x8 scans that ship inside scikit-learn (UCI, "Optical Recognit
 Digits"). Ids are positions in that data set, so they mean the same in every split.
 """
 
-import matplotlib.axes
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+if TYPE_CHECKING:  # only the figures' jobs need matplotlib
+    from matplotlib.axes import Axes
 
 _N_TRAIN = 1200
 # One fixed shuffle: the scans come in blocks of one writer each.
@@ -76,6 +80,6 @@ def train(seed: int, epochs: int) -> nn.Module:
     return model
 
 
-def draw(axes: matplotlib.axes.Axes, sample: tuple[Tensor, Tensor]) -> None:
+def draw(axes: "Axes", sample: tuple[Tensor, Tensor]) -> None:
     """Draw one scan."""
     axes.imshow(sample[0][0], cmap="gray_r", vmin=0, vmax=1)
