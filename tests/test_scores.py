@@ -277,6 +277,7 @@ def finished(cases, tmp_path_factory):
 
 
 OTHER_CONFIGS = [
+    ("projection", {"kind": "exact"}),
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 1}),
     ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
