@@ -13,7 +13,17 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/study.smk"
 include: "workflow/rules/jobs.smk"
 include: "workflow/rules/checkpoints.smk"
-include: "workflow/rules/features.smk"
+
+
+if exact:
+
+    include: "workflow/rules/kernel.smk"
+
+else:
+
+    include: "workflow/rules/features.smk"
+
+
 include: "workflow/rules/scores.smk"
 
 

@@ -28,33 +28,49 @@ def jacobian(model, samples, output):
     return torch.stack(rows).numpy(), np.array(outputs), np.array(labels)
 
 
-def scores(
+def scores(models, train, targets, *, output, proj_dim, seed, **settings):
+    """Return the (n, m) scores of a dict of models, checkpoint id to module."""
+
+    def projected(checkpoint, n_params):
+        spec = ProjectionSpec(
+            kind="rademacher",
+            n_params=n_params,
+            proj_dim=proj_dim,
+            seed=seed,
+            stream=stream_of(checkpoint),
+        )
+        return projection_matrix(spec) / np.sqrt(proj_dim)
+
+    return _scores(models, train, targets, projected, output=output, **settings)
+
+
+def exact_scores(models, train, targets, *, output, **settings):
+    """Return the scores of whole gradients, in the space of the parameters."""
+
+    def whole(_, n_params):
+        return np.eye(n_params)
+
+    return _scores(models, train, targets, whole, output=output, **settings)
+
+
+def _scores(
     models,
     train,
     targets,
+    matrix_of,
     *,
     output,
-    proj_dim,
-    seed,
     damping,
     weighting="plain",
     combine="product_of_averages",
     power=1.0,
 ):
-    """Return the (n, m) scores of a dict of models, checkpoint id to module."""
     all_similarities, all_weights = [], []
     for checkpoint, model in models.items():
         model = copy.deepcopy(model).double().eval()
         gradients, f, y = jacobian(model, train, output)
         target_gradients, _, _ = jacobian(model, targets, output)
-        spec = ProjectionSpec(
-            kind="rademacher",
-            n_params=gradients.shape[1],
-            proj_dim=proj_dim,
-            seed=seed,
-            stream=stream_of(checkpoint),
-        )
-        matrix = projection_matrix(spec) / np.sqrt(proj_dim)
+        matrix = matrix_of(checkpoint, gradients.shape[1])
         phi, phi_targets = gradients @ matrix, target_gradients @ matrix
         if output == "image_classification":
             p = 1 / (1 + np.exp(-f))
@@ -63,8 +79,10 @@ def scores(
             q, curvature = y - f, np.ones_like(f)
         w = curvature if weighting == "curvature" else np.ones_like(f)
         shift = damping * np.mean(w * (phi**2).sum(1))
-        kernel = phi.T @ (w[:, None] * phi) + shift * np.eye(proj_dim)
-        all_similarities.append(phi @ np.linalg.inv(kernel) @ phi_targets.T)
+        kernel = phi.T @ (w[:, None] * phi) + shift * np.eye(phi.shape[1])
+        # Without damping, and with fewer samples than dimensions: the limit of ever less of it.
+        inverse = np.linalg.inv(kernel) if shift else np.linalg.pinv(kernel, rcond=1e-12)
+        all_similarities.append(phi @ inverse @ phi_targets.T)
         all_weights.append(np.sign(q) * np.abs(q) ** power)
     a, q = np.array(all_similarities), np.array(all_weights)
     if combine == "average_of_products":

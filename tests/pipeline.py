@@ -6,7 +6,9 @@ import pandas as pd
 
 from trak_core.provenance import ids_digest
 from trak_core.stages.average import average_scores
+from trak_core.stages.exact_scores import compute_exact_scores
 from trak_core.stages.features import compute_features
+from trak_core.stages.kernel import compute_kernel
 from trak_core.stages.normal_matrix import compute_normal_matrix
 from trak_core.stages.scores import compute_scores
 from trak_core.stages.shards import join_shards
@@ -116,6 +118,83 @@ def run_stages(
         combine=combine,
         loss_weight_power=power,
         top=top,
+        code="code",
+        memory_mb=memory_mb,
+    )
+    return final
+
+
+def run_exact_stages(
+    results: Path,
+    study: Path,
+    checkpoints: dict[str, Path],
+    targets: list,
+    *,
+    model_output: str,
+    damping: float = 2,
+    weighting: str = "plain",
+    combine: str = "product_of_averages",
+    power: float = 1.0,
+    batch_size: int = 64,
+    memory_mb: int = 500,
+    parameters: list[str] | None = None,
+) -> Path:
+    """The same without a projection."""
+    settings = {
+        "model_output": model_output,
+        "projection": {"kind": "exact"},
+        "dtype": "float64",
+        "study": "digest",
+        "parameter_patterns": parameters,
+    }
+    to_targets = {**settings, "targets_digest": ids_digest(targets)}
+    checkpoint_scores = []
+    for checkpoint, path in sorted(checkpoints.items()):
+        kernels = {s: results / "kernels" / checkpoint / f"{s}.h5" for s in ("train", "mine")}
+        for split, file in kernels.items():
+            compute_kernel(
+                kernel=file,
+                checkpoint=path,
+                study=study,
+                split=split,
+                spec={
+                    **settings,
+                    "checkpoint": checkpoint,
+                    "targets": targets if split == "mine" else None,
+                },
+                code="code",
+                device="cpu",
+                batch_size=batch_size,
+                memory_mb=memory_mb,
+                threads=1,
+            )
+        scores = results / "scores/mine" / f"{checkpoint}.h5"
+        compute_exact_scores(
+            scores=scores,
+            train=kernels["train"],
+            targets=kernels["mine"],
+            expected={**to_targets, "checkpoint": checkpoint, "split": "mine"},
+            damping=damping,
+            weighting=weighting,
+            code="code",
+            memory_mb=memory_mb,
+        )
+        checkpoint_scores.append(scores)
+    final = results / "scores/mine.h5"
+    average_scores(
+        scores=final,
+        checkpoint_scores=checkpoint_scores,
+        features=[],
+        expected={
+            **to_targets,
+            "experiment": "mine",
+            "weighting": weighting,
+            "damping": damping,
+            "checkpoints": sorted(checkpoints),
+        },
+        combine=combine,
+        loss_weight_power=power,
+        top=5,
         code="code",
         memory_mb=memory_mb,
     )

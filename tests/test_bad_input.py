@@ -20,6 +20,9 @@ STUDY = "diabetes.py"
 def workspace(tmp_path_factory):
     workspace = Workspace.make(tmp_path_factory.mktemp("bad") / "study", STUDY, GOOD)
     workspace.path("c0.pt").write_bytes(b"not looked at before a job")
+    text = workspace.path(STUDY).read_text()
+    text = text.replace("x[:342], y[:342]", "x[:342].repeat(10, 1), y[:342].repeat(10)")
+    workspace.path("many.py").write_text(text)
     return workspace
 
 
@@ -69,6 +72,39 @@ CONFIGS = {
     "too many checkpoints": (
         {"checkpoints": {f"c{i}": "c0.pt" for i in range(700)}},
         r"at most about 500 checkpoints.*Found 700",
+    ),
+    "a projection by its name alone": (
+        {"projection": "rademacher"},
+        r"projection: must be exact\. Found 'rademacher'\. Meaning: No projection, .* by its keys",
+    ),
+    "a projection of another type": (
+        {"projection": 512},
+        r"projection: 512 is not valid .* Meaning: .*, given by its keys; or `exact`, none",
+    ),
+    "exact scores that memory does not hold": (
+        {"projection": "exact", "compute": {"memory_mb": 64}, "study": "many.py"},
+        r"experiment mine: compute\.memory_mb must hold exact scores of 3420 training samples, "
+        r"three times 3420 x 3420 numbers, and 1 targets: 268 MiB\. Found 64\. Raise it, take a "
+        r"projection in place of `projection: exact`",
+    ),
+    "exact scores of top influences alone": (
+        {"projection": "exact", "scoring": {"scores": "top_k"}},
+        r"With `projection: exact`, scoring\.scores must be full: .* Found top_k",
+    ),
+    "exact scores in shards": (
+        {"projection": "exact", "compute": {"shards": 2}},
+        r"With `projection: exact`, shards must be 1: .* Found 2 in compute\.shards",
+    ),
+    "exact scores of targets in shards": (
+        {
+            "projection": "exact",
+            "experiments": {"mine": {"targets": ["patient-342"], "shards": 3}},
+        },
+        r"With `projection: exact`, shards must be 1: .* Found 3 in experiments\.mine\.shards",
+    ),
+    "exact scores of float16 features": (
+        {"projection": "exact", "features_dtype": "float16"},
+        r"With `projection: exact`, no features are stored\. Found features_dtype float16",
     ),
     "out of range": (
         {"scoring": {"damping": -1}},

@@ -63,6 +63,8 @@ def test_modules_are_small(path):
         ("trak_core.diagnostics", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.normal_matrix", {"torch", "numba"}),
         ("trak_core.stages.scores", {"torch", "numba"}),
+        ("trak_core.stages.exact_scores", {"torch", "numba"}),
+        ("trak_core.stages.kernel", {"numba"}),
         ("trak_core.stages.average", {"torch", "numba"}),
         ("trak_core.stages.shards", {"torch", "numba"}),
     ],

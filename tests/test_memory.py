@@ -8,7 +8,14 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, create
 from trak_core.errors import InputError
-from trak_core.memory import Need, average_need, check_memory, normal_matrix_need, scores_need
+from trak_core.memory import (
+    Need,
+    average_need,
+    check_memory,
+    exact_need,
+    normal_matrix_need,
+    scores_need,
+)
 from trak_core.stages.average import average_scores
 from trak_core.stages.normal_matrix import compute_normal_matrix
 from trak_core.stages.scores import compute_scores
@@ -42,6 +49,11 @@ def test_what_is_taken_never_exceeds_the_budget(memory_mb):
             r"100000 targets: 1\d\d\d MiB\. Found 500\. Raise it",
         ),
         ({"top": 10**4, "n_targets": {"mine": 400}}, r"^experiment mine: .* scoring\.top 10000"),
+        (
+            {"proj_dim": None},
+            r"^experiment mine: .* exact scores of 50000 training samples, .*: 57450 MiB\. Found",
+        ),
+        ({"proj_dim": None, "n_train": 4000}, None),
         ({"n_train": 10**7}, r"^experiment mine: .* the average for 10000000 training samples"),
     ],
 )
@@ -55,7 +67,7 @@ def test_a_budget_is_checked_for_every_job(change, message):
         "top": 20,
     }
     if message is None:
-        check_memory(500, **config)
+        check_memory(500, **{**config, **change})
     else:
         with pytest.raises(InputError, match=message):
             check_memory(500, **{**config, **change})
@@ -69,6 +81,32 @@ def test_the_average_counts_solved_targets_once_and_only_with_top_k():
     ]
     assert needs[0].fixed_bytes == needs[1].fixed_bytes
     assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
+
+
+SOLVE = """
+import re
+from pathlib import Path
+import numpy as np
+from trak_core.dual import exact_similarities
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+exact_similarities(np.eye(50), np.ones((50, 2)), np.ones(50), 2)
+before = peak()
+x = np.random.default_rng(0).standard_normal((1500, 20))
+exact_similarities(x @ x.T, x @ x[:300].T, np.ones(1500), 2)
+print(peak() - before)
+"""
+
+
+def test_exact_scores_hold_what_is_said():
+    output = subprocess.run(
+        [sys.executable, "-c", SOLVE],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    need = exact_need(1500, 300).fixed_bytes
+    assert 0.5 * need < int(output) * 1024 < 1.1 * need
 
 
 STAGES = """

@@ -17,6 +17,7 @@ from trak_core.provenance import ids_digest
 from trak_core.stages import features
 from trak_core.stages.average import average_scores
 from trak_core.stages.scores import compute_scores
+from trak_core.stages.subject import warn_of_saturation
 from trak_core.study import Study
 
 STUDIES = Path(__file__).parent / "studies"
@@ -276,6 +277,7 @@ def finished(cases, tmp_path_factory):
 
 
 OTHER_CONFIGS = [
+    ("projection", {"kind": "exact"}),
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 1}),
     ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
@@ -356,11 +358,11 @@ def test_not_a_number_in_a_checkpoint_names_samples_and_parameters(cases, tmp_pa
 
 
 def test_most_training_samples_fitted_exactly_is_said(capsys):
-    features._warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]))
+    warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]))
     assert "Warning: 67% of the training samples have a loss weight below 1e-3" in (
         capsys.readouterr().out
     )
-    features._warn_of_saturation(torch.tensor([1e-4, 0.2, 0.3]))
+    warn_of_saturation(torch.tensor([1e-4, 0.2, 0.3]))
     assert not capsys.readouterr().out
 
 

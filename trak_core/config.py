@@ -75,6 +75,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
     expected = {
         "type": lambda: f"must be of type {error.validator_value}",
         "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
+        "const": lambda: f"must be {error.validator_value}",
         "minimum": lambda: f"must be at least {error.validator_value}",
         "exclusiveMinimum": lambda: f"must be above {error.validator_value}",
         "maximum": lambda: f"must be at most {error.validator_value}",
@@ -87,7 +88,10 @@ def _explained(error: jsonschema.ValidationError) -> str:
 
 def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
     """Yield what went wrong in the alternative that was meant: the one of the value's type."""
-    meant = [e for e in error.context or () if not (e.validator == "type" and not e.path)]
+    other_types = {
+        e.schema_path[0] for e in error.context or () if e.validator == "type" and not e.path
+    }
+    meant = [e for e in error.context or () if e.schema_path[0] not in other_types]
     if error.validator in ("anyOf", "oneOf") and meant:
         for inner in meant:
             yield from _leaves(inner)
@@ -122,6 +126,37 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
+
+
+def check_exact(config: Mapping[str, Any]) -> None:
+    """Refuse what exact scores can't do, for a config that is valid otherwise.
+
+    Args:
+        config: With its defaults filled in, and ``projection: exact``.
+
+    Raises:
+        InputError: It names the key.
+    """
+    if config["scoring"]["scores"] != "full":
+        raise InputError(
+            "With `projection: exact`, scoring.scores must be full: top_k streams projected "
+            f"features. Found {config['scoring']['scores']}. Set it to full, or take a projection."
+        )
+    shards = {"compute": config["compute"]["shards"]} | {
+        f"experiments.{name}": one["shards"] for name, one in config["experiments"].items()
+    }
+    for where, n in shards.items():
+        if n != 1:
+            raise InputError(
+                "With `projection: exact`, shards must be 1: a kernel pairs every training sample "
+                f"with every other. Found {n} in {where}.shards. Leave it out, or take a "
+                "projection."
+            )
+    if config["features_dtype"] != "float32":
+        raise InputError(
+            "With `projection: exact`, no features are stored. Found features_dtype "
+            f"{config['features_dtype']}. Leave it out, or take a projection."
+        )
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -22,12 +22,27 @@ class Need:
     Attributes:
         what: The job, in words.
         fixed_bytes: Held whatever the rows of a block.
-        row_bytes: On top, for each row of a block.
+        row_bytes: On top, for each row of a block; 0 where work isn't cut into rows.
+        remedy: What helps, beside more memory.
     """
 
     what: str
     fixed_bytes: int
-    row_bytes: int
+    row_bytes: int = 0
+    remedy: str = "lower projection.proj_dim, or cut the experiment in two"
+
+    def check(self, memory_mb: int) -> None:
+        """Refuse a budget that doesn't hold it.
+
+        Raises:
+            InputError: If it is not enough, with blocks of a reasonable size.
+        """
+        least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
+        if least_mb > memory_mb:
+            raise InputError(
+                f"compute.memory_mb must hold {self.what}: {least_mb} MiB. Found {memory_mb}. "
+                f"Raise it, {self.remedy}."
+            )
 
     def rows(self, memory_mb: int) -> int:
         """Return how many rows a block may have: they get half of what the fixed part leaves.
@@ -35,12 +50,7 @@ class Need:
         Raises:
             InputError: If that is not enough for blocks of a reasonable size.
         """
-        least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
-        if least_mb > memory_mb:
-            raise InputError(
-                f"compute.memory_mb must hold {self.what}: {least_mb} MiB. Found {memory_mb}. "
-                "Raise it, lower projection.proj_dim, or cut the experiment in two."
-            )
+        self.check(memory_mb)
         rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
         return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
 
@@ -55,6 +65,24 @@ def scores_need(proj_dim: int, n_targets: int) -> Need:
     """Return what one checkpoint's scores hold: matrix, factor and targets; then rows of both."""
     what = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
     return Need(what, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
+
+
+_FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
+
+
+def kernel_need(n_train: int, n_columns: int) -> Need:
+    """Return what a kernel of float64 takes; samples and activations come on top."""
+    what = f"a kernel of {n_train} x {n_columns} inner products"
+    return Need(what, 8 * n_train * n_columns, remedy=_FEWER)
+
+
+def exact_need(n_train: int, n_targets: int) -> Need:
+    """Return what exact scores hold: the kernel, damped and once more for LAPACK; targets' rows."""
+    what = (
+        f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
+        f"and {n_targets} targets"
+    )
+    return Need(what, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
 def average_need(
@@ -86,7 +114,7 @@ def average_need(
 def check_memory(
     memory_mb: int,
     *,
-    proj_dim: int,
+    proj_dim: int | None,
     n_train: int,
     n_targets: Mapping[str, int],
     n_checkpoints: int,
@@ -97,7 +125,7 @@ def check_memory(
 
     Args:
         memory_mb: MiB for arrays.
-        proj_dim: k.
+        proj_dim: k; None without a projection.
         n_train: Training samples.
         n_targets: Targets of each experiment.
         n_checkpoints: How many.
@@ -107,7 +135,8 @@ def check_memory(
     Raises:
         InputError: At the first job that would not fit; it names the experiment.
     """
-    normal_matrix_need(proj_dim).rows(memory_mb)
+    if proj_dim is not None:
+        normal_matrix_need(proj_dim).check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if scores == "top_k" else None
         average = average_need(
@@ -117,8 +146,9 @@ def check_memory(
             top=top,
             solved_dim=solved_dim,
         )
-        for need in (scores_need(proj_dim, m), average):
+        solve = exact_need(n_train, m) if proj_dim is None else scores_need(proj_dim, m)
+        for need in (solve, average):
             try:
-                need.rows(memory_mb)
+                need.check(memory_mb)
             except InputError as error:
                 raise InputError(f"experiment {experiment}: {error}") from None

@@ -8,6 +8,10 @@ from typing import Any
 
 from trak_core.errors import InputError
 
+# What a config says in place of a projection, and what files made without one say.
+EXACT = "exact"
+EXACT_PROJECTION = {"kind": EXACT}
+
 
 class ProjectionKind(StrEnum):
     """How the entries of the projection matrix come about (``projection/reference.py``)."""

@@ -8,8 +8,10 @@ ordinary chunked dataset, ``<key>/block0_values``; they are written block by blo
 
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
+    EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
+    KERNEL,
     NORMAL_MATRIX,
     SCORES,
     ArtifactError,
@@ -21,8 +23,10 @@ from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
+    "EXACT_SCORES",
     "FEATURES",
     "FEATURE_SHARD",
+    "KERNEL",
     "NORMAL_MATRIX",
     "SCORES",
     "Artifact",

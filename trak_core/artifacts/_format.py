@@ -36,6 +36,9 @@ NORMAL_MATRIX = Kind(
     "trak-normal-matrix", ("normal_matrix", "mean_squared_norm"), "compute_normal_matrix"
 )
 CHECKPOINT_SCORES = Kind("trak-scores", ("loss_weights", "train_ids"), "compute_scores")
+KERNEL = Kind("trak-kernel", ("kernel", "outputs", "sample_ids"), "compute_kernel")
+# The same files by another road.
+EXACT_SCORES = Kind("trak-scores", CHECKPOINT_SCORES.keys, "compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 
 

@@ -9,6 +9,7 @@ from trak_core.gradients._apart import check_samples_apart
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._call import call
 from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
+from trak_core.gradients._columns import columns_of
 from trak_core.gradients._finite import check_finite
 from trak_core.gradients._labels import check_labels, count_classes
 from trak_core.gradients._loop import looped_gradients
@@ -26,6 +27,7 @@ __all__ = [
     "check_finite",
     "check_labels",
     "check_samples_apart",
+    "columns_of",
     "count_classes",
     "evaluation",
     "gradient_method",

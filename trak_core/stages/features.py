@@ -11,47 +11,32 @@ from torch.func import vmap
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.blocks import with_progress
-from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.errors import InputError
 from trak_core.gradients import (
-    Batch,
     PerSample,
-    as_batch,
     check_finite,
     check_labels,
-    check_samples_apart,
-    count_classes,
     gradient_method,
     in_chunks,
     n_params,
     sample_bytes,
     samples_that_fit,
-    select_parameters,
 )
 from trak_core.projection import project
-from trak_core.provenance import ids_digest, parameters_digest
 from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.output import CLIP, N_OTHERS, OTHERS_SEED, model_output
 from trak_core.stages.software import software
-from trak_core.study import TRAIN, Study
-
-# Samples that are looked at before the expensive work.
-_FEW = 8
+from trak_core.stages.subject import Subject, device_name, find_device, warn_of_saturation
+from trak_core.study import TRAIN
 
 
-def _device(name: str) -> tuple[torch.device, str]:
-    if name == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError(
-                "compute.device is cuda, so torch must find a CUDA device. Found none: check "
-                "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu."
-            )
+def _device(name: str) -> torch.device:
+    device = find_device(name)
+    if device.type == "cuda":
         # Only here: a machine without CUDA does not need it. Better now than after the gradients.
         from trak_core.projection.cuda.machine import require_numba_cuda
 
         require_numba_cuda()
-        return torch.device("cuda"), f"cuda {torch.cuda.get_device_name()}"
-    return torch.device("cpu"), "cpu"
+    return device
 
 
 def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
@@ -124,61 +109,37 @@ def compute_features(
         InputError: If study, checkpoint or gradients are not what they must be.
     """
     torch.set_num_threads(threads)
-    torch_device, device_name = _device(device)
-    loaded = Study.load(study)
-    model = loaded.make_model()
-    load_checkpoint(model, checkpoint)
-    model.to(torch_device)
-    parameters = select_parameters(model, spec["parameter_patterns"])
-    pairs = loaded.split(TRAIN, None) if spec["model_output"] == CLIP else None
-    output = model_output(spec["model_output"], model, pairs, torch_device)
-    data = loaded.split(split, spec["targets"])
+    subject = Subject.load(study, checkpoint, spec, _device(device))
+    model, parameters, output = subject.model, subject.parameters, subject.output
+    data = subject.study.split(split, spec["targets"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = ProjectionSpec(
         **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
     )
-    file_spec = {
-        "projection": {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"},
-        "parameters": parameters_digest({name: p.shape for name, p in parameters.items()}),
-        "model_output": spec["model_output"],
-        "checkpoint": {"id": spec["checkpoint"], "sha256": checkpoint_sha256(checkpoint)},
-        "split": split,
-        "dtype": spec["dtype"],
-        "study": spec["study"],
-        "parameter_patterns": spec["parameter_patterns"],
-        "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
-    }
-    if spec["model_output"] == CLIP:
-        file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
+    as_stored = {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"}
+    file_spec = subject.file_spec(spec, checkpoint, split, as_stored)
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
-    compilers = ("numba", "numba-cuda") if torch_device.type == "cuda" else ("numba",)
-    provenance = software(code, device_name, "torch", "numpy", *compilers)
+    compilers = ("numba", "numba-cuda") if subject.device.type == "cuda" else ("numba",)
+    where = device_name(subject.device)
+    provenance = software(code, where, "torch", "numpy", *compilers)
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
-        f"to {projection.proj_dim} dimensions, gradients on {device_name}",
+        f"to {projection.proj_dim} dimensions, gradients on {where}",
         flush=True,
     )
     ids = data.ids[start:stop]
-
-    def batch_of(first: int, last: int) -> Batch:
-        batch = as_batch(data.batch(start + first, start + last), output)
-        return batch.mapped(lambda tensor: tensor.to(torch_device))
-
-    # A look at a few samples before the expensive work.
-    few = batch_of(0, min(_FEW, len(ids)))
-    n_classes = count_classes(model, output, few, torch_device)
-    check_labels(few.labels, output, n_classes, ids[:_FEW])
+    few, n_classes = subject.few(data, start, stop)
     needed_bytes = sample_bytes(model, parameters, output, few)
-    chunk = min(batch_size, samples_that_fit(needed_bytes, torch_device, memory_mb))
-    check_samples_apart(model, output, few.rows(slice(0, max(2, chunk))))
+    chunk = min(batch_size, samples_that_fit(needed_bytes, subject.device, memory_mb))
+    subject.check_apart(few, chunk)
     method = gradient_method(model, parameters, output, few)
     print(f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each", flush=True)
 
     def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
         """Return the features of some samples to be stored, and what goes with each sample."""
-        batch = batch_of(first, last)
+        batch = subject.batch(data, start + first, start + last)
         check_labels(batch.labels, output, n_classes, ids[first:last])
         result = method(model, parameters, output, batch)
         check_finite(result, ids[first:last])
@@ -204,19 +165,7 @@ def compute_features(
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            _warn_of_saturation(weights)
+            warn_of_saturation(weights)
             writer.vector("loss_weights", weights.float().numpy())
             for numbers in curvature:
                 writer.vector("curvature", numbers.float().numpy())
-
-
-def _warn_of_saturation(loss_weights: Tensor) -> None:
-    """Say when most training samples are fitted so well that their scores all but vanish."""
-    saturated = (loss_weights.abs() < 1e-3).float().mean().item()
-    if saturated > 0.5:
-        print(
-            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
-            "are fitted almost exactly and get scores near 0. A loss_weight_power below 1, or an "
-            "earlier checkpoint, ranks them better.",
-            flush=True,
-        )

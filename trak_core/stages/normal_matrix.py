@@ -8,11 +8,10 @@ import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.blocks import blocks_with_progress
-from trak_core.errors import InputError
 from trak_core.linalg import extreme_eigenvalues, normal_matrix
 from trak_core.memory import normal_matrix_need
-from trak_core.spec import Weighting
 from trak_core.stages.software import software
+from trak_core.stages.splits import normal_weights
 
 
 def compute_normal_matrix(
@@ -37,18 +36,11 @@ def compute_normal_matrix(
     Raises:
         InputError: If the features are not what they must be, or exceed the budget.
     """
-    kind = Weighting(weighting)
     with open_artifact(features, FEATURES) as train:
         check_made_for(train, expected, "compute_features")
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
-        if kind is Weighting.CURVATURE and not train.has("curvature"):
-            raise InputError(
-                f"{features}: features for a normal matrix with `curvature` must hold the "
-                f"curvature of the loss. The model output {train.spec['model_output']} has none; "
-                "set scoring.normal_matrix to plain."
-            )
-        weights = train.vector("curvature") if kind is Weighting.CURVATURE else np.ones(n_rows)
+        weights = normal_weights(train, weighting)
         block = normal_matrix_need(proj_dim).rows(memory_mb)
 
         def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -56,14 +48,14 @@ def compute_normal_matrix(
                 yield values[start:stop], weights[start:stop]
 
         matrix, mean_squared_norm, n_train = normal_matrix(blocks())
-        spec = {**train.spec, "weighting": str(kind), "features": train.content_hash}
+        spec = {**train.spec, "weighting": weighting, "features": train.content_hash}
     smallest, largest = extreme_eigenvalues(matrix)
     with create(
         normal_matrix_file,
         NORMAL_MATRIX,
         spec,
         software(code, "cpu", "numpy", "scipy"),
-        weighting=str(kind),
+        weighting=weighting,
     ) as writer:
         names = range(proj_dim)
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix

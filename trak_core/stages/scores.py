@@ -9,7 +9,6 @@ from trak_core.artifacts import (
     CHECKPOINT_SCORES,
     FEATURES,
     NORMAL_MATRIX,
-    check_made_for,
     check_same,
     create,
     open_artifact,
@@ -19,13 +18,7 @@ from trak_core.blocks import blocks_with_progress
 from trak_core.linalg import damped_solve
 from trak_core.memory import scores_need
 from trak_core.stages.software import software
-
-# What one checkpoint's train and target features must share.
-_SHARED = (
-    *("projection", "parameters", "parameter_patterns", "model_output", "checkpoint"),
-    *("dtype", "study"),
-)
-_PER_SAMPLE = ("labels", "outputs", "predictions")
+from trak_core.stages.splits import check_splits, write_samples
 
 
 def compute_scores(
@@ -68,12 +61,7 @@ def compute_scores(
         open_artifact(targets, FEATURES) as target_file,
         open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
-        train_expected = {**expected, "split": "train", "targets_digest": None}
-        check_made_for(train_file, train_expected, "compute_features")
-        check_made_for(target_file, expected, "compute_features")
-        shared = {key: train_file.spec.get(key) for key in _SHARED}
-        found = {key: target_file.spec.get(key) for key in _SHARED}
-        check_same("specification of features", shared, found, targets, "compute_features")
+        shared = check_splits(train_file, target_file, expected, "compute_features")
         wanted = {"weighting": weighting, "features": train_file.content_hash}
         found = {key: matrix_file.spec[key] for key in wanted}
         check_same("features", wanted, found, normal_matrix, "compute_normal_matrix")
@@ -108,8 +96,4 @@ def compute_scores(
                 writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
                     :
                 ] = solved
-            writer.vector("loss_weights", train_file.vector("loss_weights"))
-            for side, file in (("train", train_file), ("target", target_file)):
-                writer.vector(f"{side}_ids", file.ids("sample_ids"))
-                for key in _PER_SAMPLE:
-                    writer.vector(f"{side}_{key}", file.vector(key))
+            write_samples(writer, train_file, target_file)

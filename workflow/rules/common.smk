@@ -7,6 +7,7 @@ from snakemake.utils import validate
 
 from trak_core.config import (
     check_config,
+    check_exact,
     check_unique_keys,
     checkpoint_table,
     ordered,
@@ -14,6 +15,7 @@ from trak_core.config import (
 )
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
+from trak_core.spec import EXACT, EXACT_PROJECTION
 
 # Jobs are processes of their own: they import the trak_core that this file imports.
 os.environ.update(
@@ -42,6 +44,9 @@ with explained():
         check_unique_keys(Path(file))
     check_config(config, yaml.safe_load(schema.read_text()))
     validate(config, schema=str(schema))  # fills in the defaults
+    exact = config["projection"] == EXACT
+    if exact:
+        check_exact(config)
     checkpoints = checkpoint_table(config["checkpoints"], trained="training" in config)
     experiments = {
         name: target_ids(experiment["targets"])

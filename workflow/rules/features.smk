@@ -96,3 +96,41 @@ rule compute_normal_matrix:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
     script:
         "../scripts/compute_normal_matrix.py"
+
+
+rule compute_scores:
+    input:
+        train="<results>/features/{checkpoint}/train.h5",
+        targets="<results>/features/{checkpoint}/{experiment}.h5",
+        normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
+    output:
+        scores="<results>/scores/{experiment}/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=job_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=job_minutes,
+    params:
+        code=code_digest("trak_core.stages.scores"),
+        expected=lambda wildcards: expected_features(
+            wildcards.checkpoint, wildcards.experiment
+        ),
+        settings=ordered(
+            {
+                "damping": scoring["damping"],
+                "weighting": scoring["normal_matrix"],
+                "keep": scoring["scores"],
+            }
+        ),
+    message:
+        "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_scores.py"

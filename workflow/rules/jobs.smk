@@ -38,18 +38,18 @@ def training_arguments(wildcards):
     return ordered(config["training"] | checkpoints[wildcards.checkpoint])
 
 
-# What decides the numbers of all features of this config.
+# What decides the numbers of all features, or kernels, of this config.
 features_settings = {
     "model_output": config["model_output"],
     "parameter_patterns": parameter_patterns,
-    "projection": config["projection"],
-    "dtype": config["features_dtype"],
+    "projection": EXACT_PROJECTION if exact else config["projection"],
+    "dtype": "float64" if exact else config["features_dtype"],
     "study": study,
 }
 
 
 def features_spec(wildcards):
-    """What decides the numbers of a split's features."""
+    """What decides the numbers of a split's features or kernel."""
     return ordered(
         features_settings
         | {
@@ -60,7 +60,7 @@ def features_spec(wildcards):
 
 
 def expected_features(checkpoint, split):
-    """What features must say of themselves to be used under today's config."""
+    """What features or kernels must say of themselves to be used under today's config."""
     return ordered(
         features_settings
         | {

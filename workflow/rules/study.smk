@@ -64,11 +64,12 @@ if workflow.is_main_process:
         known = {}
     with explained():
         sizes = look_over(known)
-        ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
+        if not exact:
+            ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
         check_memory(
             compute["memory_mb"],
-            proj_dim=config["projection"]["proj_dim"],
+            proj_dim=None if exact else config["projection"]["proj_dim"],
             n_train=n_samples.pop("train"),
             n_targets=n_samples,
             n_checkpoints=len(checkpoints),

@@ -1,0 +1,67 @@
+"""Training samples and targets under one checkpoint: two files, and what scores take from both."""
+
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts import Artifact, Writer, check_made_for, check_same
+from trak_core.errors import InputError
+from trak_core.spec import Weighting
+
+# What one checkpoint's files of both splits must share.
+_SHARED = (
+    *("projection", "parameters", "parameter_patterns", "model_output", "checkpoint"),
+    *("dtype", "study"),
+)
+_PER_SAMPLE = ("labels", "outputs", "predictions")
+
+
+def check_splits(
+    train: Artifact, targets: Artifact, expected: dict[str, Any], rule: str
+) -> dict[str, Any]:
+    """Refuse files that were made for another config, or that don't belong together.
+
+    Args:
+        train: Of the training samples.
+        targets: Of an experiment's targets.
+        expected: See ``check_made_for``; its split is the experiment.
+        rule: The rule that makes such files.
+
+    Returns:
+        What both say of themselves, for the specification of the scores.
+
+    Raises:
+        ArtifactError: If they may not be combined.
+    """
+    check_made_for(train, {**expected, "split": "train", "targets_digest": None}, rule)
+    check_made_for(targets, expected, rule)
+    shared = {key: train.spec.get(key) for key in _SHARED}
+    found = {key: targets.spec.get(key) for key in _SHARED}
+    check_same("specification of both splits", shared, found, targets.path, rule)
+    return shared
+
+
+def normal_weights(train: Artifact, weighting: str) -> np.ndarray:
+    """Return the diagonal of W: ones, or the curvature of the training samples' loss.
+
+    Raises:
+        InputError: If the file holds no curvature where that is asked for.
+    """
+    if Weighting(weighting) is Weighting.PLAIN:
+        return np.ones(len(train.vector("sample_ids")))
+    if not train.has("curvature"):
+        raise InputError(
+            f"{train.path}: training samples weighted by `curvature` must come with the curvature "
+            f"of their loss. The model output {train.spec['model_output']} has none; set "
+            "scoring.normal_matrix to plain."
+        )
+    return train.vector("curvature")
+
+
+def write_samples(writer: Writer, train: Artifact, targets: Artifact) -> None:
+    """Write ids and what the checkpoint makes of every sample, and the loss weights."""
+    writer.vector("loss_weights", train.vector("loss_weights"))
+    for side, file in (("train", train), ("target", targets)):
+        writer.vector(f"{side}_ids", file.ids("sample_ids"))
+        for key in _PER_SAMPLE:
+            writer.vector(f"{side}_{key}", file.vector(key))

@@ -1,0 +1,61 @@
+rule compute_kernel:
+    input:
+        checkpoint=checkpoint_input,
+    output:
+        kernel="<results>/kernels/{checkpoint}/{split}.h5",
+    log:
+        "<results>/logs/compute_kernel/{checkpoint}/{split}.log",
+    benchmark:
+        "<results>/benchmarks/compute_kernel/{checkpoint}/{split}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: compute["threads"]
+    resources:
+        gpu=int(compute["device"] == "cuda"),
+        mem_mb=job_mb,
+        runtime=job_minutes,
+        device=compute["device"],
+        batch_size=compute["batch_size"],
+        memory_mb=compute["memory_mb"],
+    params:
+        code=code_digest("trak_core.stages.kernel"),
+        signature=checkpoint_signature,
+        spec=features_spec,
+        study=config["study"],
+    message:
+        "Multiplying gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_kernel.py"
+
+
+rule compute_exact_scores:
+    input:
+        train="<results>/kernels/{checkpoint}/train.h5",
+        targets="<results>/kernels/{checkpoint}/{experiment}.h5",
+    output:
+        scores="<results>/scores/{experiment}/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_exact_scores/{experiment}/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=job_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=job_minutes,
+    params:
+        code=code_digest("trak_core.stages.exact_scores"),
+        expected=lambda wildcards: expected_features(
+            wildcards.checkpoint, wildcards.experiment
+        ),
+        settings=ordered(
+            {"damping": scoring["damping"], "weighting": scoring["normal_matrix"]}
+        ),
+    message:
+        "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_exact_scores.py"
