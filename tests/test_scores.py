@@ -324,7 +324,8 @@ def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, expected = finished
     mine = {"experiment": "mine", "damping": 2, "weighting": "plain"}
     expected = {**expected, **mine, "checkpoints": ["c0", "c1", "c2"], key: value}
-    found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule compute_scores remakes it"
+    rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
+    found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
     with pytest.raises(InputError, match=found):
         average_scores(
             scores=tmp_path / "out.h5",
