@@ -108,17 +108,23 @@ def test_every_key_of_the_config_is_described():
     schema = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
     described = (REPOSITORY / "config/README.md").read_text()
 
+    def properties(node):
+        """Of a mapping, or of the alternative that is one."""
+        either = [node, *node.get("anyOf", ())]
+        return {k: v for part in either for k, v in part.get("properties", {}).items()}
+
     def keys(node, prefix=""):
-        for key, value in node.get("properties", {}).items():
+        for key, value in properties(node).items():
             assert value.get("description"), key
             inner = list(keys(value, f"{key}.")) if key != "experiments" else []
             yield from inner or [prefix + key]
 
+    assert {"projection.kind", "compute.threads"} <= set(keys(schema))
     for key in keys(schema):
         assert f"`{key}`" in described, key
         default = schema
         for part in key.split("."):
-            default = default["properties"][part]
+            default = properties(default)[part]
         row = next(line for line in described.splitlines() if line.startswith(f"| `{key}`"))
         if "default" in default:
             assert str(default["default"]) in row, key
