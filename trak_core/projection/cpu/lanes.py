@@ -46,6 +46,19 @@ class LaneArrays:
         vector.align = 4
         return vector
 
+    def strided(self, argument: int, index: Sequence[Any]) -> Any:
+        """Return eight numbers side by side of a matrix argument, whatever its strides."""
+        array = self._context.make_array(self._types[argument])(
+            self._context, self._builder, self._arguments[argument]
+        )
+        at = self._builder.ptrtoint(array.data, ir.IntType(64))
+        for i, axis in enumerate(index):
+            stride = self._builder.extract_value(array.strides, i)
+            at = self._builder.add(at, self._builder.mul(axis, stride))
+        vector = self._builder.load(self._builder.inttoptr(at, _VECTOR.as_pointer()))
+        vector.align = 4
+        return vector
+
     def store(self, vector: Any, argument: int, row: Any) -> None:
         """Write a row of lanes of an array argument."""
         self._builder.store(vector, self._row(argument, row)).align = 4
@@ -62,37 +75,6 @@ class LaneArrays:
 def tiles_of(n_samples):
     """Return the number of tiles."""
     return (n_samples + LANES - 1) // LANES
-
-
-@compiled
-def fill_lanes(x, rows, at, start, stop):
-    """Copy the columns ``at, at + 1, ...`` of ``rows`` from start to stop into lanes.
-
-    Args:
-        x: Shape (n_tiles, n * 8), float32; zeros for columns outside of start to stop.
-        rows: Shape (n_samples, any), float32.
-        at: Column for the first row of lanes; may lie before ``start``.
-        start: First column to be read.
-        stop: The column after the last.
-    """
-    n = x.shape[1] // LANES
-    if at < start or at + n > stop:
-        x[:] = 0
-    begin, end = max(at, start), min(at + n, stop)
-    for sample in range(len(rows)):
-        tile, lane = sample // LANES, sample % LANES
-        for i in range(begin, end):
-            x[tile, (i - at) * LANES + lane] = rows[sample, i]
-
-
-@compiled
-def fill_from_lanes(out, sums):
-    """Copy sums of shape (n_tiles, at least proj_dim * 8) to ``out``, (n_samples, proj_dim)."""
-    n_samples, proj_dim = out.shape
-    for sample in range(n_samples):
-        tile, lane = sample // LANES, sample % LANES
-        for column in range(proj_dim):
-            out[sample, column] = sums[tile, column * LANES + lane]
 
 
 @compiled

@@ -17,11 +17,10 @@ from trak_core.projection.compiled import compiled
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
-    fill_from_lanes,
-    fill_lanes,
     intrinsic,
     tiles_of,
 )
+from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
 
 _BLOCK = 128  # coordinates that four words of a column serve

@@ -7,12 +7,11 @@ from trak_core.projection.compiled import compiled
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
-    fill_from_lanes,
-    fill_lanes,
     flush,
     intrinsic,
     tiles_of,
 )
+from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
 
 _TAG = 2

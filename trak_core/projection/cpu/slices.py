@@ -5,10 +5,12 @@ depends neither on the number of threads, nor on how the gradient is cut into bl
 chunks end at the edge of a slice, on the chunks.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +25,7 @@ T = TypeVar("T")
 
 _DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
 _SPARSE_SLICE = 2**17  # the kinds whose work does not grow with proj_dim
+_WAVE = 4  # slices of one thread before all results are added up
 
 
 def slice_length(spec: ProjectionSpec) -> int:
@@ -73,19 +76,45 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
             raise AssertionError("the identity is not projected")
 
 
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads that stay: new ones can share a core for longer than a call takes."""
+    return ThreadPoolExecutor(threads)
+
+
+if hasattr(os, "register_at_fork"):  # threads don't come along
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def _work(left: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
+    """Make calls until none is left."""
+    while True:
+        try:
+            i, call = left.popleft()
+        except IndexError:
+            return
+        results[i] = call()
+
+
 def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
-    """Yield the calls' results in order, a few calls ahead on the threads."""
+    """Yield the calls' results in order, made in waves.
+
+    This thread works too, and takes over what no other has begun: where the system has no second
+    core at hand, nothing waits for it.
+    """
     if threads == 1:
         yield from (call() for call in calls)
         return
-    with ThreadPoolExecutor(threads) as pool:
-        ahead: deque[Future[T]] = deque()
-        for call in calls:
-            ahead.append(pool.submit(call))
-            if len(ahead) > threads:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    while wave := list(islice(calls, _WAVE * threads)):
+        left, results = deque(enumerate(wave)), dict[int, T]()
+        others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
+        try:
+            _work(left, results)
+        finally:
+            for other in others:
+                if not other.cancel():
+                    other.result()
+        yield from (results[i] for i in range(len(wave)))
 
 
 def project_cpu(
@@ -97,8 +126,8 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond arguments: for each thread and one more, a result, and a slice of the gradients
-    where they are not float32 or the slice has parts of several blocks.
+    Memory beyond arguments: for each thread four results, and a slice of the gradients where they
+    are not float32 or the slice has parts of several blocks.
 
     Args:
         blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
