@@ -6,7 +6,7 @@ The peers are in the extra `test`, but for fast_jl.
 
 Every row first compares the result with the definition of the matrix (or, for a peer, checks that
 it projects at all) and is not timed if that fails. A row's two sides take turns, the median of the
-repeats counts, and the ratio is the peer's time over ours. Prints a Markdown table; --csv writes
+calls counts, and the ratio is the peer's time over ours. Prints a Markdown table; --csv writes
 the same rows with the device, the versions and the commit. On a machine with a CUDA device,
 --device cuda measures that instead; fast_jl is a peer there if it can be imported.
 """
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,14 @@ def check(kind: str, proj_dim: int, device: str, dtype: torch.dtype) -> None:
 
 
 def in_turn(ours: Call, peer: Call, repeats: int, device: str) -> tuple[float, float]:
-    """Return the median seconds of both calls, made in turn after one call each."""
+    """Return the median seconds of both calls, made in turn after one call each.
+
+    At least ``repeats`` times and for a second: short calls vary most.
+    """
     seconds: tuple[list[float], list[float]] = [], []
-    for i in range(repeats + 1):
+    for i in count():
+        if i > repeats and sum(map(sum, seconds)) > 1:
+            break
         for call, times in zip((ours, peer), seconds, strict=True):
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -333,7 +339,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=2, help="of both sides, on a CPU")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="of each call, at least")
     parser.add_argument("--csv", type=Path)
     arguments = parser.parse_args()
     bench = Bench(arguments.device, arguments.threads, arguments.repeats)
