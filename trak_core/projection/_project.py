@@ -93,9 +93,12 @@ def _copy_columns(blocks: Sequence[Matrix], offset: int, out: Any) -> None:
 
 
 def _check_finite(out: Matrix) -> None:
-    finite = torch.isfinite(torch.as_tensor(out)).all(dim=1)
+    if isinstance(out, Tensor) and out.device.type == "cuda":
+        finite = torch.isfinite(out)
+    else:  # a tenth of torch's time
+        finite = np.isfinite(_array(out))
     if not finite.all():
-        rows = (~finite).nonzero().flatten().tolist()
+        rows = [i for i, row in enumerate(finite) if not row.all()]
         raise InputError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
             f"the projection of the rows {', '.join(map(str, rows[:8]))}"
