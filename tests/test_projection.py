@@ -12,6 +12,7 @@ import torch
 import trak_core
 from trak_core.errors import InputError
 from trak_core.projection import project
+from trak_core.projection.cpu import slices
 from trak_core.projection.cpu.slices import slice_length
 from trak_core.projection.reference import (
     philox4x32_reference,
@@ -250,12 +251,39 @@ def test_tensors_of_every_dtype_equal_their_float32_values(kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_strided_rows(kind):
-    wide = integer_gradients(12, 700)
+    wide = integer_gradients(57, 700)
     spec = spec_of(kind, 350, 33)
-    expected = project(np.ascontiguousarray(wide[::3, ::2]), spec)
-    np.testing.assert_array_equal(project(wide[::3, ::2], spec), expected)
-    columns = np.asfortranarray(wide[::3, ::2])
-    np.testing.assert_array_equal(project(columns, spec), expected)
+    for rows in (wide[::3, ::2], wide[::3, 11:361], wide[::-3, 350:], wide[::3, 350:0:-1]):
+        expected = project(np.ascontiguousarray(rows), spec)
+        np.testing.assert_array_equal(project(rows, spec), expected)
+        np.testing.assert_array_equal(project(np.asfortranarray(rows), spec), expected)
+        check_projection(expected, rows, spec)
+
+
+def test_waves_change_no_bit(monkeypatch):
+    gradients = real_gradients(3, 7 * slice_length(spec_of("rademacher", 1, 8)) + 5)
+    spec = spec_of("rademacher", gradients.shape[1], 8)
+    expected = project(gradients, spec)
+    for wave in (1, 2, 100):
+        monkeypatch.setattr(slices, "_WAVE", wave)
+        np.testing.assert_array_equal(project(gradients, spec, threads=2), expected)
+
+
+def test_a_forked_process_projects_on_threads_of_its_own():
+    code = """
+import os, sys
+import numpy as np
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec
+spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
+rows = np.ones((2, 100_000), np.float32)
+expected = project(rows, spec, threads=2)
+child = os.fork()
+if not child:
+    os._exit(not (project(rows, spec, threads=2) == expected).all())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
