@@ -1,16 +1,19 @@
-# Two commands for a fresh machine with Python 3.11 or newer and pip: `make run` and `make test`.
-# Both first make a virtual environment in .venv, with the versions that the tests passed with.
+# Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make test`, `make docs`.
+# All first make a virtual environment in .venv, with the versions that the tests passed with.
 PYTHON ?= python3
 CORES ?= 2
 CONFIG ?= config/config.yaml
 
-.PHONY: run test clean
+.PHONY: run test docs clean
 
 run: .venv/complete
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
 test: .venv/complete
 	.venv/bin/python -m pytest
+
+docs: .venv/complete
+	.venv/bin/python -m pdoc --docformat google --output-directory build/api trak_core '!trak_core.stages'
 
 .venv/complete: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from pages import follow
 from workspace import REPOSITORY, Workspace, jobs
 
 README = (REPOSITORY / "README.md").read_text()
@@ -60,6 +61,18 @@ def test_the_own_study_gives_scores_and_a_figure(diabetes):
     assert scores.shape == (342, 2)
     assert scores.columns.tolist() == ["patient-342", "patient-400"]
     assert (results / "figures/two-patients.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
+    study = diabetes.copy(tmp_path / "study")
+    features = study.path("results-diabetes/features/run1/train.h5")
+    before = features.stat().st_mtime_ns
+    (printed,) = (
+        text for text in follow("docs/many-targets.md", study.folder, monkeypatch) if text
+    )
+    assert len(printed.splitlines()) == 7  # five training samples, a line above and one below
+    assert features.stat().st_mtime_ns == before
+    assert study.path("results-diabetes/scores/two-patients.h5").exists()
 
 
 def test_list_untracked_finds_what_a_removed_experiment_left(diabetes, tmp_path):
