@@ -1,6 +1,7 @@
 """Nothing wrong comes out of a damaged artifact: single bits, cuts, files that don't belong."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,18 @@ def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
     assert "predictioo" in pd.read_hdf(path, "train").columns
     with pytest.raises(ArtifactError, match="damaged"):
         verify(path)
+
+
+def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs/faults.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    shutil.copytree(results, tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    path = tmp_path / "results" / FILES["KERNEL"]
+    path.write_bytes(path.read_bytes()[:-60] + b"x")
+    with pytest.raises(ArtifactError, match=r"kernels/c0/train\.h5"):
+        exec(code, {})
 
 
 def features_file(path, **changes):
