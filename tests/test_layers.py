@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
     {"errors"},
     {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
-    {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
+    {"config", "record", "artifacts", "projection", "model_outputs", "checkpoints"}
+    | {"linalg", "study"},
     {"gradients", "attribution", "dual", "diagnostics"},
     {"gramian"},
     {"stages"},

@@ -5,12 +5,11 @@ Nothing here unpickles: PyTorch files are read with ``weights_only=True``, the r
 
 import hashlib
 import json
-import pickle  # ruff: ignore[suspicious-pickle-import] -- its errors only; nothing here unpickles
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -27,11 +26,16 @@ _FOLDER_FILES = (
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 # What data parallelism and torch.compile put before every key.
 _PREFIXES = ("module.", "_orig_mod.")
+_FOLDER = 0x10  # among a zip entry's attributes
 
 
 def _shards(index: Path) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+        if outside:
+            raise ValueError(f"{outside[0]!r} is not a file of this folder")
+        return names
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
@@ -56,12 +60,37 @@ def _weight_files(checkpoint: Path) -> list[Path]:
     )
 
 
+def _check_zip(path: Path) -> None:
+    """Compare the checksums in PyTorch's zip files, which torch itself doesn't look at.
+
+    A file whose parts would be larger than itself is not unpacked. Of a part that is marked as a
+    folder, torch would return memory that nothing was read into.
+    """
+    with path.open("rb") as start:
+        if start.read(4) != b"PK\x03\x04":
+            return
+    with zipfile.ZipFile(path) as file:
+        parts = file.infolist()
+        if sum(part.file_size for part in parts) > path.stat().st_size:
+            raise ValueError("its parts are larger than the file: torch.save never compresses.")
+        if any(part.external_attr & _FOLDER or part.is_dir() for part in parts):
+            raise ValueError("a part is a folder: the file is damaged.")
+        damaged = file.testzip()
+    if damaged:
+        raise ValueError(
+            f"the checksum of its part {damaged} differs: the file is damaged, or was saved after "
+            "torch.serialization.set_crc32_options(False)."
+        )
+
+
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
+        _check_zip(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+    except Exception as error:
+        # What a broken file makes of its reader is open-ended: any error is the file's.
         reason = (str(error).splitlines() or ["it ends too early."])[0]
         raise InputError(
             f"{path}: a checkpoint must be a state dict saved by torch.save, or safetensors; "
@@ -71,7 +100,9 @@ def _read(path: Path) -> dict[str, Tensor]:
     for wrapper in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]
-    if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
+    ):
         raise InputError(
             f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
             f"the keys {', '.join(_WRAPPERS)}. Found {type(state).__name__} with "
@@ -119,7 +150,19 @@ def _misfits(state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, list
             for k in own
             if k in state and state[k].shape != own[k].shape
         ],
+        "of another type": [
+            f"{k} {state[k].dtype}, {state[k].layout} for {own[k].dtype}"
+            for k in own
+            if k in state and not _is_of_type(state[k], own[k])
+        ],
     }
+
+
+def _is_of_type(stored: Tensor, own: Tensor) -> bool:
+    """Return whether a tensor's numbers are a weight's: quantized ones would pass for floats."""
+    if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
+        return False
+    return stored.is_floating_point() or not own.is_floating_point()
 
 
 def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -144,7 +187,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
         source: Where they come from, for the message.
 
     Raises:
-        InputError: If the keys or shapes don't fit; it lists them.
+        InputError: If keys, shapes or types don't fit, or if weights are not finite; it lists them.
     """
     own = model.state_dict()
     # A part of the model itself may be called `module`: keys as they are, if those fit best.
@@ -157,6 +200,13 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
         raise InputError(
             f"{source}: the checkpoint's keys must be those of the model. Found "
             f"{'; '.join(problems)}. Does make_model() build the model that was saved?"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    bad = [k for k, v in fitting.items() if k in parameters and not torch.isfinite(v).all()]
+    if bad:
+        raise InputError(
+            f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
+            f"{_listed(bad)}. Take an earlier checkpoint, or train again."
         )
     model.load_state_dict(fitting, strict=False)
     model.eval()

@@ -1,8 +1,9 @@
 """Checking a config, in words a user can act on. Pure functions: the Snakefile reads the files."""
 
 import csv
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,19 @@ import yaml
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
-_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+_ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 # An average's specification lists its checkpoints in one HDF5 attribute, which holds 64 KiB.
 _ATTRIBUTE_BYTES = 60_000
 _CHECKPOINT_BYTES = 100  # its SHA-256 and what JSON puts around it
 
 # JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
+# NaN is neither below a minimum nor above a maximum.
 _Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
     jsonschema.Draft202012Validator,
-    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine(
-        "integer", lambda _, value: type(value) is int
-    ),
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
+        "integer": lambda _, value: type(value) is int,
+        "number": lambda _, value: type(value) in {int, float} and math.isfinite(value),
+    }),
 )
 
 
@@ -36,6 +39,10 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for name, key in pairs:
         line = key.start_mark.line + 1
+        if not isinstance(name, Hashable):
+            raise InputError(
+                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}."
+            )
         if name in seen:
             raise InputError(
                 f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
@@ -57,7 +64,7 @@ def check_unique_keys(path: Path) -> None:
     with path.open(encoding="utf-8") as file:
         try:
             yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InputError(f"{path}: a config must be YAML. {error}") from error
 
 
@@ -73,7 +80,11 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: {error.message}."
     meaning = schema.get("description")
     expected = {
-        "type": lambda: f"must be of type {error.validator_value}",
+        "type": lambda: (
+            "must be a finite number"
+            if error.validator_value == "number"
+            else f"must be of type {error.validator_value}"
+        ),
         "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
         "const": lambda: f"must be {error.validator_value}",
         "minimum": lambda: f"must be at least {error.validator_value}",
@@ -99,16 +110,28 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
         yield error
 
 
-def _check_names(value: Any, where: str = "") -> None:
-    """Refuse keys that YAML reads as a number or a date; ids of checkpoints are made strings."""
+def _check_plain(value: Any, where: str = "") -> None:
+    """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
+
+    Ids of checkpoints are made strings.
+    """
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{i}]")
+        return
     if not isinstance(value, Mapping):
+        if not isinstance(value, str | int | float | None):
+            raise InputError(
+                f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
+                "put it in quotes."
+            )
         return
     for key, inner in value.items():
         if not isinstance(key, str) and where != "checkpoints":
             raise InputError(
                 f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes."
             )
-        _check_names(inner, f"{where}.{key}".removeprefix("."))
+        _check_plain(inner, f"{where}.{key}".removeprefix("."))
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -121,7 +144,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     Raises:
         InputError: It lists everything that is wrong, a line each.
     """
-    _check_names(config)
+    _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
@@ -170,19 +193,39 @@ def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
         One tuple of stripped strings a row.
 
     Raises:
-        InputError: If the file or a column is missing, or if it has no rows.
+        InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
     """
     if not path.is_file():
         raise InputError(f"{path}: the table must exist. Found nothing there.")
-    with path.open(newline="", encoding="utf-8") as file:
-        reader = csv.DictReader(file, delimiter="\t")
-        missing = [c for c in columns if c not in (reader.fieldnames or ())]
-        if missing:
+    try:
+        # Spreadsheets begin UTF-8 with a mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            return _read_rows(csv.DictReader(file, delimiter="\t", strict=True), path, columns)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
+        ) from error
+
+
+def _read_rows(
+    reader: csv.DictReader, path: Path, columns: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    found = [*(reader.fieldnames or ())]
+    if any(found.count(c) != 1 for c in columns):
+        missing = ", ".join(c for c in columns if c not in found) or "none"
+        raise InputError(
+            f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
+            f"once. Missing: {missing}; found {', '.join(found) or 'nothing'}."
+        )
+    rows = []
+    for row in reader:
+        cells = tuple((row[c] or "").strip() for c in columns)
+        if not all(cells):
             raise InputError(
-                f"{path}: the table must be tab-separated with the columns {', '.join(columns)}. "
-                f"Missing: {', '.join(missing)}; found {', '.join(reader.fieldnames or ())}."
+                f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
+                f"{', '.join(map(repr, cells))} in line {reader.line_num}."
             )
-        rows = [tuple(str(row[c]).strip() for c in columns) for row in reader]
+        rows.append(cells)
     if not rows:
         raise InputError(f"{path}: the table must have rows. Found only a header.")
     return rows
@@ -214,7 +257,7 @@ def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> 
         )
     streams: dict[int, str] = {}
     for name, value in pairs:
-        if not re.match(_ID_PATTERN, name):
+        if not re.fullmatch(_ID_PATTERN, name):
             raise InputError(
                 "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
                 f"starting with '.' or '-'. Found {name!r}."

@@ -26,7 +26,13 @@ def _module_file(root: Path, name: _Name) -> Path | None:
 
 @cache
 def _parse(path: Path, mtime_ns: int) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    try:
+        return ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        if isinstance(error, SyntaxError) and error.filename:
+            raise
+        # What Python makes of a null byte doesn't say where.
+        raise SyntaxError(str(error), (str(path), 1, None, None)) from error
 
 
 def _tree(path: Path) -> ast.Module:

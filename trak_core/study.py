@@ -15,7 +15,9 @@ named arguments, and the label as `labels`. Image-text pairs have no label.
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -76,7 +78,10 @@ class Split:
         Raises:
             InputError: If the samples cannot be stacked.
         """
-        samples = [self.samples[i] for i in range(start, stop)]
+        samples = []
+        for i in range(start, stop):
+            with users_code(f"reading sample {self.ids[i]}"):
+                samples.append(self.samples[i])
         parts = [_entries(sample) for sample in samples]
         for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
             if part.keys() != parts[0].keys():
@@ -123,6 +128,30 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
     return stacked
 
 
+@contextmanager
+def users_code(what: str) -> Generator[None, None, None]:
+    """Make an exception of the study's own code one message that says where it came from.
+
+    Args:
+        what: What runs, for the message.
+
+    Raises:
+        InputError: In place of any other exception, SystemExit included.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        # Without this function's frame, and the one that called the study's code.
+        frames = traceback.extract_tb(error.__traceback__)[2:]
+        shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
+        raise InputError(
+            f"{what} must end without an error. Found {type(error).__name__}: {error}\n"
+            f"{''.join(traceback.format_list(shown))}".rstrip()
+        ) from error
+
+
 def _run(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
@@ -133,8 +162,23 @@ def _run(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    with users_code(f"{path}: the study's file"):
+        spec.loader.exec_module(module)
     return module
+
+
+def _is_number(sample_id: Any) -> bool:
+    return type(sample_id) is int and -(2**63) <= sample_id < 2**63
+
+
+def _is_name(sample_id: Any) -> bool:
+    # HDF5 fills up fixed-length strings with NUL; lone surrogates have no UTF-8.
+    return (
+        type(sample_id) is str
+        and "\0" not in sample_id
+        and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID
+        and sample_id.isprintable()
+    )
 
 
 def _checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
@@ -143,16 +187,16 @@ def _checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int]
         raise InputError(
             f"{function}() must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
         )
+    if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
+        is_good = _is_number if type(plain[0]) is int else _is_name
+        found = [i for i in plain if not is_good(i)] or plain
+        raise InputError(
+            f"{function}() must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
+            f"of printable text only. Found {', '.join(repr(i) for i in found[:3])}."
+        )
     if len(set(plain)) < n_samples:
         raise InputError(f"{function}() must give every sample its own id. Found repeated ids.")
-    if all(type(i) is int for i in plain) or all(
-        type(i) is str and 0 < len(i.encode()) <= _MAX_ID for i in plain
-    ):
-        return plain
-    raise InputError(
-        f"{function}() must give integers only, or strings of 1 to {_MAX_ID} bytes only. Found "
-        f"{', '.join(repr(i) for i in plain[:3])}, ..."
-    )
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +244,9 @@ class Study:
         Raises:
             InputError: If make_model() returns anything but a torch module.
         """
-        model = self.function("make_model")()
+        function = self.function("make_model")
+        with users_code(f"{self.path}: make_model()"):
+            model = function()
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"{self.path}: make_model() must return a torch.nn.Module. Found "
@@ -219,16 +265,22 @@ class Study:
             InputError: If data or ids are not what they must be.
         """
         pool = "train" if name == TRAIN else "target"
-        samples = self.function(f"{pool}_data")()
+        function = self.function(f"{pool}_data")
+        with users_code(f"{self.path}: {pool}_data()"):
+            samples = function()
         if not hasattr(samples, "__getitem__") or not hasattr(samples, "__len__"):
             raise InputError(
                 f"{self.path}: {pool}_data() must return samples with len() and [i], such as a "
                 f"torch Dataset. Found {type(samples).__name__}."
             )
-        if len(samples) == 0:
+        with users_code(f"{self.path}: len() of {pool}_data()"):
+            size = len(samples)
+        if size == 0:
             raise InputError(f"{self.path}: {pool}_data() must hold samples. Found none.")
-        ids = range(len(samples))
+        ids = list(range(size))
         if self.has(f"{pool}_ids"):
-            ids = self.function(f"{pool}_ids")()
-        split = Split(samples, _checked_ids(list(ids), len(samples), f"{pool}_ids"))
+            function = self.function(f"{pool}_ids")
+            with users_code(f"{self.path}: {pool}_ids(), which gives one id a sample,"):
+                ids = list(function())
+        split = Split(samples, _checked_ids(ids, size, f"{self.path}: {pool}_ids"))
         return split if targets is None else split.take(targets)

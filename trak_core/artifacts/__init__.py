@@ -1,7 +1,8 @@
 """HDF5 artifacts, format 1: how every file is written, and what a reader makes sure of.
 
 A file is complete under its final name or it is not there. It carries what decided its numbers
-(``spec``), what made it (``provenance``) and a hash of its content. Matrices lie in pandas' own
+(``spec``), what made it (``provenance``), a hash of its content, and at its end one of all its
+bytes, which is compared before HDF5 opens it. Matrices lie in pandas' own
 *fixed* frame layout, so that ``pandas.read_hdf(path, key)`` gives a labelled frame and h5py sees an
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
@@ -12,13 +13,14 @@ from trak_core.artifacts._format import (
     FEATURE_SHARD,
     FEATURES,
     KERNEL,
+    KINDS,
     NORMAL_MATRIX,
     SCORES,
     ArtifactError,
     Kind,
 )
 from trak_core.artifacts._join import check_made_for, check_same
-from trak_core.artifacts._read import Artifact, open_artifact
+from trak_core.artifacts._read import Artifact, open_artifact, verify
 from trak_core.artifacts._write import Writer, create
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "FEATURES",
     "FEATURE_SHARD",
     "KERNEL",
+    "KINDS",
     "NORMAL_MATRIX",
     "SCORES",
     "Artifact",
@@ -37,4 +40,5 @@ __all__ = [
     "check_same",
     "create",
     "open_artifact",
+    "verify",
 ]

@@ -1,8 +1,8 @@
 """What writer and reader share: kinds of files, ids, and the hash of a file's content."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import h5py
@@ -22,24 +22,50 @@ class Kind:
         encoding_type: What the file calls itself.
         keys: What it must hold at least.
         rule: The rule that makes it.
+        samples: Vectors of ids, each with what has as many entries, where the file holds that.
     """
 
     encoding_type: str
     keys: tuple[str, ...]
     rule: str
+    samples: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
 
+_COLUMNS = ("labels", "outputs", "predictions")
+_TRAIN_COLUMNS = ("loss_weights", "curvature")
 _FEATURES = ("features", "outputs", "sample_ids")
-FEATURES = Kind("trak-features", _FEATURES, "compute_features")
-FEATURE_SHARD = Kind("trak-features", _FEATURES, "compute_feature_shard")
+_FEATURES_SAMPLES = {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)}
+FEATURES = Kind("trak-features", _FEATURES, "compute_features", _FEATURES_SAMPLES)
+FEATURE_SHARD = Kind("trak-features", _FEATURES, "compute_feature_shard", _FEATURES_SAMPLES)
 NORMAL_MATRIX = Kind(
-    "trak-normal-matrix", ("normal_matrix", "mean_squared_norm"), "compute_normal_matrix"
+    "trak-normal-matrix",
+    ("normal_matrix", "mean_squared_norm"),
+    "compute_normal_matrix",
+    {"normal_matrix/axis0": ("normal_matrix/axis1",)},
 )
-CHECKPOINT_SCORES = Kind("trak-scores", ("loss_weights", "train_ids"), "compute_scores")
-KERNEL = Kind("trak-kernel", ("kernel", "outputs", "sample_ids"), "compute_kernel")
+CHECKPOINT_SCORES = Kind(
+    "trak-scores",
+    ("loss_weights", "train_ids", "target_ids"),
+    "compute_scores",
+    {
+        "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
+        "target_ids": (
+            *("similarities/axis0", "solved_targets/axis0"),
+            *(f"target_{c}" for c in _COLUMNS),
+        ),
+    },
+)
+KERNEL = Kind(
+    "trak-kernel",
+    ("kernel", "outputs", "sample_ids"),
+    "compute_kernel",
+    {"sample_ids": ("kernel/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
+)
 # The same files by another road.
-EXACT_SCORES = Kind("trak-scores", CHECKPOINT_SCORES.keys, "compute_exact_scores")
+EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+# Every kind once; ``verify`` knows a file by its type and keys.
+KINDS = (FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES)
 
 
 class ArtifactError(InputError):
@@ -78,6 +104,12 @@ def _attribute_bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
 
 
+def _is_finite(block: np.ndarray) -> bool:
+    if block.dtype.names:
+        return all(_is_finite(block[name]) for name in block.dtype.names)
+    return block.dtype.kind != "f" or bool(np.isfinite(block).all())
+
+
 def content_hash(file: h5py.File) -> str:
     """Hash names, attributes, dtypes, shapes and values of all that a file holds.
 
@@ -100,7 +132,7 @@ def content_hash(file: h5py.File) -> str:
             if node.id.get_storage_size() < node.size * node.dtype.itemsize:
                 raise ValueError(f"{name!r} is shorter than its shape {node.shape}")
             for block in _blocks(node):
-                if block.dtype.kind == "f" and not np.isfinite(block).all():
+                if not _is_finite(block):
                     raise ValueError(f"{name!r} holds NaN or infinity")
                 digest.update(np.ascontiguousarray(block).data)
 

@@ -52,10 +52,12 @@ def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> N
     """
     spec = artifact.spec
     check_same("rows: the whole split", None, spec.get("shard"), artifact.path, rule)
-    projection = {key: spec["projection"].get(key) for key in expected["projection"]}
+    projection, checkpoint = spec.get("projection"), spec.get("checkpoint")
+    if isinstance(projection, dict):
+        projection = {key: projection.get(key) for key in expected["projection"]}
     found = {
         **{key: spec.get(key) for key in expected},
         "projection": projection,
-        "checkpoint": spec["checkpoint"]["id"],
+        "checkpoint": checkpoint.get("id") if isinstance(checkpoint, dict) else checkpoint,
     }
     check_same("settings of today's config", expected, found, artifact.path, rule)

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, ids_array
+from trak_core.artifacts._seal import seal
 from trak_core.whole_file import written_whole
 
 
@@ -124,6 +125,33 @@ class Writer:
         self.tables.append((key, rows, list(searchable)))
 
 
+def _put_table(
+    path: Path, key: str, rows: pd.DataFrame, searchable: list[str]
+) -> list[tuple[str, str, int]]:
+    """Write a table by pandas.
+
+    Returns:
+        Where each column lies: its name, field and place there. pandas keeps that as a pickle,
+        which a reader must not open.
+    """
+    # No compression: pandas passes checksums on only where one is named.
+    with pd.HDFStore(path, "a", fletcher32=True) as store:
+        store.put(
+            key,
+            rows,
+            format="table",
+            data_columns=searchable,
+            index=False,
+            track_times=False,
+            complib="zlib",
+            complevel=0,
+        )
+        table: Any = store.get_node(f"{key}/table")
+        names = {field: table.attrs[f"{field}_kind"] for field in table.colnames[1:]}
+    places = {name: (field, i) for field, held in names.items() for i, name in enumerate(held)}
+    return [(name, *places[name]) for name in rows.columns]
+
+
 @contextlib.contextmanager
 def create(
     path: Path,
@@ -159,17 +187,10 @@ def create(
             writer = Writer(file)
             yield writer
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-        for key, rows, searchable in writer.tables:
-            with pd.HDFStore(partial, "a") as store:
-                store.put(
-                    key,
-                    rows,
-                    format="table",
-                    data_columns=searchable,
-                    index=False,
-                    track_times=False,
-                )
+        fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
         with h5py.File(partial, "r+") as file:
+            for key, columns in fields.items():
+                _put_attributes(file.require_group(key), columns=json.dumps(columns))
             try:
                 _put_attributes(file, **{"content-hash": content_hash(file)})
             except ValueError as error:
@@ -177,3 +198,4 @@ def create(
                     f"{path}: every number of an artifact must be finite, but {error}. "
                     "Nothing was written."
                 ) from error
+        seal(partial)

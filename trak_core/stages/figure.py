@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trak_core.artifacts import SCORES, open_artifact
-from trak_core.study import Study
+from trak_core.study import Samples, Study, users_code
 from trak_core.whole_file import written_whole
 
 _TARGETS = 6
@@ -35,12 +34,6 @@ def _frame(axes: Axes, color: str, title: str) -> None:
         spine.set_color(color)
 
 
-def _table(scores: Path, key: str) -> pd.DataFrame:
-    table = pd.read_hdf(scores, key)
-    assert isinstance(table, pd.DataFrame)
-    return table
-
-
 def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
@@ -55,10 +48,15 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
     """
     with open_artifact(scores, SCORES) as file:
         experiment = file.spec["experiment"]
-    targets, train = (_table(scores, key).set_index("id") for key in ("targets", "train"))
-    influences = _table(scores, "top_influences")
+        targets, train = (file.table(key).set_index("id") for key in ("targets", "train"))
+        influences = file.table("top_influences")
     loaded = Study.load(study)
     draw = loaded.function("draw") if loaded.has("draw") else _draw_text
+
+    def drawn(axes: Axes, samples: Samples, row: int) -> None:
+        with users_code(f"{study}: drawing a sample"):
+            draw(axes, samples[row])
+
     train_split = loaded.split("train", None)
     train_row = {sample_id: i for i, sample_id in enumerate(train_split.ids)}
     shown = targets.index[:_TARGETS].tolist()
@@ -74,7 +72,7 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
     )
     for row, target in enumerate(shown):
         about = targets.loc[target]
-        draw(grid[row, 0], target_split.samples[row])
+        drawn(grid[row, 0], target_split.samples, row)
         title = f"target {target}\nlabel {_shown(about['label'].item())}"
         _frame(grid[row, 0], "black", f"{title}, predicted {_shown(about['prediction'].item())}")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + _EACH, _RED)):
@@ -87,7 +85,7 @@ def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
                     axes.set_axis_off()
                     continue
                 train_id, score = rows[offset]
-                draw(axes, train_split.samples[train_row[train_id]])
+                drawn(axes, train_split.samples, train_row[train_id])
                 label = _shown(train.loc[train_id, "label"].item())
                 _frame(axes, color, f"train {train_id}\nlabel {label}, {score:+.2g}")
     # The software version in a PNG's metadata is all that would differ between machines.

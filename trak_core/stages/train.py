@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study import Study
+from trak_core.study import Study, users_code
 from trak_core.whole_file import written_whole
 
 
@@ -28,7 +28,9 @@ def train_checkpoint(
     """
     torch.set_num_threads(threads)
     loaded = Study.load(study)
-    model = loaded.function("train")(**arguments)
+    train = loaded.function("train")
+    with users_code(f"{study}: train({arguments})"):
+        model = train(**arguments)
     if not isinstance(model, nn.Module):
         raise InputError(
             f"{study}: train() must return the trained torch.nn.Module. Found "

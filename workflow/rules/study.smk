@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 from trak_core.memory import check_memory
+from trak_core.record import read_record, write_record
 from trak_core.spec import ProjectionSpec
-from trak_core.whole_file import written_whole
 
 
 def key_of(*looked_at):
@@ -45,8 +45,12 @@ def look_over(known):
         capture_output=True,
         text=True,
     )
-    if answer.returncode:
-        raise InputError(answer.stderr.strip())
+    if answer.returncode or not answer.stdout:
+        raise InputError(
+            answer.stderr.strip()
+            or f"{config['study']}: the study must load. The process that looks it over ended with "
+            f"exit status {answer.returncode} and without a message: out of memory, or a crash."
+        )
     print(answer.stderr, end="", file=sys.stderr)
     sizes = json.loads(answer.stdout)
     found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
@@ -58,10 +62,7 @@ def look_over(known):
 
 if workflow.is_main_process:
     record = Path(config["results"], "study.json")
-    try:
-        known = json.loads(record.read_text())
-    except (OSError, ValueError):
-        known = {}
+    known = read_record(record)
     with explained():
         sizes = look_over(known)
         if not exact:
@@ -76,6 +77,5 @@ if workflow.is_main_process:
             scores=scoring["scores"],
             top=scoring["top"],
         )
-    if sizes != known:
-        with written_whole(record) as partial:
-            partial.write_text(json.dumps(sizes, indent=1))
+        if sizes != known:
+            write_record(record, sizes)

@@ -1,0 +1,24 @@
+"""The command `snakemake`, again and again; run by workspace.py.
+
+A process that has imported it forks one for every line of JSON on standard input, [folder,
+arguments, file for its output], and prints that one's exit status: a start costs a tenth so.
+"""
+
+import json
+import os
+import sys
+
+from snakemake.cli import main
+
+for line in sys.stdin:
+    folder, arguments, output = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        sys.argv = ["snakemake", *arguments]
+        main(arguments)  # exits
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)

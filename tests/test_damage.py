@@ -1,0 +1,366 @@
+"""Nothing wrong comes out of a damaged artifact: single bits, cuts, files that don't belong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from damage_worker import SEAL_BYTES, contents
+from pipeline import run_exact_stages, run_stages
+
+from trak_core import artifacts
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    KINDS,
+    SCORES,
+    ArtifactError,
+    Kind,
+    check_made_for,
+    create,
+    open_artifact,
+    verify,
+)
+from trak_core.provenance import ids_digest
+from trak_core.stages.average import average_scores
+from trak_core.stages.shards import join_shards
+
+# Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.
+FILES = {
+    "FEATURES": "features/c0/train.h5",
+    "FEATURE_SHARD": "features/c0/train-1.h5",
+    "NORMAL_MATRIX": "normal_matrix/c0.h5",
+    "CHECKPOINT_SCORES": "scores/mine/c0.h5",
+    "SCORES": "scores/mine.h5",
+    "KERNEL": "exact/kernels/c0/train.h5",
+    "EXACT_SCORES": "exact/scores/mine/c0.h5",
+}
+ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
+
+STUDY = """
+import torch
+from torch.utils.data import TensorDataset
+
+generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(40, 3, generator=generator), torch.randn(40, generator=generator)
+
+
+def make_model():
+    return torch.nn.Linear(3, 1)
+
+
+def train_data():
+    return TensorDataset(x[:30], y[:30])
+
+
+def target_data():
+    return TensorDataset(x[30:], y[30:])
+
+
+def target_ids():
+    return [f"target-{i}" for i in range(10)]
+"""
+TARGETS = ["target-3", "target-1", "target-7"]
+SETTINGS = {
+    "projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0},
+    "model_output": "regression",
+    "dtype": "float32",
+    "study": "digest",
+    "parameter_patterns": None,
+    "targets_digest": ids_digest(TARGETS),
+    "experiment": "mine",
+    "weighting": "plain",
+    "damping": 2,
+    "checkpoints": ["c0", "c1"],
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damage")
+    study = folder / "study.py"
+    study.write_text(STUDY)
+    checkpoints = {}
+    for name in ("c0", "c1"):
+        torch.manual_seed(len(checkpoints))
+        checkpoints[name] = folder / f"{name}.pt"
+        torch.save(torch.nn.Linear(3, 1).state_dict(), checkpoints[name])
+    what = study, checkpoints, TARGETS
+    run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
+    run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
+    run_exact_stages(folder / "exact", *what, model_output="regression")
+    return folder
+
+
+@pytest.fixture
+def copy(results, tmp_path):
+    def copied(name):
+        path = tmp_path / Path(name).name
+        path.write_bytes((results / name).read_bytes())
+        return path
+
+    return copied
+
+
+def data_bytes(path):
+    """Return a mask of the bytes that hold values of datasets."""
+    mask = np.zeros(path.stat().st_size, bool)
+
+    def visit(_, node):
+        if isinstance(node, h5py.Dataset):
+            if node.chunks:
+                chunks = [node.id.get_chunk_info(i) for i in range(node.id.get_num_chunks())]
+                places = [(chunk.byte_offset, chunk.size) for chunk in chunks]
+            else:
+                places = [(node.id.get_offset(), node.id.get_storage_size())]
+            for start, size in places:
+                mask[start : start + size] = True
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return mask
+
+
+def flips(path):
+    random = np.random.default_rng(0)
+    beside = np.flatnonzero(~data_bytes(path))
+    first = beside[beside < 4096]
+    positions = [
+        *random.integers(0, path.stat().st_size, ANYWHERE),
+        *random.choice(beside, BESIDE_DATA),
+        *random.choice(first, FIRST),
+    ]
+    return [[int(position), int(random.integers(8))] for position in positions]
+
+
+@pytest.fixture(scope="module")
+def outcomes(results, tmp_path_factory):
+    """What a reader makes of every flip, in a process that damage may crash or stop."""
+    folder = tmp_path_factory.mktemp("flips")
+    request = []
+    for kind, name in FILES.items():
+        path = folder / f"{kind}.h5"
+        path.write_bytes((results / name).read_bytes())
+        request.append([str(path), kind, flips(path)])
+    answer = subprocess.run(
+        [sys.executable, Path(__file__).with_name("damage_worker.py")],
+        input=json.dumps(request),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert answer.returncode == 0, f"the reader crashed after {lines[-1:]}"
+    return {
+        (kind, sealed): [line[2:] for line in lines if line[:2] == [path, sealed]]
+        for path, kind, _ in request
+        for sealed in (True, False)
+    }
+
+
+def test_every_kind_of_file_is_damaged_here():
+    kinds = {name for name, value in vars(artifacts).items() if isinstance(value, Kind)}
+    assert kinds == set(FILES)
+    assert set(KINDS) <= {getattr(artifacts, kind) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_flipped_bit_is_found_by_the_seal(outcomes, results, kind):
+    size = (results / FILES[kind]).stat().st_size
+    tried = outcomes[kind, True]
+    assert len(tried) == 200
+    for position, bit, found in tried:
+        # In the seal's own mark it makes the file one without a seal: whole, by its content hash.
+        expected = "harmless" if size - SEAL_BYTES <= position < size - 32 else "found"
+        assert found == expected, (position, bit)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_flipped_bit_is_found_without_a_seal_or_changes_nothing(outcomes, kind):
+    tried = outcomes[kind, False]
+    assert {found for *_, found in tried} == {"found", "harmless"}, tried
+    assert sum(found == "found" for *_, found in tried) > 30
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_cut_short_is_found(copy, kind):
+    path = copy(FILES[kind])
+    data = path.read_bytes()
+    expected = contents(path, getattr(artifacts, kind))
+    random = np.random.default_rng(0)
+    for size in [0, 1, 511, len(data) - SEAL_BYTES - 1, *random.integers(0, len(data) - 99, 16)]:
+        path.write_bytes(data[:size])
+        with (
+            pytest.raises(ArtifactError, match="remakes it"),
+            open_artifact(path, getattr(artifacts, kind)),
+        ):
+            pass
+    # What the seal alone lost is whole by its content hash.
+    for size in (len(data) - 1, len(data) - SEAL_BYTES):
+        path.write_bytes(data[:size])
+        assert contents(path, getattr(artifacts, kind)) == expected
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_verify_knows_every_kind_of_file(copy, kind):
+    path = copy(FILES[kind])
+    expected = getattr(artifacts, kind)
+    assert verify(path).encoding_type == expected.encoding_type
+    assert verify(path).keys == expected.keys
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"every byte must be as it was written"):
+        verify(path)
+
+
+def test_verify_says_what_a_foreign_file_is(tmp_path):
+    path = tmp_path / "a.h5"
+    pd.DataFrame({"a": [1]}).to_hdf(path, key="a")
+    with pytest.raises(
+        ArtifactError, match=r"a\.h5: the file must be one of trak-features, .*None"
+    ):
+        verify(path)
+    path.write_text("text")
+    with pytest.raises(ArtifactError, match=r"a\.h5: .* must be readable HDF5"):
+        verify(path)
+    with pytest.raises(ArtifactError, match="Found nothing"):
+        verify(tmp_path / "b.h5")
+
+
+@pytest.mark.parametrize("key", ["top_influences", "targets", "train"])
+def test_a_table_is_read_as_pandas_reads_it(results, key):
+    path = results / FILES["SCORES"]
+    with open_artifact(path, SCORES) as file:
+        pd.testing.assert_frame_equal(
+            file.table(key), pd.read_hdf(path, key), check_index_type=False
+        )
+
+
+@pytest.mark.parametrize("key", ["scores", "top_influences", "targets", "train"])
+def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
+    path = copy(FILES["SCORES"])
+    values = "block0_values" if key == "scores" else "table"
+    with h5py.File(path) as file:
+        chunk = file[f"{key}/{values}"].id.get_chunk_info(0)
+    data = path.read_bytes()
+    for offset in (0, 5, 17):
+        flipped = bytearray(data)
+        flipped[chunk.byte_offset + offset] ^= 4
+        path.write_bytes(flipped)
+        with pytest.raises((OSError, RuntimeError), match=r"(?i)read"):
+            pd.read_hdf(path, key)
+
+
+def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
+    """Why docs/faults.md names a function for files that only pandas reads."""
+    path = copy(FILES["SCORES"])
+    data = path.read_bytes()
+    name = b"prediction"
+    assert name in data
+    path.write_bytes(data.replace(name, b"predictioo"))
+    assert "predictioo" in pd.read_hdf(path, "train").columns
+    with pytest.raises(ArtifactError, match="damaged"):
+        verify(path)
+
+
+def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[1] / "docs/faults.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    shutil.copytree(results, tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    path = tmp_path / "results" / FILES["KERNEL"]
+    path.write_bytes(path.read_bytes()[:-60] + b"x")
+    with pytest.raises(ArtifactError, match=r"kernels/c0/train\.h5"):
+        exec(code, {})
+
+
+def features_file(path, **changes):
+    columns = {"outputs": np.float32([1, 2, 3]), "sample_ids": [1, 2, 3]}
+    with create(path, FEATURES, {"a": 1}, {"b": 2}) as file:
+        file.matrix("features", [1, 2, 3], [0, 1])[:] = 0
+        for key, values in (columns | changes).items():
+            file.vector(key, values)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"outputs": np.float32([1, 2])}, r"'outputs' must have one entry .* 3 'sample_ids'"),
+        ({"sample_ids": [1, 2, 3, 4]}, r"'features/axis1' must have one entry .* 4 'sample_ids'"),
+        ({"labels": np.zeros(3, complex)}, r"'labels' must have .* dtype complex128"),
+    ],
+)
+def test_shapes_and_dtypes_that_do_not_fit_are_refused(tmp_path, changes, message):
+    path = features_file(tmp_path / "a.h5", **changes)
+    with pytest.raises(ArtifactError, match=message), open_artifact(path, FEATURES):
+        pass
+
+
+def test_a_file_of_another_program_that_takes_our_name(tmp_path):
+    """Its hash is right, its specification is not one of ours."""
+    path = features_file(tmp_path / "a.h5")
+    with open_artifact(path, FEATURES) as file:
+        expected = {"projection": {"seed": 0}, "checkpoint": "c0"}
+        with pytest.raises(ArtifactError, match="settings of today's config"):
+            check_made_for(file, expected, FEATURES.rule)
+        with pytest.raises(ArtifactError, match=r"needs 'loss_weights'.*rule compute_features"):
+            file.vector("loss_weights")
+
+
+def average(results, paths, out):
+    average_scores(
+        scores=out,
+        checkpoint_scores=paths,
+        features=[],
+        expected=SETTINGS,
+        combine="product_of_averages",
+        loss_weight_power=1,
+        top=3,
+        code="code",
+        memory_mb=100,
+    )
+
+
+def test_solved_targets_in_place_of_scores_are_refused(results, tmp_path):
+    paths = [results / "scores/mine/c0.h5", results / "top/scores/mine/c1.h5"]
+    found = r"mine/c1\.h5: .*needs 'similarities/block0_values'.*rule compute_scores remakes it"
+    with pytest.raises(ArtifactError, match=found):
+        average(results, paths, tmp_path / "out.h5")
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoints_of_other_labels_are_refused(results, tmp_path):
+    """The study's data changed on disk between two checkpoints' jobs."""
+    changed = tmp_path / "c1.h5"
+    with (
+        open_artifact(results / "scores/mine/c1.h5", CHECKPOINT_SCORES) as old,
+        create(changed, CHECKPOINT_SCORES, old.spec, old.provenance) as new,
+    ):
+        key = "similarities"
+        new.matrix(key, old.index(key), old.columns(key))[:] = old.matrix(key)[:]
+        for name, node in old.file.items():
+            if isinstance(node, h5py.Dataset):
+                new.vector(
+                    name,
+                    old.vector(name) + (1 if name == "train_labels" else 0)
+                    if node.dtype.kind != "S"
+                    else old.ids(name),
+                )
+    with pytest.raises(ArtifactError, match=r"c1\.h5: .* must agree in the train labels"):
+        average(results, [results / "scores/mine/c0.h5", changed], tmp_path / "out.h5")
+
+
+def test_a_whole_split_in_place_of_a_shard_is_refused(results, tmp_path):
+    shards = [results / "features/c0/train.h5", results / "features/c0/train-2.h5"]
+    with pytest.raises(ArtifactError, match=r"train\.h5: .* must agree in the order of shards"):
+        join_shards(features=tmp_path / "out.h5", shards=shards, code="code")
