@@ -27,6 +27,11 @@ else:
 include: "workflow/rules/scores.smk"
 
 
+if "diagnostics" in config:
+
+    include: "workflow/rules/diagnostics.smk"
+
+
 localrules:
     all,
     scores,
@@ -37,6 +42,7 @@ rule all:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
+        expand("<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed),
 
 
 rule scores:

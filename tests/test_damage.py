@@ -29,6 +29,7 @@ from trak_core.artifacts import (
 )
 from trak_core.provenance import ids_digest
 from trak_core.stages.average import average_scores
+from trak_core.stages.diagnostics import compute_diagnostics
 from trak_core.stages.shards import join_shards
 
 # Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.
@@ -40,6 +41,7 @@ FILES = {
     "SCORES": "scores/mine.h5",
     "KERNEL": "exact/kernels/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
+    "DIAGNOSTICS": "diagnostics/c0.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -81,6 +83,24 @@ SETTINGS = {
 }
 
 
+def diagnose(results, study, checkpoint):
+    compute_diagnostics(
+        diagnostics=results / FILES["DIAGNOSTICS"],
+        checkpoint=checkpoint,
+        study=study,
+        spec={
+            **{key: SETTINGS[key] for key in ("model_output", "dtype", "study", "projection")},
+            **{"checkpoint": "c0", "parameter_patterns": None, "targets": None},
+            "diagnostics": {"samples": 10, "streams": 2},
+        },
+        code="code",
+        device="cpu",
+        batch_size=10,
+        memory_mb=100,
+        threads=1,
+    )
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
@@ -95,6 +115,7 @@ def results(tmp_path_factory):
     run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
     run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
     run_exact_stages(folder / "exact", *what, model_output="regression")
+    diagnose(folder, study, checkpoints["c0"])
     return folder
 
 

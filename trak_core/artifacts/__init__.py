@@ -9,6 +9,7 @@ ordinary chunked dataset, ``<key>/block0_values``; they are written block by blo
 
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
+    DIAGNOSTICS,
     EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
@@ -25,6 +26,7 @@ from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
+    "DIAGNOSTICS",
     "EXACT_SCORES",
     "FEATURES",
     "FEATURE_SHARD",

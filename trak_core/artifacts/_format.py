@@ -64,8 +64,20 @@ KERNEL = Kind(
 # The same files by another road.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+_OF_PAIRS = ("kernel", "predicted_sd", "projected_kernel")
+DIAGNOSTICS = Kind(
+    "trak-diagnostics",
+    ("agreement", "by_stream", "sample_ids", *_OF_PAIRS, "projected_squared_norms"),
+    "compute_diagnostics",
+    {
+        "sample_ids": (
+            *(f"{key}/axis{i}" for key in _OF_PAIRS for i in (0, 1)),
+            "projected_squared_norms/axis1",
+        )
+    },
+)
 # Every kind once; ``verify`` knows a file by its type and keys.
-KINDS = (FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES)
+KINDS = (FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES, DIAGNOSTICS)
 
 
 class ArtifactError(InputError):

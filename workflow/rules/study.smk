@@ -68,6 +68,7 @@ if workflow.is_main_process:
         if not exact:
             ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
+        check_diagnostics(config, n_samples["train"])
         check_memory(
             compute["memory_mb"],
             proj_dim=None if exact else config["projection"]["proj_dim"],
@@ -76,6 +77,7 @@ if workflow.is_main_process:
             n_checkpoints=len(checkpoints),
             scores=scoring["scores"],
             top=scoring["top"],
+            diagnostics=config.get("diagnostics"),
         )
         if sizes != known:
             write_record(record, sizes)
