@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 REPOSITORY = Path(__file__).parents[1]
-_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm")
+_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
 
 
 class Workspace:

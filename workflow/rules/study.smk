@@ -76,6 +76,6 @@ if workflow.is_main_process:
             scores=scoring["scores"],
             top=scoring["top"],
         )
-    if sizes != known:
-        with written_whole(record) as partial:
-            partial.write_text(json.dumps(sizes, indent=1))
+        if sizes != known:
+            with written_whole(record) as partial:
+                partial.write_text(json.dumps(sizes, indent=1))
