@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="runs on a machine with an NV
 
 
 @pytest.fixture
-def features(tmp_path):
+def features(tmp_path, monkeypatch):
     """Compute features of two targets on a device; return the file's numbers and provenance."""
     study = REPOSITORY / "tests/studies/diabetes.py"
+    # The GPU that this process holds is no other's loss.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     torch.save(model.state_dict(), tmp_path / "c0.pt")
@@ -99,7 +102,7 @@ def test_the_gpu_profile_differs_from_the_other_in_gpus_alone():
 HOLD = """
 import sys
 from trak_core.stages.free_gpu import hold_one
-print(hold_one(["first", "second"]), flush=True)
+print(hold_one(("first", "second")), flush=True)
 sys.stdin.read()
 """
 

@@ -23,10 +23,8 @@ def find_device(name: str) -> torch.device:
             "compute.device is cuda, so torch must find a CUDA device. Found none: check "
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto."
         )
-    gpus = range(torch.cuda.device_count())
-    device = torch.device(
-        "cuda", hold_one([str(torch.cuda.get_device_properties(i).uuid) for i in gpus])
-    )
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    device = torch.device("cuda", hold_one(tuple(str(gpu.uuid) for gpu in gpus)))
     torch.cuda.set_device(device)
     return device
 

@@ -3,14 +3,17 @@
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 _LOOK_SECONDS = 1.0
 
 
-def hold_one(names: Sequence[str]) -> int:
+@cache
+def hold_one(names: tuple[str, ...]) -> int:
     """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
+
+    Asked again, it gives the same one.
 
     A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
     up when the process ends in whatever way, so that a killed job blocks nobody.
