@@ -33,18 +33,17 @@ def small_study(folder) -> Workspace:
 
 
 class Running:
-    """A Snakemake that leads a session of its own."""
+    """A Snakemake that leads a session of its own, after a line of shell that limits it."""
 
-    def __init__(self, study: Workspace, *arguments: str, preexec: Callable | None = None) -> None:
+    def __init__(self, study: Workspace, *arguments: str, limit: str = ":") -> None:
         study.path("study.yaml").write_text(yaml.safe_dump(study.config, sort_keys=False))
         self.log = study.path("snakemake.log")
         command = (sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "1")
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                (*command, *arguments),
+                ("sh", "-c", f'{limit}; exec "$@"', "sh", *command, *arguments),
                 cwd=study.folder,
                 start_new_session=True,
-                preexec_fn=preexec,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -10,21 +10,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from running import Running, small_study
+from running import Running
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
 
 TRAIN = "results/features/c0/train.h5"
 TRAIN_LOG = "results/logs/compute_features/c0/train.log"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A study that nothing disturbed."""
-    study = small_study(tmp_path_factory.mktemp("faults") / "finished")
-    study.run()
-    return study
 
 
 @pytest.fixture

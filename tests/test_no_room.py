@@ -3,10 +3,8 @@
 import contextlib
 import os
 import re
-import resource
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,6 @@ from workspace import REPOSITORY
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # version 1
 EVERYTHING = "results/scores/few.h5"
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    study = small_study(tmp_path_factory.mktemp("no_room") / "finished")
-    study.run()
-    return study
 
 
 @pytest.fixture
@@ -69,8 +60,7 @@ def test_a_full_disk(study, finished, small_disk):
 
 
 def test_a_limit_on_the_size_of_files(study, finished):
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (300_000, 300_000))
-    running = Running(study, EVERYTHING, preexec=limit)
+    running = Running(study, EVERYTHING, limit="ulimit -f 600")  # of 512 bytes
     assert running.finish() == 1
     one_error(running.output, FULL.format("File too large"))
     nothing_half(study)
@@ -200,11 +190,7 @@ def control_group():
 def test_the_oom_killer_leaves_no_half_file(study, finished, control_group):
     good = study.path("diabetes.py").read_text()
     hungry(study, False)
-
-    def join():
-        (control_group / "cgroup.procs").write_text(str(os.getpid()))
-
-    running = Running(study, EVERYTHING, preexec=join)
+    running = Running(study, EVERYTHING, limit=f"echo $$ > {control_group}/cgroup.procs")
     assert running.finish() == 1
     assert re.search(r"SIGKILL: 9|exit status 137", running.output), running.output
     nothing_half(study)
