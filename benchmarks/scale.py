@@ -3,7 +3,8 @@
     python benchmarks/scale.py --checkpoints 200 --experiments 10 --shards 4
 
 Every split is cut into the shards. The first dry run looks the study over (one process that imports
-torch), the second finds that on record. Prints jobs, seconds and peak resident memory of Snakemake.
+torch), the second finds that on record. Prints jobs, seconds by the
+clock and of the processor, which don't depend on what else runs, and peak resident memory.
 """
 
 import argparse
@@ -18,6 +19,18 @@ from pathlib import Path
 import yaml
 
 _REPOSITORY = Path(__file__).parents[1]
+_STUDY = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_model():
+    return torch.nn.Linear(8, 1)
+
+def train_data():
+    return TensorDataset(torch.rand(1000, 8), torch.rand(1000))
+
+target_data = train_data
+"""
 
 
 def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, targets: int) -> None:
@@ -26,9 +39,10 @@ def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, ta
     (folder / "checkpoints").mkdir()
     for path in paths.values():
         (folder / path).touch()
+    (folder / "noise.py").write_text(_STUDY)
     config = {
-        "study": str(_REPOSITORY / "config/digits.py"),
-        "model_output": "image_classification",
+        "study": "noise.py",
+        "model_output": "regression",
         "checkpoints": paths,
         "experiments": {
             f"e{i}": {"targets": list(range(targets)), "shards": shards} for i in range(experiments)
@@ -38,9 +52,14 @@ def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, ta
     (folder / "study.yaml").write_text(yaml.safe_dump(config))
 
 
-def dry_run(folder: Path) -> tuple[int, float]:
-    """Return how many jobs a dry run plans, and its seconds."""
-    start = time.perf_counter()
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def dry_run(folder: Path) -> tuple[int, float, float]:
+    """Return how many jobs a dry run plans, its seconds, and those of the processor."""
+    start, used = time.perf_counter(), _processor_seconds()
     result = subprocess.run(
         (
             *(sys.executable, "-m", "snakemake", "--dry-run", "--configfile", "study.yaml"),
@@ -51,12 +70,12 @@ def dry_run(folder: Path) -> tuple[int, float]:
         text=True,
         check=False,
     )
-    seconds = time.perf_counter() - start
+    seconds, used = time.perf_counter() - start, _processor_seconds() - used
     if result.returncode:
         raise SystemExit(result.stdout + result.stderr)
     total = re.search(r"^total +(\d+)$", result.stdout + result.stderr, flags=re.MULTILINE)
     assert total is not None
-    return int(total[1]), seconds
+    return int(total[1]), seconds, used
 
 
 def main() -> None:
@@ -67,13 +86,13 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=4, help="of every split")
     parser.add_argument("--targets", type=int, default=20, help="of every experiment")
     options = parser.parse_args()
-    print(f"{'dry run':<10}{'jobs':>8}{'seconds':>9}{'peak MiB':>10}")
+    print(f"{'dry run':<10}{'jobs':>8}{'seconds':>9}{'processor':>11}{'peak MiB':>10}")
     with tempfile.TemporaryDirectory() as temporary:
         make_study(Path(temporary), **vars(options))
         for name in ("first", "second"):
-            jobs, seconds = dry_run(Path(temporary))
+            jobs, seconds, used = dry_run(Path(temporary))
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-            print(f"{name:<10}{jobs:>8}{seconds:>9.1f}{peak:>10.0f}", flush=True)
+            print(f"{name:<10}{jobs:>8}{seconds:>9.1f}{used:>11.1f}{peak:>10.0f}", flush=True)
 
 
 if __name__ == "__main__":

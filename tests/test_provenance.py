@@ -47,7 +47,7 @@ def add_code(text):
             "study.py",
             {"features", "kernel", "subject", "train", "figure", "check_study", "output"},
         ),
-        ("errors.py", set(STAGES) - {"software"}),
+        ("errors.py", set(STAGES) - {"software", "free_gpu"}),
         ("__init__.py", set(STAGES)),
     ],
 )
