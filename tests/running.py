@@ -1,6 +1,8 @@
 """Snakemake left running, so that a test can hurt it or its jobs."""
 
+import copy
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from collections.abc import Callable
 import psutil
 import torch
 import yaml
-from workspace import Workspace
+from workspace import REPOSITORY, Workspace
 
 # One checkpoint, one experiment: features of 700 KB, a sample at a time so that it takes a while.
 SMALL = {
@@ -23,8 +25,14 @@ SMALL = {
 
 
 def small_study(folder) -> Workspace:
-    """Make the study with its checkpoint; nothing has run."""
-    study = Workspace.make(folder, "diabetes.py", SMALL)
+    """Make the study with its checkpoint, for the repository's own Snakefile; nothing has run.
+
+    A copy of the repository would compile its kernels anew.
+    """
+    folder.mkdir(parents=True)
+    shutil.copy2(REPOSITORY / "tests/studies/diabetes.py", folder)
+    config = copy.deepcopy({"study": "diabetes.py", **SMALL})
+    study = Workspace(folder, config, str(REPOSITORY / "Snakefile"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     study.path("mine").mkdir()
@@ -38,7 +46,10 @@ class Running:
     def __init__(self, study: Workspace, *arguments: str, limit: str = ":") -> None:
         study.path("study.yaml").write_text(yaml.safe_dump(study.config, sort_keys=False))
         self.log = study.path("snakemake.log")
-        command = (sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "1")
+        command = (
+            *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "1"),
+            *("--snakefile", study.snakefile),
+        )
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 ("sh", "-c", f'{limit}; exec "$@"', "sh", *command, *arguments),
@@ -55,7 +66,7 @@ class Running:
 
     def wait_for(self, condition: Callable[[], object]) -> object:
         """Look every few milliseconds, and return the first answer that is true."""
-        for _ in range(20_000):
+        for _ in range(60_000):
             found = condition()
             if found:
                 return found
