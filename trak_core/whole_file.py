@@ -35,6 +35,16 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
             partial.unlink(missing_ok=True)
 
 
+def does_not_fit(path: Path, reason: str) -> InputError:
+    """Return the error of a file that its disk did not take."""
+    free = shutil.disk_usage(path.parent).free // 2**20
+    return InputError(
+        f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
+        "Nothing is left of the file. Make room, or raise the quota or limit, and run snakemake "
+        "again: what is finished stays."
+    )
+
+
 @contextmanager
 def written_whole(path: Path) -> Generator[Path, None, None]:
     """Give a place to write to; what stands there at the end appears under ``path`` at once.
@@ -66,11 +76,6 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         reason = None if isinstance(error, InputError) else no_room(error)
         if reason is None:
             raise
-        free = shutil.disk_usage(path.parent).free // 2**20
-        raise InputError(
-            f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
-            "Nothing is left of the file. Make room, or raise the quota or limit, and run "
-            "snakemake again: what is finished stays."
-        ) from error
+        raise does_not_fit(path, reason) from error
     finally:
         partial.unlink(missing_ok=True)

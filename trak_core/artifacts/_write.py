@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, ids_array
-from trak_core.whole_file import written_whole
+from trak_core.whole_file import does_not_fit, written_whole
 
 
 def _text(value: str) -> tuple[np.bytes_, np.dtype]:
@@ -124,6 +124,19 @@ class Writer:
         self.tables.append((key, rows, list(searchable)))
 
 
+def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) -> bool:
+    """Write a table, and say whether it reads as it was written: PyTables hides failed writes."""
+    with pd.HDFStore(path, "a") as store:
+        store.put(
+            key, rows, format="table", data_columns=searchable, index=False, track_times=False
+        )
+    try:
+        found = pd.read_hdf(path, key)
+        return all(np.array_equal(found[c].to_numpy(), rows[c].to_numpy()) for c in rows)
+    except Exception:  # of many kinds, where the file breaks off
+        return False
+
+
 @contextlib.contextmanager
 def create(
     path: Path,
@@ -146,6 +159,7 @@ def create(
 
     Raises:
         ArtifactError: If a value written is not finite.
+        InputError: If the disk takes no more.
     """
     with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:
@@ -159,16 +173,9 @@ def create(
             writer = Writer(file)
             yield writer
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-        for key, rows, searchable in writer.tables:
-            with pd.HDFStore(partial, "a") as store:
-                store.put(
-                    key,
-                    rows,
-                    format="table",
-                    data_columns=searchable,
-                    index=False,
-                    track_times=False,
-                )
+        for table in writer.tables:
+            if not _put_table(partial, *table):
+                raise does_not_fit(path, f"the table {table[0]} does not read as it was written")
         with h5py.File(partial, "r+") as file:
             try:
                 _put_attributes(file, **{"content-hash": content_hash(file)})
