@@ -132,6 +132,7 @@ def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) 
         )
     try:
         found = pd.read_hdf(path, key)
+        assert isinstance(found, pd.DataFrame)
         return all(np.array_equal(found[c].to_numpy(), rows[c].to_numpy()) for c in rows)
     except Exception:  # of many kinds, where the file breaks off
         return False
