@@ -17,3 +17,13 @@ if not torch.cuda.is_available():
 def fixed_randomness():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The small study of `running`, which nothing disturbed."""
+    from running import small_study  # only here: most tests need no Snakemake
+
+    study = small_study(tmp_path_factory.mktemp("undisturbed") / "study")
+    study.run()
+    return study

@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
-    {"errors"},
+    {"errors", "faults"},
     {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
     {"config", "record", "artifacts", "projection", "model_outputs", "checkpoints"}
     | {"linalg", "study"},

@@ -158,8 +158,8 @@ def test_diagnostics_hold_what_is_said():
 STAGES = """
 import re, sys
 from pathlib import Path
-from test_memory import run_scoring
-run_scoring(Path(sys.argv[1]), int(sys.argv[2]))
+import test_memory
+getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 # Not ru_maxrss, which a process has from the one that started it.
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
@@ -202,40 +202,88 @@ def run_scoring(folder, n_train):
         **common,
     )
     to_targets = {**EXPECTED, "targets_digest": "digest"}
-    compute_scores(
-        scores=file["one"],
-        train=file["train"],
-        targets=file["mine"],
-        normal_matrix=file["matrix"],
-        expected={**to_targets, "checkpoint": "c", "split": "mine"},
-        damping=2,
-        weighting="plain",
-        keep="full",
-        **common,
-    )
-    settings = {"experiment": "mine", "weighting": "plain", "damping": 2, "checkpoints": ["c"]}
-    average_scores(
-        scores=file["scores"],
-        checkpoint_scores=[file["one"]],
-        features=[],
-        expected={**to_targets, **settings},
-        combine="product_of_averages",
-        loss_weight_power=1,
-        top=5,
-        **common,
-    )
+    for keep in ("full", "top_k"):
+        compute_scores(
+            scores=file["one"],
+            train=file["train"],
+            targets=file["mine"],
+            normal_matrix=file["matrix"],
+            expected={**to_targets, "checkpoint": "c", "split": "mine"},
+            damping=2,
+            weighting="plain",
+            keep=keep,
+            **common,
+        )
+        settings = {"experiment": "mine", "weighting": "plain", "damping": 2, "checkpoints": ["c"]}
+        average_scores(
+            scores=file["scores"],
+            checkpoint_scores=[file["one"]],
+            features=[file["train"]] if keep == "top_k" else [],
+            expected={**to_targets, **settings},
+            combine="product_of_averages",
+            loss_weight_power=1,
+            top=5,
+            **common,
+        )
 
 
-def test_peak_memory_does_not_grow_with_the_training_set(tmp_path):
+NOISE = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_model():
+    return torch.nn.Linear(4, 1)
+
+def train_data():
+    return TensorDataset(torch.rand({n}, 4), torch.rand({n}))
+"""
+
+
+def run_features(folder, n_train):
+    """Featurization of two shards and their join, with a budget of 64 MiB."""
+    # Not above: scoring's peak must not hold torch.
+    import torch
+
+    from trak_core.stages.features import compute_features
+    from trak_core.stages.shards import join_shards
+
+    torch.save(torch.nn.Linear(4, 1).state_dict(), folder / "c.pt")
+    (folder / "noise.py").write_text(NOISE.format(n=n_train))
+    shards = [folder / f"{i}-of-2.h5" for i in (1, 2)]
+    for number, shard in enumerate(shards, start=1):
+        compute_features(
+            features=shard,
+            checkpoint=folder / "c.pt",
+            study=folder / "noise.py",
+            split="train",
+            shard=number,
+            n_shards=2,
+            spec={
+                **EXPECTED,
+                "model_output": "regression",
+                "checkpoint": "c",
+                "targets": None,
+            },
+            code="",
+            device="cpu",
+            batch_size=1024,
+            memory_mb=64,
+            threads=1,
+        )
+    join_shards(features=folder / "train.h5", shards=shards, code="")
+
+
+@pytest.mark.parametrize("stages", ["run_scoring", "run_features"])
+def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     """Features of 20,000 samples are 20 MiB, of 100,000 are 98; their scores 15 and 76 MiB."""
 
     def peak(n_train):
         folder = tmp_path / str(n_train)
         folder.mkdir()
         output = subprocess.run(
-            [sys.executable, "-c", STAGES, folder, str(n_train)],
+            [sys.executable, "-c", STAGES, stages, folder, str(n_train)],
             cwd=REPOSITORY / "tests",
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             check=True,

@@ -62,7 +62,7 @@ def add_code(text):
                 "output",
             },
         ),
-        ("errors.py", set(STAGES) - {"software"}),
+        ("errors.py", set(STAGES) - {"software", "free_gpu"}),
         ("__init__.py", set(STAGES)),
     ],
 )

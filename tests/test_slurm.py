@@ -99,3 +99,25 @@ def test_a_cancelled_job_and_a_lost_node_cost_no_finished_file(cluster, tmp_path
     finish(study, process)
     assert study.artifacts() == undisturbed.artifacts()
     assert not list(study.path("results").rglob(".*.part"))
+
+
+SHOWS_ITS_GPU = """
+import os
+print("CUDA_VISIBLE_DEVICES is", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
+"""
+
+
+def test_each_job_that_takes_gradients_gets_a_gpu_and_no_other_does(cluster, tmp_path):
+    """The GPUs are pretended, so that torch finds none: `auto` takes the CPU, and says so."""
+    config = {**SMALL, "checkpoints": {"c0": {"seed": 0}}, "compute": {"device": "auto"}}
+    study = Workspace.make(tmp_path / "study", "small_digits.py", config)
+    path = study.path("small_digits.py")
+    path.write_text(path.read_text() + SHOWS_ITS_GPU)
+    files = [f"results/features/c0/{split}.h5" for split in ("train", "few")]
+    finish(study, start(study, "--profile", "slurm-gpu", *files))
+    for split in ("train", "few"):
+        log = study.path(f"results/logs/compute_features/c0/{split}.log").read_text()
+        assert re.search(r"^CUDA_VISIBLE_DEVICES is [01]$", log, flags=re.M), log
+        assert "gradients on cpu" in log
+    log = study.path("results/logs/train_checkpoint/c0.log").read_text()
+    assert not re.search(r"CUDA_VISIBLE_DEVICES is \d", log), log

@@ -9,14 +9,14 @@ from pathlib import Path
 import yaml
 
 REPOSITORY = Path(__file__).parents[1]
-_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm")
+_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
 
 
 class Workspace:
     """A folder that Snakemake runs in; ``config`` is written before every run."""
 
-    def __init__(self, folder: Path, config: dict) -> None:
-        self.folder, self.config = folder, config
+    def __init__(self, folder: Path, config: dict, snakefile: str = "Snakefile") -> None:
+        self.folder, self.config, self.snakefile = folder, config, snakefile
 
     @classmethod
     def make(cls, folder: Path, study: str, config: dict) -> "Workspace":
@@ -33,7 +33,8 @@ class Workspace:
 
     def copy(self, folder: Path) -> "Workspace":
         shutil.copytree(self.folder, folder, symlinks=True)
-        return Workspace(folder, yaml.safe_load(yaml.safe_dump(self.config)))
+        config = yaml.safe_load(yaml.safe_dump(self.config))
+        return Workspace(folder, config, self.snakefile)
 
     def path(self, name: str) -> Path:
         return self.folder / name
@@ -45,6 +46,7 @@ class Workspace:
         return subprocess.run(
             [
                 *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml"),
+                *("--snakefile", self.snakefile),
                 *(arguments if "--cores" in arguments else ("--cores", "2", *arguments)),
             ],
             cwd=self.folder,

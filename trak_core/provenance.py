@@ -25,26 +25,30 @@ def _module_file(root: Path, name: _Name) -> Path | None:
 
 
 @cache
-def _parse(path: Path, mtime_ns: int) -> ast.Module:
+def _read(path: Path, mtime_ns: int) -> tuple[list[ast.Import | ast.ImportFrom], str]:
+    """Return the import statements of a file, at any depth of it, and the text of what runs."""
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         if isinstance(error, SyntaxError) and error.filename:
             raise
         # What Python makes of a null byte doesn't say where.
         raise SyntaxError(str(error), (str(path), 1, None, None)) from error
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imports, repr(_without_docstrings(tree))
 
 
-def _tree(path: Path) -> ast.Module:
-    return _parse(path, path.stat().st_mtime_ns)
+def _look(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], str]:
+    """Read a file once: every rule asks for most of them."""
+    return _read(path, path.stat().st_mtime_ns)
 
 
 def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
-    """Yield every dotted name in the import statements of a file, at any depth of the file."""
-    for node in ast.walk(_tree(path)):
+    """Yield every dotted name in the import statements of a file."""
+    for node in _look(path)[0]:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = above + tuple((node.module or "").split(".") if node.module else ())
             yield base
@@ -91,7 +95,7 @@ def _without_docstrings(node: ast.AST) -> Any:
 def _digest(files: dict[_Name, Path]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(files):
-        digest.update(repr((name, _without_docstrings(_tree(files[name])))).encode())
+        digest.update(f"{name} {_look(files[name])[1]}".encode())
     return digest.hexdigest()
 
 

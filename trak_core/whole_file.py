@@ -4,10 +4,45 @@ Standard library only: the Snakefile uses it too.
 """
 
 import os
+import shutil
 import socket
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+
+from trak_core.errors import InputError
+from trak_core.faults import no_room
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _delete_leftovers(path: Path, prefix: str) -> None:
+    """Delete what killed processes of this machine left of a file."""
+    if os.name != "posix":
+        return  # elsewhere os.kill(process, 0) does not only ask
+    for partial in path.parent.iterdir():
+        process = partial.name.removeprefix(prefix).removesuffix(".part")
+        is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
+        if is_ours and not _is_running(int(process)):
+            partial.unlink(missing_ok=True)
+
+
+def does_not_fit(path: Path, reason: str) -> InputError:
+    """Return the error of a file that its disk did not take."""
+    free = shutil.disk_usage(path.parent).free // 2**20
+    return InputError(
+        f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
+        "Nothing is left of the file. Make room, or raise the quota or limit, and run snakemake "
+        "again: what is finished stays."
+    )
 
 
 @contextmanager
@@ -18,10 +53,16 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         path: Final name; its folder is made. On an exception it stays as it was.
 
     Yields:
-        A hidden name beside ``path`` that no other process uses. A killed process leaves it behind.
+        A hidden name beside ``path`` that no other process uses. A killed process leaves it behind;
+        the next one on the same machine that writes ``path`` deletes it.
+
+    Raises:
+        InputError: If the disk takes no more.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.part")
+    prefix = f".{path.name}.{socket.gethostname()}."
+    partial = path.with_name(f"{prefix}{os.getpid()}.part")
+    _delete_leftovers(path, prefix)
     try:
         yield partial
         # Else a power cut could leave the new name on an empty file.
@@ -31,5 +72,10 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         finally:
             os.close(descriptor)
         partial.replace(path)
+    except Exception as error:
+        reason = None if isinstance(error, InputError) else no_room(error)
+        if reason is None:
+            raise
+        raise does_not_fit(path, reason) from error
     finally:
         partial.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """What writer and reader share: kinds of files, ids, and the hash of a file's content."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,3 +151,17 @@ def content_hash(file: h5py.File) -> str:
     visit("", file)
     file.visititems(visit)
     return digest.hexdigest()
+
+
+def table_columns(table: h5py.Dataset, columns: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
+    """Return the columns of a table that pandas wrote: strings or numbers.
+
+    Args:
+        table: Rows of fields; a field is a column or a block of columns of one dtype.
+        columns: Name, field and place in the field of each column.
+    """
+    rows, found = table[()], {}
+    for name, part, place in columns:
+        values = rows[part] if rows[part].ndim == 1 else rows[part][:, place]
+        found[name] = plain_ids(values) if values.dtype.kind == "S" else values
+    return found

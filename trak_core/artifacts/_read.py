@@ -18,6 +18,7 @@ from trak_core.artifacts._format import (
     Kind,
     content_hash,
     plain_ids,
+    table_columns,
 )
 from trak_core.artifacts._layout import check_layout
 from trak_core.artifacts._seal import seal_holds
@@ -85,15 +86,8 @@ class Artifact:
 
     def table(self, key: str) -> pd.DataFrame:
         """Return a table, as pandas reads it but without unpickling anything."""
-        rows = self._dataset(f"{key}/table")[()]
         columns = json.loads(str(_text(self.file[key].attrs["columns"])))
-        return pd.DataFrame({name: _column(rows[field], place) for name, field, place in columns})
-
-
-def _column(values: np.ndarray, place: int) -> Any:
-    """Return one column of a table: strings or numbers, alone or in a block of their dtype."""
-    column = values if values.ndim == 1 else values[:, place]
-    return plain_ids(column) if column.dtype.kind == "S" else column
+        return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 
 def _refused(path: Path, kind: Kind, must: str, found: str) -> ArtifactError:

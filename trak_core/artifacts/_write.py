@@ -11,9 +11,18 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts._format import VERSION, ArtifactError, Kind, content_hash, ids_array
+from trak_core.artifacts._format import (
+    VERSION,
+    ArtifactError,
+    Kind,
+    content_hash,
+    ids_array,
+    table_columns,
+)
 from trak_core.artifacts._seal import seal
-from trak_core.whole_file import written_whole
+from trak_core.whole_file import does_not_fit, written_whole
+
+_Place = tuple[str, str, int]
 
 
 def _text(value: str) -> tuple[np.bytes_, np.dtype]:
@@ -125,9 +134,7 @@ class Writer:
         self.tables.append((key, rows, list(searchable)))
 
 
-def _put_table(
-    path: Path, key: str, rows: pd.DataFrame, searchable: list[str]
-) -> list[tuple[str, str, int]]:
+def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) -> list[_Place]:
     """Write a table by pandas.
 
     Returns:
@@ -152,6 +159,17 @@ def _put_table(
     return [(name, *places[name]) for name in rows.columns]
 
 
+def _reads_back(path: Path, key: str, rows: pd.DataFrame, columns: list[_Place]) -> bool:
+    """Say whether a table reads as it was written: PyTables hides failed writes."""
+    try:
+        with h5py.File(path) as file:
+            table: Any = file[f"{key}/table"]
+            found = table_columns(table, columns)
+        return all(np.array_equal(found[name], rows[name].to_numpy()) for name in rows)
+    except Exception:  # of many kinds, where the file breaks off
+        return False
+
+
 @contextlib.contextmanager
 def create(
     path: Path,
@@ -174,6 +192,7 @@ def create(
 
     Raises:
         ArtifactError: If a value written is not finite.
+        InputError: If the disk takes no more.
     """
     with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:
@@ -188,6 +207,9 @@ def create(
             yield writer
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
         fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
+        for key, rows, _ in writer.tables:
+            if not _reads_back(partial, key, rows, fields[key]):
+                raise does_not_fit(path, f"the table {key} does not read as it was written")
         with h5py.File(partial, "r+") as file:
             for key, columns in fields.items():
                 _put_attributes(file.require_group(key), columns=json.dumps(columns))

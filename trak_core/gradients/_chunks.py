@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
+from trak_core.faults import is_out_of_memory
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._per_sample import evaluation
 from trak_core.model_outputs import ModelOutput
@@ -82,14 +83,6 @@ def samples_that_fit(needed_bytes: int, device: torch.device, memory_mb: int) ->
     return budget // max(1, needed_bytes)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on any device."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    # torch has no type of its own for the CPU's.
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
 def in_chunks(
     compute: Callable[[int, int], T], n_samples: int, chunk: int
 ) -> Iterator[tuple[int, int, T]]:
@@ -117,8 +110,8 @@ def in_chunks(
             if stop - start == 1:
                 raise InputError(
                     "Memory must hold the gradient of one sample. It ran out: "
-                    f"{str(error).splitlines()[0]} Choose fewer `parameters`, or use a machine "
-                    "with more memory."
+                    f"{str(error).splitlines()[0]} Give the job more memory (on a cluster by "
+                    "--set-resources RULE:mem_mb=...), or choose fewer `parameters`."
                 ) from error
             chunk = (stop - start) // 2
             print(f"Notice: out of memory; going on with {chunk} samples at once.", flush=True)

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from trak_core.faults import is_out_of_memory
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._chunks import is_out_of_memory
 from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._per_sample import PerSample, evaluation
 from trak_core.gradients._precision import rounding

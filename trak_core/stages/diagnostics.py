@@ -29,11 +29,12 @@ from trak_core.gradients import (
 from trak_core.gramian import train_gramian
 from trak_core.memory import diagnostics_need
 from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.device import device_name, full_precision
 from trak_core.stages.finite import check_finite_kernel
 from trak_core.stages.projecting import compilers, projecting_device
 from trak_core.stages.sampled import SampledGradients
 from trak_core.stages.software import software
-from trak_core.stages.subject import Subject, device_name, full_precision
+from trak_core.stages.subject import Subject
 from trak_core.study import TRAIN, Split
 
 # Of the draw of samples.

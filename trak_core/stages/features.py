@@ -23,9 +23,10 @@ from trak_core.gradients import (
 )
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.device import device_name
 from trak_core.stages.projecting import compilers, gradient_blocks, projecting_device
 from trak_core.stages.software import software
-from trak_core.stages.subject import Subject, device_name, warn_of_saturation
+from trak_core.stages.subject import Subject, warn_of_saturation
 from trak_core.study import TRAIN
 
 
@@ -81,7 +82,7 @@ def compute_features(
         spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
             dtype, targets (ids; None for train), study (digest).
         code: The stage's code digest.
-        device: ``cpu`` or ``cuda``, for gradients and projection.
+        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
         batch_size: Samples differentiated at once, at most.
         memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
             don't fit. On CUDA its free memory counts.

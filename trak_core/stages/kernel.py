@@ -21,15 +21,10 @@ from trak_core.gradients import (
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.memory import kernel_need
 from trak_core.spec import EXACT_PROJECTION
+from trak_core.stages.device import device_name, find_device, full_precision
 from trak_core.stages.finite import check_finite_kernel, refuse
 from trak_core.stages.software import software
-from trak_core.stages.subject import (
-    Subject,
-    device_name,
-    find_device,
-    full_precision,
-    warn_of_saturation,
-)
+from trak_core.stages.subject import Subject, warn_of_saturation
 from trak_core.study import TRAIN, Split
 
 
@@ -105,7 +100,7 @@ def compute_kernel(
         spec: From the config: checkpoint (id), model_output, parameter_patterns, dtype, targets
             (ids; None for train), study (digest).
         code: The stage's code digest.
-        device: ``cpu`` or ``cuda``.
+        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Two blocks of so many samples are in the model at once, at most.
         memory_mb: MiB for the kernel, the samples, and on the CPU the activations; fewer samples at
             once if they don't fit. On CUDA its free memory counts for these.

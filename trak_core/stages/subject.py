@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.checkpoints import checkpoint_sha256, load_checkpoint
-from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     as_batch,
@@ -25,33 +24,6 @@ from trak_core.study import TRAIN, Split, Study
 
 # Samples that are looked at before the expensive work.
 _FEW = 8
-
-
-def find_device(name: str) -> torch.device:
-    """Return the device that a config names, ``cpu`` or ``cuda``.
-
-    Raises:
-        InputError: If there is none; no other device takes its place.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "compute.device is cuda, so torch must find a CUDA device. Found none: check "
-            "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu."
-        )
-    return torch.device(name)
-
-
-def full_precision(device: torch.device) -> torch.device:
-    """Return the device, and have this process compute with all digits of its numbers there."""
-    if device.type == "cuda":
-        # TF32, which torch allows convolutions there, has three digits: fewer than exact ones need.
-        torch.backends.cudnn.allow_tf32 = False
-    return device
-
-
-def device_name(device: torch.device) -> str:
-    """Return what an artifact's provenance says of a device."""
-    return f"cuda {torch.cuda.get_device_name()}" if device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)

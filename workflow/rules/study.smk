@@ -10,10 +10,11 @@ from trak_core.record import read_record, write_record
 from trak_core.spec import ProjectionSpec
 
 
+look = code_digest("trak_core.stages.check_study")
+
+
 def key_of(*looked_at):
-    text = json.dumps(
-        ordered([study, code_digest("trak_core.stages.check_study"), looked_at])
-    )
+    text = json.dumps(ordered([study, look, looked_at]))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

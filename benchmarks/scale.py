@@ -1,0 +1,99 @@
+"""How long Snakemake plans a large study: what a dry run costs before any job.
+
+    python benchmarks/scale.py --checkpoints 200 --experiments 10 --shards 4
+
+Every split is cut into the shards. The first dry run looks the study over (one process that imports
+torch), the second finds that on record. Prints jobs, seconds by the
+clock and of the processor, which don't depend on what else runs, and peak resident memory.
+"""
+
+import argparse
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import yaml
+
+_REPOSITORY = Path(__file__).parents[1]
+_STUDY = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_model():
+    return torch.nn.Linear(8, 1)
+
+def train_data():
+    return TensorDataset(torch.rand(1000, 8), torch.rand(1000))
+
+target_data = train_data
+"""
+
+
+def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, targets: int) -> None:
+    """Write the config and empty checkpoints, which a dry run doesn't open."""
+    paths = {f"c{i:04d}": f"checkpoints/c{i:04d}.pt" for i in range(checkpoints)}
+    (folder / "checkpoints").mkdir()
+    for path in paths.values():
+        (folder / path).touch()
+    (folder / "noise.py").write_text(_STUDY)
+    config = {
+        "study": "noise.py",
+        "model_output": "regression",
+        "checkpoints": paths,
+        "experiments": {
+            f"e{i}": {"targets": list(range(targets)), "shards": shards} for i in range(experiments)
+        },
+        "compute": {"shards": shards},
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(config))
+
+
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def dry_run(folder: Path) -> tuple[int, float, float]:
+    """Return how many jobs a dry run plans, its seconds, and those of the processor."""
+    start, used = time.perf_counter(), _processor_seconds()
+    result = subprocess.run(
+        (
+            *(sys.executable, "-m", "snakemake", "--dry-run", "--configfile", "study.yaml"),
+            *("--snakefile", str(_REPOSITORY / "Snakefile")),
+        ),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds, used = time.perf_counter() - start, _processor_seconds() - used
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
+    total = re.search(r"^total +(\d+)$", result.stdout + result.stderr, flags=re.MULTILINE)
+    assert total is not None
+    return int(total[1]), seconds, used
+
+
+def main() -> None:
+    """Parse the command line, plan twice, print a row each."""
+    parser = argparse.ArgumentParser(description="Seconds that Snakemake plans a large study.")
+    parser.add_argument("--checkpoints", type=int, default=200)
+    parser.add_argument("--experiments", type=int, default=10)
+    parser.add_argument("--shards", type=int, default=4, help="of every split")
+    parser.add_argument("--targets", type=int, default=20, help="of every experiment")
+    options = parser.parse_args()
+    print(f"{'dry run':<10}{'jobs':>8}{'seconds':>9}{'processor':>11}{'peak MiB':>10}")
+    with tempfile.TemporaryDirectory() as temporary:
+        make_study(Path(temporary), **vars(options))
+        for name in ("first", "second"):
+            jobs, seconds, used = dry_run(Path(temporary))
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            print(f"{name:<10}{jobs:>8}{seconds:>9.1f}{used:>11.1f}{peak:>10.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Snakemake left running, so that a test can hurt it or its jobs."""
+
+import copy
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+import yaml
+from workspace import REPOSITORY, Workspace
+
+# One checkpoint, one experiment: features of 700 KB, a sample at a time so that it takes a while.
+SMALL = {
+    "model_output": "regression",
+    "checkpoints": {"c0": "mine/c0.pt"},
+    "experiments": {"few": {"targets": ["patient-342", "patient-400"]}},
+    "projection": {"proj_dim": 512},
+    "compute": {"batch_size": 1},
+}
+
+
+def small_study(folder) -> Workspace:
+    """Make the study with its checkpoint, for the repository's own Snakefile; nothing has run.
+
+    A copy of the repository would compile its kernels anew.
+    """
+    folder.mkdir(parents=True)
+    shutil.copy2(REPOSITORY / "tests/studies/diabetes.py", folder)
+    config = copy.deepcopy({"study": "diabetes.py", **SMALL})
+    study = Workspace(folder, config, str(REPOSITORY / "Snakefile"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    study.path("mine").mkdir()
+    torch.save(model.state_dict(), study.path("mine/c0.pt"))
+    return study
+
+
+class Running:
+    """A Snakemake that leads a session of its own, after a line of shell that limits it."""
+
+    def __init__(self, study: Workspace, *arguments: str, limit: str = ":") -> None:
+        study.path("study.yaml").write_text(yaml.safe_dump(study.config, sort_keys=False))
+        self.log = study.path("snakemake.log")
+        command = (
+            *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "1"),
+            *("--snakefile", study.snakefile),
+        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                ("sh", "-c", f'{limit}; exec "$@"', "sh", *command, *arguments),
+                cwd=study.folder,
+                start_new_session=True,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self.seen: set[int] = set()
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> object:
+        """Look every few milliseconds, and return the first answer that is true."""
+        for _ in range(60_000):
+            found = condition()
+            if found:
+                return found
+            assert self.process.poll() is None, self.output
+            time.sleep(0.003)
+        raise AssertionError(self.output)
+
+    def next_job(self, rule: str) -> psutil.Process:
+        """Return the process of the next job of a rule that was not returned before."""
+
+        def new() -> psutil.Process | None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                try:
+                    command = child.cmdline()
+                except psutil.Error:
+                    continue
+                script = command[-1] if command else ""
+                # Not the shell that starts it, whose last argument is a whole command line.
+                is_job = script.endswith(f".{rule}.py") and " " not in script
+                if is_job and child.pid not in self.seen:
+                    self.seen.add(child.pid)
+                    return child
+            return None
+
+        found = self.wait_for(new)
+        assert isinstance(found, psutil.Process)
+        return found
+
+    def terminate_all(self) -> None:
+        """SIGTERM to Snakemake and all that it started."""
+        os.killpg(self.process.pid, signal.SIGTERM)
+
+    def finish(self) -> int:
+        self.process.wait(timeout=200)
+        return self.process.returncode

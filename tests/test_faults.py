@@ -1,0 +1,145 @@
+"""Killed, told to stop, started twice: no finished file is lost, no wrong number comes through."""
+
+import os
+import random
+import re
+import time
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+from running import Running
+
+from trak_core.artifacts import FEATURES, open_artifact
+
+TRAIN = "results/features/c0/train.h5"
+TRAIN_LOG = "results/logs/compute_features/c0/train.log"
+
+
+@pytest.fixture
+def study(finished, tmp_path):
+    return finished.copy(tmp_path / "study")
+
+
+def state(path):
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, path.read_bytes()
+
+
+def leftovers(study):
+    return list(study.path("results").rglob(".*.part"))
+
+
+def in_log(log, text):
+    return log.exists() and text in log.read_text()
+
+
+# What is seen of a job from outside, and at most how many seconds later it is killed.
+MOMENTS = [
+    ("started", 0.3),
+    ("started", 0.8),
+    ("log", 1.0),
+    ("gradients on cpu", 0.01),
+    ("samples at once", 0.01),
+    ("samples at once", 0.1),
+    ("partial", 0.01),
+    ("partial", 0.1),
+    ("342/342 samples", 0.005),
+    ("final name", 0),
+]
+
+
+def test_ten_kills_of_a_job_cost_no_finished_file(study, finished, tmp_path):
+    """SIGKILL from the imports to the rename; Snakemake starts the job again each time."""
+    target, log = study.path(TRAIN), study.path(TRAIN_LOG)
+    for gone in (TRAIN, "results/normal_matrix/c0.h5", "results/scores/few/c0.h5"):
+        study.path(gone).unlink()
+    study.path("results/scores/few.h5").unlink()
+    log.unlink()
+    kept = [study.path("results/features/c0/few.h5"), study.path("mine/c0.pt")]
+    before = [state(path) for path in kept]
+    seen = {
+        "started": lambda: True,
+        "log": log.exists,
+        "partial": lambda: list(target.parent.glob(".train.h5.*.part")),
+        "final name": target.exists,
+    }
+    rng = random.Random(0)
+    running = Running(study, "--retries", str(len(MOMENTS)), "scores")
+    for number, (what, most_seconds) in enumerate(MOMENTS):
+        job = running.next_job("compute_features")
+        running.wait_for(seen.get(what, partial(in_log, log, what)))
+        time.sleep(rng.uniform(0, most_seconds))
+        assert job.is_running(), f"{what}: the job was faster than its kill"
+        job.kill()
+        # Snakemake deletes what a failed job made: look at it under another name.
+        copy = tmp_path / f"{number}.h5"
+        try:
+            os.link(target, copy)
+        except FileNotFoundError:
+            assert what != "final name"
+        else:
+            with open_artifact(copy, FEATURES):
+                pass
+    assert running.finish() == 0, running.output
+    assert running.output.count("Trying to restart job") == len(MOMENTS)
+    assert study.artifacts() == finished.artifacts()
+    assert [state(path) for path in kept] == before
+    assert leftovers(study) == []
+
+
+def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study, finished):
+    """SIGTERM, as before a preemption: to Snakemake alone, then to it and its jobs."""
+    study.config["compute"]["shards"] = 3
+    folder = study.path("results/shards/c0/train")
+
+    def shards():
+        return sorted(folder.glob("*.h5"))
+
+    running = Running(study, "scores")
+    running.next_job("compute_features")
+    running.process.terminate()
+    assert running.finish() == 1
+    assert len(shards()) == 1
+    done = shards()[0]
+    before = state(done)
+
+    running = Running(study, "scores")
+    job = running.next_job("compute_features")
+    begun = running.wait_for(lambda: list(folder.glob(".*.part")))
+    running.terminate_all()
+    assert running.finish() == 1
+    job.wait(20)
+    assert leftovers(study) == []
+    number = re.match(r"\.(\d-of-3)\.h5\.", begun[0].name)[1]
+    log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
+    assert re.search(r"^Error: the job was told to stop \(SIGTERM\)", log, flags=re.M)
+    assert "Traceback" not in log
+    assert shards() == [done]
+    assert state(done) == before
+
+    assert study.run() == {
+        "compute_feature_shard": 2,
+        "join_shards": 1,
+        "compute_normal_matrix": 1,
+        "compute_scores": 1,
+        "average_scores": 1,
+    }
+    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (study, finished)]
+    assert np.array_equal(pair[0], pair[1])
+
+
+def test_a_second_snakemake_in_the_folder_is_refused(study):
+    study.config["projection"]["seed"] = 1
+    first = Running(study, "results/features/c0/few.h5")
+    job = first.next_job("compute_features")
+    job.suspend()  # so that it outlasts the second one
+    output = study.fail("results/features/c0/few.h5")
+    assert "Directory cannot be locked" in output
+    assert "no other Snakemake process" in output
+    job.resume()
+    assert first.finish() == 0, first.output
+    assert study.run("results/features/c0/few.h5") == {}
+    with open_artifact(study.path("results/features/c0/few.h5"), FEATURES) as features:
+        assert features.spec["projection"]["seed"] == 1
