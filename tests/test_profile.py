@@ -24,3 +24,12 @@ def test_every_rule_has_its_place_and_every_name_is_a_rule():
     assert rules >= APART
     assert set(profile["set-resources"]) == set(profile["groups"])
     assert set(profile["group-components"]) == set(profile["groups"].values())
+
+
+def test_the_gpu_profile_replaces_what_it_must():
+    short, gpu = (
+        yaml.safe_load((REPOSITORY / folder / "profile.yaml").read_text())["set-resources"]
+        for folder in ("slurm", "slurm-gpu")
+    )
+    # Training is the study's own business: it may not know of a GPU.
+    assert gpu == short | {rule: {"gpu": 1} for rule in APART - {"train_checkpoint"}}

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trak_core.errors import InputError
+from trak_core.faults import came_from_no_memory, no_room
 
 TRAIN = "train"
 _MAX_ID = 64
@@ -136,13 +137,16 @@ def users_code(what: str) -> Generator[None, None, None]:
         what: What runs, for the message.
 
     Raises:
-        InputError: In place of any other exception, SystemExit included.
+        InputError: In place of any other exception, SystemExit included; but for a full disk or
+            memory, which are no mistake of the study's.
     """
     try:
         yield
     except InputError:
         raise
     except (Exception, SystemExit) as error:
+        if came_from_no_memory(error) or no_room(error):
+            raise
         # Without this function's frame, and the one that called the study's code.
         frames = traceback.extract_tb(error.__traceback__)[2:]
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
