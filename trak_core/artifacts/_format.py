@@ -40,6 +40,13 @@ KERNEL = Kind("trak-kernel", ("kernel", "outputs", "sample_ids"), "compute_kerne
 # The same files by another road.
 EXACT_SCORES = Kind("trak-scores", CHECKPOINT_SCORES.keys, "compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+RETRAINED = Kind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
+EMBEDDINGS = Kind("trak-embeddings", ("train", "targets"), "compute_embeddings")
+SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence")
+EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
+MISLABELLED = Kind("trak-evaluation", ("train", "detection"), "find_mislabelled")
+COUNTERFACTUAL = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
+COMPARISON = Kind("trak-evaluation", ("experiments", "targets"), "compare_runs")
 
 
 class ArtifactError(InputError):
