@@ -25,11 +25,33 @@ else:
 
 
 include: "workflow/rules/scores.smk"
+include: "workflow/rules/evaluation_jobs.smk"
+
+
+if evaluation:
+
+    include: "workflow/rules/evaluation.smk"
+
+
+if "mislabelled" in evaluation:
+
+    include: "workflow/rules/mislabelled.smk"
+
+
+if "counterfactual" in evaluation:
+
+    include: "workflow/rules/counterfactual.smk"
+
+
+if "compare" in config:
+
+    include: "workflow/rules/compare.smk"
 
 
 localrules:
     all,
     scores,
+    compare,
 
 
 rule all:
@@ -37,8 +59,14 @@ rule all:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
+        evaluation_files(),
 
 
 rule scores:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
+
+
+rule compare:
+    input:
+        "<results>/comparison.h5",

@@ -78,8 +78,8 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         Shape (columns,), float64.
     """
     counts = np.ones(len(a))
-    ranks = (_Sorted.of(np.asarray(x)).centred_ranks(counts) for x in (a, b))
-    return _correlations(*ranks, counts)
+    ranks = [_Sorted.of(x).centred_ranks(counts) for x in (a, b)]
+    return _correlations(ranks[0], ranks[1], counts)
 
 
 def reliability(outputs: np.ndarray) -> np.ndarray:
@@ -119,7 +119,7 @@ def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
 
 
 def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
-    """Return the correlation that exact expectations would have with the outputs: sqrt(reliability).
+    """Return the correlation that expectations would have with the outputs, sqrt(reliability).
 
     What a perfect prediction of the mean output over all seeds can reach, when the outputs it is
     compared with are means over a few seeds.

@@ -37,7 +37,13 @@ def _like(old: Any, label: int) -> Any:
 
 
 def class_labels(split: Split) -> np.ndarray:
-    """Read the label of every sample, each an integer, shape (n,).
+    """Read the label of every sample.
+
+    Args:
+        split: The samples.
+
+    Returns:
+        Integers, shape (n,).
 
     Raises:
         InputError: If a label is not an integer.
@@ -56,7 +62,15 @@ def class_labels(split: Split) -> np.ndarray:
 
 
 def relabelled(split: Split, fraction: float, seed: int) -> Split:
-    """Return the samples with a random part of the labels flipped (see ``flipped_labels``).
+    """Flip a random part of the labels (see ``flipped_labels``).
+
+    Args:
+        split: Samples whose labels are classes.
+        fraction: Part of the samples.
+        seed: Of the draw.
+
+    Returns:
+        The same samples and ids, with other labels.
 
     Raises:
         InputError: If labels are not integers, or all the same.

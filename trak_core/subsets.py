@@ -32,19 +32,23 @@ def training_seed(seed: int, subset: int, repeat: int) -> int:
     return int(state) % 2**31
 
 
+def flipped_samples(n_train: int, fraction: float, seed: int) -> np.ndarray:
+    """Return which samples get a wrong label, shape (n,), bool: at least one."""
+    return _chosen(n_train, max(1, round(fraction * n_train)), [3, seed])
+
+
 def flipped_labels(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
     """Give a random part of the samples a wrong label, uniformly one of the others that occur.
 
     Args:
         labels: Integers, shape (n,), of two classes or more.
-        fraction: Part of the samples, rounded to at least one.
+        fraction: Part of the samples.
         seed: The user's.
 
     Returns:
         Labels, shape (n,).
     """
-    n_flipped = max(1, round(fraction * len(labels)))
-    flipped = _chosen(len(labels), n_flipped, [3, seed])
+    flipped = flipped_samples(len(labels), fraction, seed)
     classes, positions = np.unique(labels, return_inverse=True)
     steps = np.random.default_rng([4, seed]).integers(1, len(classes), size=len(labels))
     return np.where(flipped, classes[(positions + steps) % len(classes)], labels)

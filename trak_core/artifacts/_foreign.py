@@ -41,8 +41,9 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     kinds = {index.dtype.kind, columns.dtype.kind}
     if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:
         raise ArtifactError(
-            f"{path}: the frame {key!r} must hold numbers, under ids that are all integers or all "
-            f"strings. Found values of {values.dtype}, ids of {index.dtype} and {columns.dtype}. {how}"
+            f"{path}: the frame {key!r} must hold numbers, under ids that are all integers or "
+            f"all strings. Found values of {values.dtype}, ids of {index.dtype} and "
+            f"{columns.dtype}. {how}"
         )
     if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
         raise ArtifactError(

@@ -77,6 +77,14 @@ def _best(
     """Choose a setting on every other target and report it on the others, beside the study's own.
 
     A single target is both.
+
+    Args:
+        swept: Subset sums of each setting.
+        own: The study's own.
+        truth: Retrained models.
+
+    Returns:
+        The tables ``sweep`` and ``best``.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)

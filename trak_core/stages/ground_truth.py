@@ -90,6 +90,9 @@ def read_ground_truth(
         target_ids: Ids of the targets, in order.
         expected: What the pipeline's files must say of themselves; None for a user's.
 
+    Returns:
+        Subsets and outputs of all files, one after another.
+
     Raises:
         InputError: If a file is not what it must be, or about other samples.
     """

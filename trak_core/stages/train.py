@@ -22,6 +22,9 @@ def trained_model(
         arguments: Passed to it by name.
         data: Passed as ``data``, the samples to train on; None, for all of them, isn't passed.
 
+    Returns:
+        The trained model.
+
     Raises:
         InputError: If ``train`` returns no model, or one with parameters that are not finite.
     """
