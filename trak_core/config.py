@@ -193,8 +193,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
-            "study a function train(). Found no `training`. Models that were retrained elsewhere can be "
-            "given as evaluation.ground_truth."
+            "study a function train(). Found no `training`. Models that were retrained elsewhere "
+            "can be given as evaluation.ground_truth."
         )
     if (lds or counterfactual) and config["scoring"]["scores"] != "full":
         raise InputError(
