@@ -88,6 +88,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     config["checkpoints"] = {"seed0": {"seed": 0}}
     config["experiments"] = {"hard": {"targets": [1573, 1662, 678, 905]}}
     config["projection"]["proj_dim"] = 32
+    del config["evaluation"]
     workspace = Workspace.make(tmp_path / "study", "small_digits.py", {**config})
     workspace.config["study"] = config["study"]
     workspace.run()

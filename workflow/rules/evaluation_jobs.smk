@@ -8,6 +8,14 @@ looks_at_features = bool(
 embedded = "embedding_cosine" in evaluation.get("baselines", ())
 
 
+if "ground_truth" in evaluation and workflow.is_main_process:
+    if not Path(evaluation["ground_truth"]).is_file():
+        raise WorkflowError(
+            "evaluation.ground_truth must exist. Found nothing at "
+            f"{evaluation['ground_truth']} (from {os.getcwd()})."
+        )
+
+
 def retrained_groups():
     """First and last number of the halves of each job."""
     count, size = evaluation["subsets"]["count"], evaluation["subsets"]["per_job"]
