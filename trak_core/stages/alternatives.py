@@ -149,7 +149,11 @@ def feature_sums(
         methods["gradient_dot", "baseline", own.proj_dim] = np.zeros(())
     swept = {setting: np.zeros(()) for setting in grid}
     dampings = sorted({setting.damping for setting in grid})
-    powers = [np.stack([powered(q, power) for q in loss_weights]) for power, _ in pairs]
+    averages = {
+        power: np.mean([powered(q, power) for q in loss_weights], axis=0)
+        for power, combine in pairs
+        if combine is Combine.PRODUCT_OF_AVERAGES
+    }
     for c, ((train, targets, matrix), checkpoint) in enumerate(
         zip(files, expected["checkpoints"], strict=True)
     ):
@@ -166,8 +170,10 @@ def feature_sums(
             found = {key: matrix_file.spec[key] for key in wanted}
             check_same("features", wanted, found, matrix, NORMAL_MATRIX.rule)
             weights = [
-                q.mean(axis=0) if combine is Combine.PRODUCT_OF_AVERAGES else q[c]
-                for q, (_, combine) in zip(powers, pairs, strict=True)
+                averages[power]
+                if combine is Combine.PRODUCT_OF_AVERAGES
+                else powered(loss_weights[c], power)
+                for power, combine in pairs
             ]
             sums = weighted_sums(masks, weights, _blocks(train_file, block))
             rows = target_file.matrix("features")[:].astype(np.float64)

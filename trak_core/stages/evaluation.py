@@ -172,6 +172,7 @@ def evaluate_scores(
             n_train=len(train_ids),
             n_targets=len(target_ids),
             n_subsets=len(masks),
+            n_checkpoints=len(parts),
             sweep=sweep,
         ).rows(memory_mb)
 
