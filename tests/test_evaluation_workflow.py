@@ -93,7 +93,6 @@ CHANGES = {
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
-    "no baselines": ({"baselines": []}, {"evaluate_scores": 1}),
     "another seed of the halves": (
         {"subsets": {"count": 6, "seeds": 2, "per_job": 4, "seed": 1}},
         {"retrain_subsets": 2, "evaluate_scores": 1},
@@ -244,6 +243,11 @@ def test_evaluations_that_cannot_be(name):
 def test_evaluations_of_more_than_there_is(change, expected):
     with pytest.raises(InputError, match=expected):
         check_sizes({"trak": []} | change, 150, {"few": 3})
+
+
+def test_any_part_will_do_alone():
+    for key, value in CONFIG["evaluation"].items():
+        check_evaluation(FULL | {"evaluation": {"baselines": [], "trak": []} | {key: value}})
 
 
 def test_the_default_study_is_measured():

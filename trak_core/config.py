@@ -179,10 +179,9 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
             "retrained elsewhere. Found both."
         )
-    named = [
-        *asked.get("experiments", ()),
-        *([counterfactual["experiment"]] * bool(counterfactual)),
-    ]
+    named = list(asked.get("experiments", ()))
+    if counterfactual:
+        named.append(counterfactual["experiment"])
     unknown = [name for name in named if name not in config["experiments"]]
     if unknown:
         raise InputError(
