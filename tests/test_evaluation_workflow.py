@@ -2,6 +2,7 @@
 
 import copy
 import re
+import shutil
 
 import pandas as pd
 import pytest
@@ -149,14 +150,12 @@ def test_a_users_ground_truth_takes_the_place_of_retraining(study):
 
 
 def test_two_runs_compared_by_one_command(study):
-    study.config["results"] = "other"
-    study.config["evaluation"] = {"self_influence": True}
-    study.config["projection"] = {"proj_dim": 16}
-    study.config["training"] = {"steps": 5}
-    assert study.run("compare", "--config", "compare=results")["compare_runs"] == 1
-    table = pd.read_hdf(study.path("other/comparison.h5"), "experiments")
+    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
+    assert study.run("compare", "--config", "compare=other") == {"compare_runs": 1}
+    table = pd.read_hdf(study.path("results/comparison.h5"), "experiments")
     assert table["n_targets"].tolist() == [3]
-    printed = study.path("other/logs/compare_runs.log").read_text()
+    assert table["overlap_positive"].tolist() == [1]
+    printed = study.path("results/logs/compare_runs.log").read_text()
     assert "rank_correlation" in printed
     assert "Found nothing at: nowhere/scores/few.h5" in message(
         study.fail("-n", "compare", "--config", "compare=nowhere")

@@ -39,7 +39,7 @@ def retrained_groups():
 
 def retrained_files():
     if "ground_truth" in evaluation:
-        return ancient(evaluation["ground_truth"])
+        return [ancient(evaluation["ground_truth"])]
     return [f"{folder}/retrained/{i}-{j}.h5" for i, j in retrained_groups()]
 
 
