@@ -10,8 +10,8 @@ import yaml
 from test_bad_input import message
 from workspace import REPOSITORY, Workspace
 
-from trak_core.config import check_evaluation, check_sizes
 from trak_core.errors import InputError
+from trak_core.evaluation_config import check_evaluation, check_sizes
 
 CONFIG = {
     "model_output": "image_classification",

@@ -117,7 +117,7 @@ def test_every_key_of_the_config_is_described():
     def keys(node, prefix=""):
         for key, value in properties(node).items():
             assert value.get("description"), key
-            inner = list(keys(value, f"{key}.")) if key != "experiments" else []
+            inner = list(keys(value, f"{prefix}{key}.")) if key != "experiments" else []
             yield from inner or [prefix + key]
 
     assert {"projection.kind", "compute.threads"} <= set(keys(schema))

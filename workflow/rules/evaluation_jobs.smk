@@ -1,5 +1,5 @@
 # What each job of an evaluation needs to know, as functions of its wildcards; no rules here.
-from trak_core.config import check_sizes
+from trak_core.evaluation_config import check_sizes
 from trak_core.memory import evaluation_need
 
 folder = config["results"]
