@@ -68,7 +68,7 @@ rule compute_embeddings:
 rule evaluate_scores:
     input:
         scores="<results>/scores/{experiment}.h5",
-        checkpoint_scores=evaluated_scores,
+        checkpoint_scores=checkpoint_scores,
         retrained=retrained_files() if measured else [],
         train=of_checkpoints("{results}/features/{c}/train.h5", looks_at_features),
         targets=evaluated_targets,

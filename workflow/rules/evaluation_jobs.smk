@@ -79,12 +79,8 @@ def of_checkpoints(pattern, needed):
     return [pattern.format(results=folder, c=c) for c in checkpoints if needed]
 
 
-def evaluated_scores(wildcards):
-    return [f"{folder}/scores/{wildcards.experiment}/{c}.h5" for c in checkpoints]
-
-
 def evaluated_targets(wildcards):
-    pattern = "{results}/features/{c}/" + wildcards.experiment + ".h5"
+    pattern = f"{{results}}/features/{{c}}/{wildcards.experiment}.h5"
     return of_checkpoints(pattern, looks_at_features)
 
 
