@@ -8,7 +8,6 @@ import tempfile
 
 import pytest
 import torch
-import yaml
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
@@ -86,17 +85,6 @@ def test_cuda_computes_the_cpu_s_features(features):
     assert re.match(r"cuda \S", where)
     expected, _ = features("cpu")
     torch.testing.assert_close(numbers, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_the_gpu_profile_differs_from_the_other_in_gpus_alone():
-    """Its `set-resources` replaces the other's, so what is not about GPUs must stand in both."""
-    plain, gpu = (
-        yaml.safe_load((REPOSITORY / name / "profile.yaml").read_text())["set-resources"]
-        for name in ("slurm", "slurm-gpu")
-    )
-    gradients = {"compute_features", "compute_feature_shard", "compute_kernel"}
-    assert {rule: gpu[rule] for rule in gradients} == {rule: {"gpu": 1} for rule in gradients}
-    assert {rule: gpu[rule] for rule in gpu.keys() - gradients} == plain
 
 
 HOLD = """

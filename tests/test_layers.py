@@ -10,11 +10,20 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
     {"errors", "faults"},
-    {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
-    {"config", "record", "artifacts", "projection", "model_outputs", "checkpoints"}
-    | {"linalg", "study"},
-    {"gradients", "attribution", "dual", "diagnostics"},
-    {"gramian"},
+    {"spec", "provenance", "blocks", "job", "memory", "whole_file", "metrics", "subsets"},
+    {
+        "config",
+        "evaluation_config",
+        "record",
+        "artifacts",
+        "projection",
+        "model_outputs",
+        "checkpoints",
+        "linalg",
+        "study",
+    },
+    {"gradients", "attribution", "dual", "diagnostics", "relabelled", "subset_sums"},
+    {"gramian", "embeddings"},
     {"stages"},
     {"compat"},
 ]
@@ -60,6 +69,8 @@ def test_modules_are_small(path):
         ("trak_core.provenance", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.memory", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.config", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.evaluation_config", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.metrics", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.dual", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.diagnostics", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.normal_matrix", {"torch", "numba"}),
@@ -67,6 +78,11 @@ def test_modules_are_small(path):
         ("trak_core.stages.exact_scores", {"torch", "numba"}),
         ("trak_core.stages.kernel", {"numba"}),
         ("trak_core.stages.average", {"torch", "numba"}),
+        ("trak_core.stages.evaluation", {"torch", "numba"}),
+        ("trak_core.stages.self_influence", {"torch", "numba"}),
+        ("trak_core.stages.mislabelled", {"torch", "numba"}),
+        ("trak_core.stages.counterfactual", {"torch", "numba"}),
+        ("trak_core.stages.compare", {"torch", "numba"}),
         ("trak_core.stages.shards", {"torch", "numba"}),
     ],
 )

@@ -13,6 +13,7 @@ from trak_core.memory import (
     average_need,
     check_memory,
     diagnostics_need,
+    evaluation_need,
     exact_need,
     normal_matrix_need,
     scores_need,
@@ -153,6 +154,45 @@ def test_diagnostics_hold_what_is_said():
     ).stdout
     need = diagnostics_need(1200, 512, 8).fixed_bytes
     assert 0.4 * need < int(output) * 1024 < need
+
+
+MEASURE = """
+import re
+from pathlib import Path
+import numpy as np
+from trak_core.subset_sums import damped_sums, trak_sums, weighted_sums
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+rng = np.random.default_rng(0)
+def measure(k, n_train, n_targets, n_subsets, block):
+    rows = rng.standard_normal((n_train, k), dtype=np.float32)
+    before = peak()
+    matrix = (rows.T @ rows).astype(float)
+    masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
+    blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
+    sums = weighted_sums(masks, [np.ones(n_train)] * 8, blocks)
+    targets = rng.standard_normal((n_targets, k))
+    damped_sums(sums, matrix, n_train, targets, [0.1, 1, 2])
+    trak_sums(sums[0], matrix, targets)
+    return peak() - before
+measure(20, 40, 3, 4, 10)
+print(measure(1000, 2000, 50, 100, 500))
+"""
+
+
+def test_an_evaluation_holds_what_is_said():
+    output = subprocess.run(
+        [sys.executable, "-c", MEASURE],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    sweep = {"damping": [0.1, 1], "loss_weight_power": [1], "combine": ["x", "y"], "proj_dim": []}
+    need = evaluation_need(
+        proj_dim=1000, n_train=2000, n_targets=50, n_subsets=100, n_checkpoints=1, sweep=sweep
+    )
+    said = need.fixed_bytes + 500 * need.row_bytes
+    assert 0.3 * said < int(output) * 1024 < said
 
 
 STAGES = """

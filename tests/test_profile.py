@@ -5,13 +5,26 @@ import re
 import yaml
 from workspace import REPOSITORY
 
-# Minutes to hours a job, of one checkpoint: gradients.
-APART = {
-    "train_checkpoint",
+WITH_GPU = {
     "compute_features",
     "compute_feature_shard",
     "compute_kernel",
     "compute_diagnostics",
+    "compute_embeddings",
+    "compute_mislabelled_features",
+}
+# Minutes to hours a job, or one for the whole study.
+APART = WITH_GPU | {
+    "train_checkpoint",
+    "train_mislabelled",
+    "retrain_subsets",
+    "retrain_at_random",
+    "retrain_without_top",
+    "evaluate_scores",
+    "compute_self_influence",
+    "find_mislabelled",
+    "compare_removals",
+    "compare_runs",
 }
 
 
@@ -32,4 +45,4 @@ def test_the_gpu_profile_replaces_what_it_must():
         for folder in ("slurm", "slurm-gpu")
     )
     # Training is the study's own business: it may not know of a GPU.
-    assert gpu == short | {rule: {"gpu": 1} for rule in APART - {"train_checkpoint"}}
+    assert gpu == short | {rule: {"gpu": 1} for rule in WITH_GPU}

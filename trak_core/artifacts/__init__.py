@@ -7,16 +7,24 @@ bytes, which is compared before HDF5 opens it. Matrices lie in pandas' own
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
 
+from trak_core.artifacts._foreign import read_frame
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
+    COMPARISON,
+    COUNTERFACTUAL,
     DIAGNOSTICS,
+    EMBEDDINGS,
+    EVALUATION,
     EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
     KERNEL,
     KINDS,
+    MISLABELLED,
     NORMAL_MATRIX,
+    RETRAINED,
     SCORES,
+    SELF_INFLUENCE,
     ArtifactError,
     Kind,
 )
@@ -26,14 +34,21 @@ from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
+    "COMPARISON",
+    "COUNTERFACTUAL",
     "DIAGNOSTICS",
+    "EMBEDDINGS",
+    "EVALUATION",
     "EXACT_SCORES",
     "FEATURES",
     "FEATURE_SHARD",
     "KERNEL",
     "KINDS",
+    "MISLABELLED",
     "NORMAL_MATRIX",
+    "RETRAINED",
     "SCORES",
+    "SELF_INFLUENCE",
     "Artifact",
     "ArtifactError",
     "Kind",
@@ -42,5 +57,6 @@ __all__ = [
     "check_same",
     "create",
     "open_artifact",
+    "read_frame",
     "verify",
 ]

@@ -76,8 +76,19 @@ DIAGNOSTICS = Kind(
         )
     },
 )
+RETRAINED = Kind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
+EMBEDDINGS = Kind("trak-embeddings", ("train", "targets"), "compute_embeddings")
+SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence")
+EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
+MISLABELLED = Kind("trak-evaluation", ("train", "detection"), "find_mislabelled")
+COUNTERFACTUAL = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
+COMPARISON = Kind("trak-evaluation", ("experiments", "targets"), "compare_runs")
 # Every kind once; ``verify`` knows a file by its type and keys.
-KINDS = (FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES, DIAGNOSTICS)
+KINDS = (
+    *(FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES, DIAGNOSTICS),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE),
+    *(EVALUATION, MISLABELLED, COUNTERFACTUAL, COMPARISON),
+)
 
 
 class ArtifactError(InputError):

@@ -15,6 +15,7 @@ from trak_core.config import (
     target_ids,
 )
 from trak_core.errors import InputError
+from trak_core.evaluation_config import check_evaluation
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 from trak_core.spec import EXACT, EXACT_PROJECTION
 
@@ -54,11 +55,20 @@ with explained():
         for name, experiment in config["experiments"].items()
     }
     study = study_digest(Path(config["study"]))
+    if "evaluation" in config:
+        check_evaluation(config)
     config["results"] = str(
         Path(config["results"])
     )  # Snakemake dislikes ./ and a / at the end
 compute, scoring = config["compute"], config["scoring"]
 diagnosed = checkpoints if "diagnostics" in config else []
+evaluation = config.get("evaluation", {})
+# Retrained models come from the pipeline, from a file of the user's, or there are none.
+measured = (
+    evaluation.get("experiments", list(experiments))
+    if {"subsets", "ground_truth"} & set(evaluation)
+    else []
+)
 parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
 shards = {"train": compute["shards"]} | {
     name: experiment["shards"] for name, experiment in config["experiments"].items()

@@ -31,6 +31,8 @@ def look_over(known):
             else None
         ),
     }
+    if {"subsets", "counterfactual", "mislabelled"} & set(evaluation):
+        common["retraining"] = config["training"]
     keys = {s: key_of(common, s, experiments.get(s), shards[s]) for s in shards}
     splits = known.get("splits", {})
     new = [s for s in shards if splits.get(s, {}).get("key") != keys[s]]
