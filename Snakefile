@@ -25,6 +25,7 @@ else:
 
 
 include: "workflow/rules/scores.smk"
+include: "workflow/rules/report.smk"
 
 
 localrules:
@@ -37,6 +38,7 @@ rule all:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
+        "<results>/report.html",
 
 
 rule scores:

@@ -13,7 +13,7 @@ LAYERS = [
     {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
     {"gradients", "attribution", "dual", "diagnostics"},
-    {"gramian"},
+    {"gramian", "report"},
     {"stages"},
     {"compat"},
 ]

@@ -32,6 +32,11 @@ class Artifact:
         """What made the file: versions, code digest and device."""
         return _plain(self.file.attrs["provenance"])
 
+    def attribute(self, name: str) -> Any:
+        """Return one of the file's own attributes: text, or a number."""
+        value = np.asarray(self.file.attrs[name]).item()
+        return value.decode() if isinstance(value, bytes) else value
+
     def _dataset(self, key: str) -> h5py.Dataset:
         dataset = self.file[key]
         assert isinstance(dataset, h5py.Dataset)

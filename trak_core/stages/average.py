@@ -205,9 +205,7 @@ def average_scores(
             scores,
             SCORES,
             spec,
-            software(
-                code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]
-            ),
+            software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
             unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
