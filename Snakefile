@@ -25,6 +25,13 @@ else:
 
 
 include: "workflow/rules/scores.smk"
+
+
+if "diagnostics" in config:
+
+    include: "workflow/rules/diagnostics.smk"
+
+
 include: "workflow/rules/report.smk"
 
 
@@ -38,6 +45,7 @@ rule all:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
+        expand("<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed),
         "<results>/report.html",
 
 

@@ -106,6 +106,24 @@ CONFIGS = {
         {"projection": "exact", "features_dtype": "float16"},
         r"With `projection: exact`, no features are stored\. Found features_dtype float16",
     ),
+    "diagnostics of nothing": (
+        {"projection": "exact", "diagnostics": {}},
+        r"With `projection: exact`, nothing is projected, .* Found diagnostics\. Leave them out",
+    ),
+    "diagnostics without pairs or standard errors": (
+        {"diagnostics": {"samples": 1, "streams": 1}},
+        r"diagnostics\.samples: must be at least 2\. Found 1\. .* "
+        r"diagnostics\.streams: must be at least 2\. Found 1\.",
+    ),
+    "diagnostics of too many samples": (
+        {"diagnostics": {"samples": 343}},
+        r"diagnostics\.samples must not exceed the training samples\. Found 343 of 342\. Lower it",
+    ),
+    "diagnostics that memory does not hold": (
+        {"diagnostics": {"samples": 342, "streams": 200}, "compute": {"memory_mb": 200}},
+        r"compute\.memory_mb must hold diagnostics of 342 samples under 200 streams of proj_dim "
+        r"1024: 289 MiB\. Found 200\. Raise it, lower diagnostics\.samples or diagnostics\.streams",
+    ),
     "out of range": (
         {"scoring": {"damping": -1}},
         r"scoring\.damping: must be at least 0\. Found -1",

@@ -15,6 +15,7 @@ from trak_core.provenance import ids_digest
 from trak_core.stages import kernel
 from trak_core.stages.average import average_scores
 from trak_core.stages.exact_scores import compute_exact_scores
+from trak_core.stages.finite import check_finite_kernel
 
 
 class ExactCase(Case):
@@ -173,15 +174,15 @@ def test_a_gradient_that_is_not_finite_names_its_sample():
     values = np.ones((4, 4))
     values[2], values[:, 2] = np.nan, np.nan
     with pytest.raises(InputError, match=r"for the samples c\. Look"):
-        kernel._check_finite(values, list("abcd"), list("abcd"))
+        check_finite_kernel(values, list("abcd"), list("abcd"))
     values = np.ones((4, 3))
     values[:, 1] = np.inf
     with pytest.raises(InputError, match=r"for the samples y\. Look"):
-        kernel._check_finite(values, list("abcd"), list("xyz"))
+        check_finite_kernel(values, list("abcd"), list("xyz"))
     values = np.ones((3, 3))
     values[0, 0] = np.inf
     with pytest.raises(InputError, match=r"for the samples a\. Look"):
-        kernel._check_finite(values, list("abc"), list("abc"))
+        check_finite_kernel(values, list("abc"), list("abc"))
 
 
 def test_memory_that_runs_out_halves_the_blocks(cases, tmp_path, monkeypatch, capsys):

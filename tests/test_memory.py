@@ -12,6 +12,7 @@ from trak_core.memory import (
     Need,
     average_need,
     check_memory,
+    diagnostics_need,
     exact_need,
     normal_matrix_need,
     scores_need,
@@ -54,6 +55,12 @@ def test_what_is_taken_never_exceeds_the_budget(memory_mb):
             r"^experiment mine: .* exact scores of 50000 training samples, .*: 57450 MiB\. Found",
         ),
         ({"proj_dim": None, "n_train": 4000}, None),
+        ({"diagnostics": {"samples": 200, "streams": 8}}, None),
+        (
+            {"diagnostics": {"samples": 3000, "streams": 8}},
+            r"^compute\.memory_mb must hold diagnostics of 3000 samples under 8 streams of proj_dim"
+            r" 512: 918 MiB\. Found 500\. Raise it, lower diagnostics\.samples or ",
+        ),
         ({"n_train": 10**7}, r"^experiment mine: .* the average for 10000000 training samples"),
     ],
 )
@@ -65,6 +72,7 @@ def test_a_budget_is_checked_for_every_job(change, message):
         "n_checkpoints": 10,
         "scores": "full",
         "top": 20,
+        "diagnostics": None,
     }
     if message is None:
         check_memory(500, **{**config, **change})
@@ -107,6 +115,44 @@ def test_exact_scores_hold_what_is_said():
     ).stdout
     need = exact_need(1500, 300).fixed_bytes
     assert 0.5 * need < int(output) * 1024 < 1.1 * need
+
+
+DIAGNOSE = """
+import re
+from pathlib import Path
+import numpy as np
+from trak_core.diagnostics import (
+    inner_product_agreement, inner_product_sd, peakedness, squared_norm_agreement
+)
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+def measure(x, features, block):
+    kernel = x.astype(np.float64) @ x.T.astype(np.float64)
+    sd = inner_product_sd(512, kernel, peakedness(x, x, block))
+    for agreement in (squared_norm_agreement, inner_product_agreement):
+        agreement(kernel, list(features), sd)
+
+rng = np.random.default_rng(0)
+measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), 1)
+x = rng.standard_normal((1200, 512), np.float32)
+before = peak()
+features = np.ones((8, 1200, 512), np.float32)
+for block in (1, 512):
+    measure(x, features, block)
+print(peak() - before)
+"""
+
+
+def test_diagnostics_hold_what_is_said():
+    output = subprocess.run(
+        [sys.executable, "-c", DIAGNOSE],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    need = diagnostics_need(1200, 512, 8).fixed_bytes
+    assert 0.4 * need < int(output) * 1024 < need
 
 
 STAGES = """

@@ -16,6 +16,7 @@ from trak_core.projection.cuda import machine
 from trak_core.provenance import ids_digest
 from trak_core.stages import features
 from trak_core.stages.average import average_scores
+from trak_core.stages.projecting import projecting_device
 from trak_core.stages.scores import compute_scores
 from trak_core.stages.subject import warn_of_saturation
 from trak_core.study import Study
@@ -370,7 +371,7 @@ def test_most_training_samples_fitted_exactly_is_said(capsys):
 def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match=r"torch must find a CUDA device\. Found none"):
-        features._device("cuda")
+        projecting_device("cuda")
 
 
 def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
@@ -379,4 +380,4 @@ def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     machine.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="needs the package numba-cuda"):
-        features._device("cuda")
+        projecting_device("cuda")

@@ -157,6 +157,29 @@ def check_exact(config: Mapping[str, Any]) -> None:
             "With `projection: exact`, no features are stored. Found features_dtype "
             f"{config['features_dtype']}. Leave it out, or take a projection."
         )
+    if "diagnostics" in config:
+        raise InputError(
+            "With `projection: exact`, nothing is projected, and there is nothing to diagnose. "
+            "Found diagnostics. Leave them out, or take a projection."
+        )
+
+
+def check_diagnostics(config: Mapping[str, Any], n_train: int) -> None:
+    """Refuse diagnostics of more training samples than there are.
+
+    Args:
+        config: With its defaults filled in; diagnostics may be left out.
+        n_train: Training samples.
+
+    Raises:
+        InputError: If there are fewer.
+    """
+    samples = config.get("diagnostics", {}).get("samples", 0)
+    if samples > n_train:
+        raise InputError(
+            f"diagnostics.samples must not exceed the training samples. Found {samples} of "
+            f"{n_train}. Lower it."
+        )
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -85,6 +85,17 @@ def exact_need(n_train: int, n_targets: int) -> Need:
     return Need(what, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
+def diagnostics_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
+    """Return what diagnostics hold: pairs of samples a dozen times, and the streams' features.
+
+    Gradients, and what the model keeps for them, get what is left.
+    """
+    what = f"diagnostics of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
+    features = (4 * n_streams + 32) * n_samples * proj_dim
+    remedy = "lower diagnostics.samples or diagnostics.streams"
+    return Need(what, 96 * n_samples**2 + features, remedy=remedy)
+
+
 def average_need(
     *,
     n_train: int,
@@ -120,6 +131,7 @@ def check_memory(
     n_checkpoints: int,
     scores: str,
     top: int,
+    diagnostics: Mapping[str, int] | None,
 ) -> None:
     """Refuse a budget that a job would refuse, before any job.
 
@@ -131,12 +143,16 @@ def check_memory(
         n_checkpoints: How many.
         scores: ``full`` or ``top_k``.
         top: Influences of either sign kept for each target.
+        diagnostics: ``samples`` and ``streams``; None for none, and without a projection.
 
     Raises:
-        InputError: At the first job that would not fit; it names the experiment.
+        InputError: At the first job that would not fit; it names the experiment if it is one's.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim).check(memory_mb)
+        if diagnostics is not None:
+            need = diagnostics_need(diagnostics["samples"], proj_dim, diagnostics["streams"])
+            need.check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if scores == "top_k" else None
         average = average_need(

@@ -8,6 +8,7 @@ ordinary chunked dataset, ``<key>/block0_values``; they are written block by blo
 
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
+    DIAGNOSTICS,
     EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
@@ -23,6 +24,7 @@ from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
+    "DIAGNOSTICS",
     "EXACT_SCORES",
     "FEATURES",
     "FEATURE_SHARD",

@@ -40,6 +40,14 @@ KERNEL = Kind("trak-kernel", ("kernel", "outputs", "sample_ids"), "compute_kerne
 # The same files by another road.
 EXACT_SCORES = Kind("trak-scores", CHECKPOINT_SCORES.keys, "compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+DIAGNOSTICS = Kind(
+    "trak-diagnostics",
+    (
+        *("agreement", "by_stream", "sample_ids", "kernel", "predicted_sd"),
+        *("projected_kernel", "projected_squared_norms"),
+    ),
+    "compute_diagnostics",
+)
 
 
 class ArtifactError(InputError):

@@ -13,13 +13,14 @@ from trak_core.gradients._columns import columns_of
 from trak_core.gradients._finite import check_finite
 from trak_core.gradients._labels import check_labels, count_classes
 from trak_core.gradients._loop import looped_gradients
-from trak_core.gradients._method import gradient_method
+from trak_core.gradients._method import GradientMethod, gradient_method
 from trak_core.gradients._parameters import n_params, select_parameters
 from trak_core.gradients._per_sample import PerSample, evaluation
 from trak_core.gradients._vmap import per_sample_gradients
 
 __all__ = [
     "Batch",
+    "GradientMethod",
     "PerSample",
     "Samples",
     "as_batch",

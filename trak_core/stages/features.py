@@ -13,7 +13,6 @@ from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.blocks import with_progress
 from trak_core.errors import InputError
 from trak_core.gradients import (
-    PerSample,
     check_finite,
     check_labels,
     gradient_method,
@@ -24,19 +23,10 @@ from trak_core.gradients import (
 )
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.projecting import compilers, gradient_blocks, projecting_device
 from trak_core.stages.software import software
-from trak_core.stages.subject import Subject, device_name, find_device, warn_of_saturation
+from trak_core.stages.subject import Subject, device_name, warn_of_saturation
 from trak_core.study import TRAIN
-
-
-def _device(name: str) -> torch.device:
-    device = find_device(name)
-    if device.type == "cuda":
-        # Only here: a machine without CUDA does not need it. Better now than after the gradients.
-        from trak_core.projection.cuda.machine import require_numba_cuda
-
-        require_numba_cuda()
-    return device
 
 
 def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
@@ -59,14 +49,6 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
             "Set features_dtype to float32."
         )
     return stored
-
-
-def _project(result: PerSample, projection: ProjectionSpec, threads: int) -> np.ndarray:
-    """Project a batch where its gradients are: the blocks as they come, never side by side."""
-    blocks = [b.reshape(len(b), -1) for b in result.gradients.values()]
-    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
-        blocks = [block.float() for block in blocks]
-    return project(blocks, projection, scale=True, threads=threads).cpu().numpy()
 
 
 def compute_features(
@@ -109,7 +91,7 @@ def compute_features(
         InputError: If study, checkpoint or gradients are not what they must be.
     """
     torch.set_num_threads(threads)
-    subject = Subject.load(study, checkpoint, spec, _device(device))
+    subject = Subject.load(study, checkpoint, spec, projecting_device(device))
     model, parameters, output = subject.model, subject.parameters, subject.output
     data = subject.study.split(split, spec["targets"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -121,9 +103,8 @@ def compute_features(
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
-    compilers = ("numba", "numba-cuda") if subject.device.type == "cuda" else ("numba",)
     where = device_name(subject.device)
-    provenance = software(code, where, "torch", "numpy", *compilers)
+    provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
         f"to {projection.proj_dim} dimensions, gradients on {where}",
@@ -143,7 +124,8 @@ def compute_features(
         check_labels(batch.labels, output, n_classes, ids[first:last])
         result = method(model, parameters, output, batch)
         check_finite(result, ids[first:last])
-        projected = _project(result, projection, threads)
+        blocks = gradient_blocks(result)
+        projected = project(blocks, projection, scale=True, threads=threads).cpu().numpy()
         numbers = vmap(output.label_number)(batch.labels)
         columns = [column.cpu() for column in (numbers, *result.columns())]
         return _stored(projected, spec["dtype"], ids[first:last]), columns

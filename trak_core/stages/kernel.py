@@ -9,7 +9,6 @@ import torch
 
 from trak_core.artifacts import KERNEL, create
 from trak_core.blocks import with_progress
-from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     check_labels,
@@ -22,29 +21,16 @@ from trak_core.gradients import (
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.memory import kernel_need
 from trak_core.spec import EXACT_PROJECTION
+from trak_core.stages.finite import check_finite_kernel, refuse
 from trak_core.stages.software import software
-from trak_core.stages.subject import Subject, device_name, find_device, warn_of_saturation
+from trak_core.stages.subject import (
+    Subject,
+    device_name,
+    find_device,
+    full_precision,
+    warn_of_saturation,
+)
 from trak_core.study import TRAIN, Split
-
-
-def _refuse(sample_ids: Sequence[object], what: str) -> None:
-    found = list(dict.fromkeys(map(str, sample_ids)))
-    raise InputError(
-        f"{what} must be finite. Found NaN or infinity for the samples {', '.join(found[:8])}"
-        f"{' and more' if len(found) > 8 else ''}. Look for bad values in these samples and in the "
-        "checkpoint; an infinite score would hide them."
-    )
-
-
-def _check_finite(kernel: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]) -> None:
-    """Refuse a kernel with NaN or infinity: a bad gradient fills its whole row or column."""
-    bad = ~np.isfinite(kernel)
-    if bad.any():
-        rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
-        if not (rows or columns):  # too large for each other alone
-            rows = np.flatnonzero(bad.any(axis=1)).tolist()
-        found = [row_ids[i] for i in rows] + [ids[i] for i in columns]
-        _refuse(found, "Inner products of gradients")
 
 
 def _looked_at(subject: Subject, split: Split) -> tuple[Batch, Batch, int]:
@@ -130,10 +116,7 @@ def compute_kernel(
             exceeds the budget.
     """
     torch.set_num_threads(threads)
-    subject = Subject.load(study, checkpoint, spec, find_device(device))
-    if subject.device.type == "cuda":
-        # TF32, which torch allows convolutions there, has three digits: fewer than exact ones need.
-        torch.backends.cudnn.allow_tf32 = False
+    subject = Subject.load(study, checkpoint, spec, full_precision(find_device(device)))
     data = subject.study.split(TRAIN, None)
     own = data if split == TRAIN else subject.study.split(split, spec["targets"])
     need = kernel_need(len(data.ids), len(own.ids))
@@ -152,10 +135,10 @@ def compute_kernel(
     )
     if not outputs.isfinite().all():
         rows = (~outputs.isfinite()).nonzero().flatten().tolist()
-        _refuse([own.ids[i] for i in rows], "Model outputs")
+        refuse([own.ids[i] for i in rows], "Model outputs")
     with evaluation(subject.model):
         values = _kernel(subject, train, None if split == TRAIN else samples, chunk)
-    _check_finite(values, data.ids, own.ids)
+    check_finite_kernel(values, data.ids, own.ids)
     numbers = torch.vmap(subject.output.label_number)(samples.labels).cpu()
     file_spec = subject.file_spec(spec, checkpoint, split, EXACT_PROJECTION)
     with create(kernel, KERNEL, file_spec, software(code, where, "torch", "numpy")) as writer:

@@ -41,6 +41,14 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
+def full_precision(device: torch.device) -> torch.device:
+    """Return the device, and have this process compute with all digits of its numbers there."""
+    if device.type == "cuda":
+        # TF32, which torch allows convolutions there, has three digits: fewer than exact ones need.
+        torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
 def device_name(device: torch.device) -> str:
     """Return what an artifact's provenance says of a device."""
     return f"cuda {torch.cuda.get_device_name()}" if device.type == "cuda" else "cpu"

@@ -7,6 +7,7 @@ from snakemake.utils import validate
 
 from trak_core.config import (
     check_config,
+    check_diagnostics,
     check_exact,
     check_unique_keys,
     checkpoint_table,
@@ -57,6 +58,7 @@ with explained():
         Path(config["results"])
     )  # Snakemake dislikes ./ and a / at the end
 compute, scoring = config["compute"], config["scoring"]
+diagnosed = checkpoints if "diagnostics" in config else []
 parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
 shards = {"train": compute["shards"]} | {
     name: experiment["shards"] for name, experiment in config["experiments"].items()

@@ -59,6 +59,19 @@ def features_spec(wildcards):
     )
 
 
+def diagnostics_spec(wildcards):
+    """What decides the numbers of a checkpoint's diagnostics; how features are stored does not."""
+    return ordered(
+        features_settings
+        | {
+            "checkpoint": wildcards.checkpoint,
+            "targets": None,
+            "dtype": "float64",
+            "diagnostics": config["diagnostics"],
+        }
+    )
+
+
 def expected_features(checkpoint, split):
     """What features or kernels must say of themselves to be used under today's config."""
     return ordered(

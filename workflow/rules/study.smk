@@ -67,6 +67,7 @@ if workflow.is_main_process:
         if not exact:
             ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
+        check_diagnostics(config, n_samples["train"])
         check_memory(
             compute["memory_mb"],
             proj_dim=None if exact else config["projection"]["proj_dim"],
@@ -75,6 +76,7 @@ if workflow.is_main_process:
             n_checkpoints=len(checkpoints),
             scores=scoring["scores"],
             top=scoring["top"],
+            diagnostics=config.get("diagnostics"),
         )
     if sizes != known:
         with written_whole(record) as partial:

@@ -1,0 +1,28 @@
+rule compute_diagnostics:
+    input:
+        checkpoint=checkpoint_input,
+    output:
+        diagnostics="<results>/diagnostics/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_diagnostics/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_diagnostics/{checkpoint}.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: compute["threads"]
+    resources:
+        gpu=int(compute["device"] == "cuda"),
+        mem_mb=job_mb,
+        runtime=job_minutes,
+        device=compute["device"],
+        batch_size=compute["batch_size"],
+        memory_mb=compute["memory_mb"],
+    params:
+        code=code_digest("trak_core.stages.diagnostics"),
+        signature=checkpoint_signature,
+        spec=diagnostics_spec,
+        study=config["study"],
+    message:
+        "Comparing projected gradients with whole ones under checkpoint {wildcards.checkpoint}"
+    script:
+        "../scripts/compute_diagnostics.py"

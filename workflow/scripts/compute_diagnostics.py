@@ -1,0 +1,20 @@
+"""Compare projected norms and inner products of some training samples with the exact ones."""
+
+from pathlib import Path
+
+from trak_core.job import logged_to
+
+with logged_to(snakemake.log[0]):
+    from trak_core.stages.diagnostics import compute_diagnostics
+
+    compute_diagnostics(
+        diagnostics=Path(snakemake.output.diagnostics),
+        checkpoint=Path(snakemake.input.checkpoint),
+        study=Path(snakemake.params.study),
+        spec=snakemake.params.spec,
+        code=snakemake.params.code,
+        device=snakemake.resources.device,
+        batch_size=snakemake.resources.batch_size,
+        memory_mb=snakemake.resources.memory_mb,
+        threads=snakemake.threads,
+    )
