@@ -25,6 +25,27 @@ else:
 
 
 include: "workflow/rules/scores.smk"
+include: "workflow/rules/evaluation_jobs.smk"
+
+
+if evaluation:
+
+    include: "workflow/rules/evaluation.smk"
+
+
+if "mislabelled" in evaluation:
+
+    include: "workflow/rules/mislabelled.smk"
+
+
+if "counterfactual" in evaluation:
+
+    include: "workflow/rules/counterfactual.smk"
+
+
+if "compare" in config:
+
+    include: "workflow/rules/compare.smk"
 
 
 if "diagnostics" in config:
@@ -38,6 +59,7 @@ include: "workflow/rules/report.smk"
 localrules:
     all,
     scores,
+    compare,
 
 
 rule all:
@@ -46,9 +68,15 @@ rule all:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
         expand("<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed),
+        evaluation_files(),
         "<results>/report.html",
 
 
 rule scores:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
+
+
+rule compare:
+    input:
+        "<results>/comparison.h5",

@@ -61,12 +61,13 @@ def make_model() -> nn.Module:
     )
 
 
-def train(seed: int, epochs: int) -> nn.Module:
-    """Train from scratch; ``seed`` decides initial weights and the order of samples."""
+def train(seed: int, epochs: int, data: Dataset | None = None) -> nn.Module:
+    """Train from scratch on ``data``, or all samples; ``seed`` decides first weights and order."""
     torch.manual_seed(seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
-    loader = DataLoader(train_data(), batch_size=50, shuffle=True)
+    samples = train_data() if data is None else data
+    loader = DataLoader(samples, batch_size=50, shuffle=True)
     for _ in range(epochs):
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)

@@ -10,10 +10,10 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "trak_core"
 LAYERS = [
     {"errors"},
-    {"spec", "provenance", "blocks", "job", "memory", "whole_file"},
+    {"spec", "provenance", "blocks", "job", "memory", "whole_file", "metrics", "subsets"},
     {"config", "artifacts", "projection", "model_outputs", "checkpoints", "linalg", "study"},
-    {"gradients", "attribution", "dual", "diagnostics"},
-    {"gramian", "report"},
+    {"gradients", "attribution", "dual", "diagnostics", "relabelled", "subset_sums"},
+    {"gramian", "embeddings", "report"},
     {"stages"},
     {"compat"},
 ]

@@ -51,22 +51,16 @@ def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
     return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
-def damped_solve(
-    matrix: np.ndarray,
-    shift: float,
-    eigenvalues: tuple[float, float],
-    right_side: np.ndarray,
-) -> np.ndarray:
-    """Solve (matrix + shift I) X = right_side by Cholesky's method.
+def damped_factor(matrix: np.ndarray, shift: float, eigenvalues: tuple[float, float]) -> np.ndarray:
+    """Return Cholesky's factor L with L L^T = matrix + shift I.
 
     Args:
         matrix: Symmetric, positive semi-definite, shape (k, k), float64.
         shift: lambda, not relative; at least 0.
         eigenvalues: Smallest and largest of ``matrix``.
-        right_side: Shape (k, m), float64.
 
     Returns:
-        X of shape (k, m), float64.
+        L in the lower triangle, shape (k, k), float64; what is above it doesn't count.
 
     Raises:
         InputError: If the damped matrix is numerically singular: an answer would be noise.
@@ -84,5 +78,42 @@ def damped_solve(
     damped = matrix.copy()
     damped.flat[:: len(matrix) + 1] += shift
     # Transposed it is the same matrix, in Fortran's order: LAPACK works in place.
-    factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)
-    return scipy.linalg.cho_solve(factor, right_side)
+    return scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
+
+
+def damped_solve(
+    matrix: np.ndarray,
+    shift: float,
+    eigenvalues: tuple[float, float],
+    right_side: np.ndarray,
+) -> np.ndarray:
+    """Solve (matrix + shift I) X = right_side by Cholesky's method.
+
+    Args:
+        matrix: See ``damped_factor``.
+        shift: Likewise.
+        eigenvalues: Likewise.
+        right_side: Shape (k, m), float64.
+
+    Returns:
+        X of shape (k, m), float64.
+
+    Raises:
+        InputError: If the damped matrix is numerically singular.
+    """
+    factor = damped_factor(matrix, shift, eigenvalues)
+    return scipy.linalg.cho_solve((factor, True), right_side)
+
+
+def damped_squares(factor: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return phi^T (matrix + shift I)^-1 phi of every row: |L^-1 phi|^2.
+
+    Args:
+        factor: From ``damped_factor``, shape (k, k).
+        rows: Shape (rows, k), any float dtype.
+
+    Returns:
+        Shape (rows,), float64.
+    """
+    solved = scipy.linalg.solve_triangular(factor, rows.astype(np.float64).T, lower=True)
+    return np.einsum("ij,ij->j", solved, solved)

@@ -4,8 +4,9 @@
 job whether the budget holds what a config needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trak_core.errors import InputError
 
@@ -120,6 +121,35 @@ def average_need(
     row = 64 * n_targets + 40 * n_checkpoints + 12 * (solved_dim or 0)
     what = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
     return Need(what, fixed, row)
+
+
+def evaluation_need(
+    *,
+    proj_dim: int,
+    n_train: int,
+    n_targets: int,
+    n_subsets: int,
+    sweep: Mapping[str, Sequence[Any]] | None,
+) -> Need:
+    """Return what an evaluation holds: masks, subset sums, and one checkpoint's eigenvectors.
+
+    Args:
+        proj_dim: k where features are looked at, else 0.
+        n_train: n.
+        n_targets: m.
+        n_subsets: S.
+        sweep: Values of each setting; None for none.
+    """
+    given = {"damping": [], "loss_weight_power": [], "combine": [], "proj_dim": []}
+    # A study's own value may come on top of each.
+    sizes = {key: len((sweep or given)[key]) + 1 for key in given}
+    pairs = sizes["loss_weight_power"] * sizes["combine"] + 2
+    n_settings = pairs * sizes["damping"] * (1 + sizes["proj_dim"] if sweep else 1)
+    sums = 8 * n_subsets * n_targets * (n_settings + 40)
+    fixed = 16 * n_subsets * n_train + sums + 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim
+    row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
+    what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
+    return Need(what, fixed, row, remedy="cut the experiment in two, or sweep less")
 
 
 def check_memory(

@@ -6,15 +6,23 @@ A file is complete under its final name or it is not there. It carries what deci
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
 
+from trak_core.artifacts._foreign import read_frame
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
+    COMPARISON,
+    COUNTERFACTUAL,
     DIAGNOSTICS,
+    EMBEDDINGS,
+    EVALUATION,
     EXACT_SCORES,
     FEATURE_SHARD,
     FEATURES,
     KERNEL,
+    MISLABELLED,
     NORMAL_MATRIX,
+    RETRAINED,
     SCORES,
+    SELF_INFLUENCE,
     ArtifactError,
     Kind,
 )
@@ -24,13 +32,20 @@ from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
+    "COMPARISON",
+    "COUNTERFACTUAL",
     "DIAGNOSTICS",
+    "EMBEDDINGS",
+    "EVALUATION",
     "EXACT_SCORES",
     "FEATURES",
     "FEATURE_SHARD",
     "KERNEL",
+    "MISLABELLED",
     "NORMAL_MATRIX",
+    "RETRAINED",
     "SCORES",
+    "SELF_INFLUENCE",
     "Artifact",
     "ArtifactError",
     "Kind",
@@ -39,4 +54,5 @@ __all__ = [
     "check_same",
     "create",
     "open_artifact",
+    "read_frame",
 ]

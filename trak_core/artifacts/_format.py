@@ -48,6 +48,13 @@ DIAGNOSTICS = Kind(
     ),
     "compute_diagnostics",
 )
+RETRAINED = Kind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
+EMBEDDINGS = Kind("trak-embeddings", ("train", "targets"), "compute_embeddings")
+SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence")
+EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
+MISLABELLED = Kind("trak-evaluation", ("train", "detection"), "find_mislabelled")
+COUNTERFACTUAL = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
+COMPARISON = Kind("trak-evaluation", ("experiments", "targets"), "compare_runs")
 
 
 class ArtifactError(InputError):

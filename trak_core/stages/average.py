@@ -14,7 +14,6 @@ from trak_core.artifacts import (
     FEATURES,
     SCORES,
     Artifact,
-    check_made_for,
     check_same,
     create,
     open_artifact,
@@ -31,25 +30,10 @@ from trak_core.blocks import blocks_with_progress
 from trak_core.memory import average_need
 from trak_core.spec import EXACT, Combine
 from trak_core.stages.software import software
+from trak_core.stages.splits import check_together
 
 Rows = Callable[[int, int], np.ndarray]
 Summary = Callable[[np.ndarray], np.ndarray]
-
-
-def _check_together(parts: Sequence[Artifact], expected: dict[str, Any], rule: str) -> None:
-    """Refuse score files of different experiments, settings, samples or checkpoints."""
-    settings = {key: value for key, value in expected.items() if key != "checkpoints"}
-    for part, checkpoint in zip(parts, expected["checkpoints"], strict=True):
-        check_made_for(part, {**settings, "checkpoint": checkpoint}, rule)
-        first, found = parts[0].spec["parameters"], part.spec["parameters"]
-        check_same("names and shapes of parameters", first, found, part.path, rule)
-        matrix = {k: v for k, v in part.spec["projection"].items() if k != "stream"}
-        first = {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"}
-        check_same("projection", first, matrix, part.path, rule)
-        for key in ("train_ids", "target_ids"):
-            if not np.array_equal(parts[0].vector(key), part.vector(key)):
-                ids = parts[0].ids(key), part.ids(key)
-                check_same(key.replace("_", " "), *ids, part.path, rule)
 
 
 def _rows(part: Artifact, features: Artifact | None) -> Rows:
@@ -175,7 +159,7 @@ def average_scores(
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        _check_together(parts, expected, kind.rule)
+        check_together(parts, expected, kind.rule)
         rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
         block = average_need(

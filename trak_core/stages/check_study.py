@@ -55,6 +55,20 @@ def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> 
             ) from None
 
 
+def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
+    """Make sure that ``train`` can be told what to train on, and with which seed."""
+    signature = inspect.signature(study.function("train"))
+    given = {**arguments, "seed": 0, "data": None}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise InputError(
+            f"{study.path}: for an evaluation, train{signature} must take the arguments under "
+            "`training`, `seed` (an integer) and `data` (the samples to train on; all of them if "
+            f"None, its default). Found {', '.join(given)}: {error}."
+        ) from None
+
+
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
     if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
         raise InputError(
@@ -72,6 +86,7 @@ def check_study(
     training: dict[str, dict[str, Any]] | None,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
+    retraining: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with what the config asks for.
 
@@ -84,6 +99,8 @@ def check_study(
             are there.
         splits: Splits to look at: None for the training data, ids for an experiment.
         shards: Shards of each split.
+        retraining: Arguments of ``train`` that all checkpoints share, where models are to be
+            retrained; else None.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.
@@ -94,6 +111,8 @@ def check_study(
     loaded = Study.load(study)
     if training is not None:
         _check_training(loaded, training)
+    if retraining is not None:
+        _check_retraining(loaded, retraining)
     model = loaded.make_model().eval()
     device = torch.device("cpu")
     size = n_params(select_parameters(model, parameters))

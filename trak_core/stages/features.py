@@ -22,6 +22,7 @@ from trak_core.gradients import (
     samples_that_fit,
 )
 from trak_core.projection import project
+from trak_core.relabelled import relabelled
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.projecting import compilers, gradient_blocks, projecting_device
 from trak_core.stages.software import software
@@ -79,7 +80,8 @@ def compute_features(
         shard: Which shard, from 1.
         n_shards: How many there are; 1 for the whole split.
         spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
-            dtype, targets (ids; None for train), study (digest).
+            dtype, targets (ids; None for train), study (digest); and mislabelled (``fraction`` and
+            ``seed``) where some labels are to be flipped.
         code: The stage's code digest.
         device: ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once, at most.
@@ -94,6 +96,8 @@ def compute_features(
     subject = Subject.load(study, checkpoint, spec, projecting_device(device))
     model, parameters, output = subject.model, subject.parameters, subject.output
     data = subject.study.split(split, spec["targets"])
+    if spec.get("mislabelled"):
+        data = relabelled(data, **spec["mislabelled"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = ProjectionSpec(
         **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])

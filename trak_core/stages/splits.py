@@ -1,5 +1,6 @@
 """Training samples and targets under one checkpoint: two files, and what scores take from both."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,31 @@ def check_splits(
     found = {key: targets.spec.get(key) for key in _SHARED}
     check_same("specification of both splits", shared, found, targets.path, rule)
     return shared
+
+
+def check_together(parts: Sequence[Artifact], expected: dict[str, Any], rule: str) -> None:
+    """Refuse score files of different experiments, settings, samples or checkpoints.
+
+    Args:
+        parts: One file a checkpoint.
+        expected: See ``check_made_for``; and checkpoints: their ids, in the files' order.
+        rule: The rule that makes such files.
+
+    Raises:
+        ArtifactError: If they may not be combined.
+    """
+    settings = {key: value for key, value in expected.items() if key != "checkpoints"}
+    for part, checkpoint in zip(parts, expected["checkpoints"], strict=True):
+        check_made_for(part, {**settings, "checkpoint": checkpoint}, rule)
+        first, found = parts[0].spec["parameters"], part.spec["parameters"]
+        check_same("names and shapes of parameters", first, found, part.path, rule)
+        matrix = {k: v for k, v in part.spec["projection"].items() if k != "stream"}
+        first = {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"}
+        check_same("projection", first, matrix, part.path, rule)
+        for key in ("train_ids", "target_ids"):
+            if not np.array_equal(parts[0].vector(key), part.vector(key)):
+                ids = parts[0].ids(key), part.ids(key)
+                check_same(key.replace("_", " "), *ids, part.path, rule)
 
 
 def normal_weights(train: Artifact, weighting: str) -> np.ndarray:

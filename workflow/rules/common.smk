@@ -8,6 +8,7 @@ from snakemake.utils import validate
 from trak_core.config import (
     check_config,
     check_diagnostics,
+    check_evaluation,
     check_exact,
     check_unique_keys,
     checkpoint_table,
@@ -54,11 +55,20 @@ with explained():
         for name, experiment in config["experiments"].items()
     }
     study = study_digest(Path(config["study"]))
+    if "evaluation" in config:
+        check_evaluation(config)
     config["results"] = str(
         Path(config["results"])
     )  # Snakemake dislikes ./ and a / at the end
 compute, scoring = config["compute"], config["scoring"]
 diagnosed = checkpoints if "diagnostics" in config else []
+evaluation = config.get("evaluation", {})
+# Retrained models come from the pipeline, from a file of the user's, or there are none.
+measured = (
+    evaluation.get("experiments", list(experiments))
+    if {"subsets", "ground_truth"} & set(evaluation)
+    else []
+)
 parameter_patterns = None if config["parameters"] == "all" else config["parameters"]
 shards = {"train": compute["shards"]} | {
     name: experiment["shards"] for name, experiment in config["experiments"].items()

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+from trak_core.config import check_sizes
 from trak_core.memory import check_memory
 from trak_core.spec import ProjectionSpec
 from trak_core.whole_file import written_whole
@@ -30,6 +31,8 @@ def look_over(known):
             else None
         ),
     }
+    if {"subsets", "counterfactual", "mislabelled"} & set(evaluation):
+        common["retraining"] = config["training"]
     keys = {s: key_of(common, s, experiments.get(s), shards[s]) for s in shards}
     splits = known.get("splits", {})
     new = [s for s in shards if splits.get(s, {}).get("key") != keys[s]]
@@ -68,6 +71,8 @@ if workflow.is_main_process:
             ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
         check_diagnostics(config, n_samples["train"])
+        if evaluation:
+            check_sizes(evaluation, n_samples["train"], n_samples)
         check_memory(
             compute["memory_mb"],
             proj_dim=None if exact else config["projection"]["proj_dim"],

@@ -11,7 +11,7 @@ with logged_to(snakemake.log[0]):
         features=Path(snakemake.output.features),
         checkpoint=Path(snakemake.input.checkpoint),
         study=Path(snakemake.params.study),
-        split=snakemake.wildcards.split,
+        split=snakemake.wildcards.get("split", "train"),
         shard=int(snakemake.wildcards.get("shard", 1)),
         n_shards=int(snakemake.wildcards.get("n_shards", 1)),
         spec=snakemake.params.spec,

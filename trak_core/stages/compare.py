@@ -1,0 +1,80 @@
+"""Put the scores of two runs side by side: rank correlations, and how many of the largest agree."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import COMPARISON, SCORES, Artifact, create, open_artifact
+from trak_core.errors import InputError
+from trak_core.metrics import rank_correlations, top_overlap
+from trak_core.stages.software import software
+
+_MEANS = ("rank_correlation", "overlap_positive", "overlap_negative")
+
+
+def _values(file: Artifact, like: Artifact) -> np.ndarray:
+    """Return scores with rows and columns in another file's order, float64."""
+    found = []
+    for what, own, wanted in (
+        ("training samples", file.index("scores"), like.index("scores")),
+        ("targets", file.columns("scores"), like.columns("scores")),
+    ):
+        position = {sample: i for i, sample in enumerate(own)}
+        if position.keys() != set(wanted):
+            raise InputError(
+                f"{file.path}: runs to be compared must have the same {what}. Found {len(own)}, "
+                f"such as {own[0]}; in {like.path} {len(wanted)}, such as {wanted[0]}."
+            )
+        found.append([position[sample] for sample in wanted])
+    rows, columns = found
+    return file.matrix("scores")[:][np.ix_(rows, columns)].astype(np.float64)
+
+
+def compare_runs(
+    *, comparison: Path, runs: Mapping[str, tuple[Path, Path]], top: int, code: str
+) -> None:
+    """Compare each target's scores of one run with those of another.
+
+    Args:
+        comparison: The file to write; ``docs/evaluation.md`` describes its tables.
+        runs: Of each experiment, the scores of both runs.
+        top: How many of the largest scores, and of the smallest, to look for in both.
+        code: The stage's code digest.
+
+    Raises:
+        InputError: If the two are not about the same samples, or kept only top influences.
+    """
+    tables: list[pd.DataFrame] = []
+    means: list[dict[str, Any]] = []
+    hashes: dict[str, list[str]] = {}
+    for experiment, paths in runs.items():
+        with open_artifact(paths[0], SCORES) as ours, open_artifact(paths[1], SCORES) as theirs:
+            for file in (ours, theirs):
+                if not file.has("scores"):
+                    raise InputError(
+                        f"{file.path}: runs to be compared must have kept all scores. Found top "
+                        "influences only. Set scoring.scores to full."
+                    )
+            a, b = _values(ours, ours), _values(theirs, ours)
+            hashes[experiment] = [ours.content_hash, theirs.content_hash]
+            tables.append(
+                pd.DataFrame({
+                    "experiment": experiment,
+                    "target_id": ours.columns("scores"),
+                    "rank_correlation": rank_correlations(a, b),
+                    "overlap_positive": top_overlap(a, b, top),
+                    "overlap_negative": top_overlap(-a, -b, top),
+                })
+            )
+        mean = {key: np.mean(tables[-1][key].to_numpy()) for key in _MEANS}
+        means.append({"experiment": experiment, "n_targets": a.shape[1], **mean})
+    targets = pd.concat(tables, ignore_index=True)
+    experiments = pd.DataFrame(means)
+    spec = {"scores": hashes, "top": top}
+    with create(comparison, COMPARISON, spec, software(code, "cpu", "numpy", "pandas")) as writer:
+        writer.table("experiments", experiments, [])
+        writer.table("targets", targets, ["experiment", "target_id"])
+    print(experiments.to_string(index=False))

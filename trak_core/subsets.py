@@ -1,0 +1,60 @@
+"""What models are retrained on: random halves, wrong labels, and the seeds of the trainings.
+
+Everything here is a function of its arguments alone, so that jobs draw alike wherever they run.
+"""
+
+import numpy as np
+
+
+def random_half(n_train: int, subset: int, seed: int) -> np.ndarray:
+    """Return which training samples belong to one random half.
+
+    Args:
+        n_train: n.
+        subset: The subset's number.
+        seed: The user's.
+
+    Returns:
+        Shape (n,), bool, n // 2 of them true. Every half of that size is equally likely; how many
+        subsets there are doesn't count.
+    """
+    return _chosen(n_train, n_train // 2, [0, seed, subset])
+
+
+def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:
+    """Return which training samples stay when ``n_removed`` random ones go, shape (n,), bool."""
+    return ~_chosen(n_train, n_removed, [1, seed, n_removed, draw])
+
+
+def training_seed(seed: int, subset: int, repeat: int) -> int:
+    """Return the seed of one retraining, below 2^31: its own for every subset and repeat."""
+    state = np.random.SeedSequence([2, seed, subset, repeat]).generate_state(1)[0]
+    return int(state) % 2**31
+
+
+def flipped_samples(n_train: int, fraction: float, seed: int) -> np.ndarray:
+    """Return which samples get a wrong label, shape (n,), bool: at least one."""
+    return _chosen(n_train, max(1, round(fraction * n_train)), [3, seed])
+
+
+def flipped_labels(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
+    """Give a random part of the samples a wrong label, uniformly one of the others that occur.
+
+    Args:
+        labels: Integers, shape (n,), of two classes or more.
+        fraction: Part of the samples.
+        seed: The user's.
+
+    Returns:
+        Labels, shape (n,).
+    """
+    flipped = flipped_samples(len(labels), fraction, seed)
+    classes, positions = np.unique(labels, return_inverse=True)
+    steps = np.random.default_rng([4, seed]).integers(1, len(classes), size=len(labels))
+    return np.where(flipped, classes[(positions + steps) % len(classes)], labels)
+
+
+def _chosen(n: int, size: int, seed: list[int]) -> np.ndarray:
+    chosen = np.zeros(n, dtype=bool)
+    chosen[np.random.default_rng(seed).choice(n, size=size, replace=False)] = True
+    return chosen

@@ -1,0 +1,85 @@
+rule retrain_at_random:
+    output:
+        retrained="<results>/removals/random.h5",
+    log:
+        "<results>/logs/retrain_at_random.log",
+    benchmark:
+        "<results>/benchmarks/retrain_at_random.tsv"
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=job_mb,
+        runtime=job_minutes,
+        batch_size=compute["batch_size"],
+    params:
+        code=code_digest("trak_core.stages.removals"),
+        study=config["study"],
+        settings=ordered(removals() | {"experiment": None, "targets": []}),
+    message:
+        "Retraining on everything, and without random samples"
+    script:
+        "../scripts/retrain_without.py"
+
+
+use rule retrain_at_random as retrain_without_top with:
+    input:
+        scores="<results>/scores/{experiment}.h5",
+    output:
+        retrained="<results>/removals/{experiment}/{group}.h5",
+    log:
+        "<results>/logs/retrain_without_top/{experiment}/{group}.log",
+    benchmark:
+        "<results>/benchmarks/retrain_without_top/{experiment}/{group}.tsv"
+    wildcard_constraints:
+        group=r"\d+",
+    params:
+        settings=lambda wildcards: ordered(
+            removals()
+            | {
+                "experiment": {"experiment": wildcards.experiment, "study": study},
+                "targets": counterfactual_groups()[int(wildcards.group) - 1],
+            }
+        ),
+    message:
+        "Retraining without the most helpful samples, targets of group {wildcards.group}"
+
+
+rule compare_removals:
+    input:
+        random="<results>/removals/random.h5",
+        top=[
+            f"{folder}/removals/{{experiment}}/{i + 1}.h5"
+            for i in range(len(counterfactual_groups()))
+        ],
+    output:
+        counterfactual="<results>/counterfactual/{experiment}.h5",
+    log:
+        "<results>/logs/compare_removals/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/compare_removals/{experiment}.tsv"
+    wildcard_constraints:
+        experiment=any_of([evaluation["counterfactual"]["experiment"]]),
+    conda:
+        "../envs/trak.yaml"
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=job_mb,
+        runtime=job_minutes,
+    params:
+        code=code_digest("trak_core.stages.counterfactual"),
+        settings=ordered(
+            {
+                "draws": evaluation["counterfactual"]["draws"],
+                "groups": counterfactual_groups(),
+                "n_removed": evaluation["counterfactual"]["n_removed"],
+                "seeds": evaluation["counterfactual"]["seeds"],
+                "spec": removals(),
+            }
+        ),
+    message:
+        "Comparing removals for experiment {wildcards.experiment}"
+    script:
+        "../scripts/compare_removals.py"

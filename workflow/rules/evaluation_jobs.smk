@@ -1,0 +1,115 @@
+# What each job of an evaluation needs to know, as functions of its wildcards; no rules here.
+folder = config["results"]
+looks_at_features = bool(
+    evaluation.get("trak")
+    or "sweep" in evaluation
+    or "gradient_dot" in evaluation.get("baselines", ())
+)
+embedded = "embedding_cosine" in evaluation.get("baselines", ())
+
+
+def retrained_groups():
+    """First and last number of the halves of each job."""
+    count, size = evaluation["subsets"]["count"], evaluation["subsets"]["per_job"]
+    return [(i, min(i + size, count) - 1) for i in range(0, count, size)]
+
+
+def retrained_files():
+    if "ground_truth" in evaluation:
+        return ancient(evaluation["ground_truth"])
+    return [f"{folder}/retrained/{i}-{j}.h5" for i, j in retrained_groups()]
+
+
+def expected_retrained():
+    """What retrained models must say of themselves."""
+    if "ground_truth" in evaluation:
+        return None
+    return ordered(
+        {
+            "arguments": config["training"],
+            "model_output": config["model_output"],
+            "study": study,
+            "subsets": "halves",
+            "seeds": evaluation["subsets"]["seeds"],
+            "seed": evaluation["subsets"]["seed"],
+        }
+    )
+
+
+def expected_embeddings():
+    kept = ("model_output", "parameter_patterns", "study")
+    return {key: features_settings[key] for key in kept} | {
+        "projection": {"kind": "embedding"},
+        "dtype": "float32",
+    }
+
+
+def expected_final_scores(wildcards):
+    return expected_scores(wildcards) | {
+        "combine": scoring["combine"],
+        "loss_weight_power": scoring["loss_weight_power"],
+    }
+
+
+def of_checkpoints(pattern, needed):
+    """One file a checkpoint, where it is needed."""
+    return [pattern.format(results=folder, c=c) for c in checkpoints if needed]
+
+
+def evaluated_scores(wildcards):
+    return [f"{folder}/scores/{wildcards.experiment}/{c}.h5" for c in checkpoints]
+
+
+def evaluated_targets(wildcards):
+    pattern = "{results}/features/{c}/" + wildcards.experiment + ".h5"
+    return of_checkpoints(pattern, looks_at_features)
+
+
+influence_settings = ordered(
+    {
+        "damping": scoring["damping"],
+        "weighting": scoring["normal_matrix"],
+        "combine": scoring["combine"],
+        "loss_weight_power": scoring["loss_weight_power"],
+    }
+)
+
+
+def expected_train_features():
+    """What the training features of all checkpoints must say of themselves."""
+    return features_settings | {
+        "checkpoints": list(checkpoints),
+        "split": "train",
+        "targets_digest": None,
+    }
+
+
+def counterfactual_groups():
+    """The targets of each job."""
+    asked = evaluation["counterfactual"]
+    targets = experiments[asked["experiment"]][: asked["targets"]]
+    size = asked["per_job"]
+    return [targets[i : i + size] for i in range(0, len(targets), size)]
+
+
+def removals():
+    """What the trainings of both kinds of removals share."""
+    asked = evaluation["counterfactual"]
+    kept = ("n_removed", "draws", "seeds", "seed")
+    return {key: asked[key] for key in kept} | {
+        "arguments": config["training"],
+        "model_output": config["model_output"],
+        "study_digest": study,
+    }
+
+
+def evaluation_files():
+    files = [f"{folder}/evaluation/{experiment}.h5" for experiment in measured]
+    if evaluation.get("self_influence"):
+        files.append(f"{folder}/self_influence.h5")
+    if "mislabelled" in evaluation:
+        files.append(f"{folder}/mislabelled.h5")
+    if "counterfactual" in evaluation:
+        experiment = evaluation["counterfactual"]["experiment"]
+        files.append(f"{folder}/counterfactual/{experiment}.h5")
+    return files

@@ -1,0 +1,16 @@
+"""Compare models without some training samples with those that saw everything."""
+
+from pathlib import Path
+
+from trak_core.job import logged_to
+
+with logged_to(snakemake.log[0]):
+    from trak_core.stages.counterfactual import compare_removals
+
+    compare_removals(
+        counterfactual=Path(snakemake.output.counterfactual),
+        random=Path(snakemake.input.random),
+        top=[Path(p) for p in snakemake.input.top],
+        code=snakemake.params.code,
+        **snakemake.params.settings,
+    )
