@@ -5,12 +5,16 @@ from math import sqrt
 from statistics import fmean, pstdev
 
 from trak_core.report.elements import Html, bullets, element, joined, number, paragraph, plural
-from trak_core.report.facts import Experiment, Facts
+from trak_core.report.facts import Facts
 
 _FEW_CHECKPOINTS = 5
 SATURATED = 1e-3
 # Features are float32, right to 6e-8: past this, rounding may show in a score's second digit.
 _CONDITION = 1e6
+# Fewer targets than this hardly tell how far targets differ.
+_ENOUGH_TARGETS = 8
+# A measured error is above theory's by so many standard errors, and by such a part.
+_STANDARD_ERRORS, _EXCESS = 4, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +34,8 @@ class Caution:
 
 def cautions(facts: Facts) -> list[Caution]:
     """Return what asks for care, most consequential first."""
-    several = [*_lds(facts), *_checkpoints(facts), *_loss_weights(facts), *_matrices(facts)]
-    return [*several, *(c for one in facts.experiments for c in _disagreement(one))]
+    looks = (_lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
+    return [caution for look in looks for caution in look(facts)]
 
 
 def _lds(facts: Facts) -> list[Caution]:
@@ -119,17 +123,40 @@ def _matrices(facts: Facts) -> list[Caution]:
     ]
 
 
-def _disagreement(experiment: Experiment) -> list[Caution]:
-    """Compare how far checkpoints differ on a target with how far targets differ."""
-    if len(experiment.checkpoints) < 2 or len(experiment.targets) < 2:
+def _projection(facts: Facts) -> list[Caution]:
+    """Compare what projections do with what theory says they do."""
+    bad = [
+        one.checkpoint
+        for one in facts.distortions
+        for error in (one.squared_norm, one.inner_product)
+        if error.measured - error.predicted
+        > max(_STANDARD_ERRORS * error.standard_error, _EXCESS * error.predicted)
+    ]
+    if not bad:
         return []
-    within = sqrt(fmean(about["margin_sd"] ** 2 for about in experiment.targets))
-    between = pstdev(about["margin"] for about in experiment.targets)
+    return [
+        Caution(
+            "The projection distorts more than it should",
+            f"Under {', '.join(dict.fromkeys(bad))} errors of lengths or inner products are above "
+            "what theory predicts, by more than chance explains.",
+            "Take `projection: {kind: rademacher}` or `normal`, whose errors are known exactly; a "
+            "larger proj_dim makes all of them smaller.",
+        )
+    ]
+
+
+def _disagreement(facts: Facts) -> list[Caution]:
+    """Compare how far checkpoints differ on a target with how far targets differ."""
+    targets = [about for one in facts.experiments for about in one.targets]
+    if len(facts.checkpoints) < 2 or len(targets) < _ENOUGH_TARGETS:
+        return []
+    within = sqrt(fmean(about["margin_sd"] ** 2 for about in targets))
+    between = pstdev(about["margin"] for about in targets)
     if within <= between:
         return []
     return [
         Caution(
-            f"Experiment {experiment.name}: the checkpoints disagree",
+            "The checkpoints disagree",
             f"The model output of a target varies by {number(within, 2)} from checkpoint to "
             f"checkpoint, but by only {number(between, 2)} from target to target (standard "
             "deviations): the checkpoints are rather different models.",
@@ -157,6 +184,7 @@ def warnings_section(found: list[Caution]) -> Html:
         f"most training examples with a loss weight below {SATURATED:g}",
         f"normal matrices with a condition number above {_CONDITION:.0e}, damping included",
         "model outputs that differ more between checkpoints than between targets",
+        "where the projection was measured: larger errors than theory predicts",
         "where trust was measured: scores that predict nothing, or less than a simple rule",
     ]
     return joined([

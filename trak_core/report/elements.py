@@ -79,13 +79,11 @@ def table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -
     )
     body = (element("tr", *(cell(i, v) for i, v in enumerate(row))) for row in rows)
     whole = element(
-        "table",
-        element("caption", caption),
-        element("thead", element("tr", *head)),
-        element("tbody", *body),
+        "table", element("thead", element("tr", *head)), element("tbody", *body), aria_label=caption
     )
     # tabindex: a box that scrolls must be reachable by keyboard.
-    return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    box = element("div", whole, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    return element("figure", element("figcaption", caption), box, class_="table")
 
 
 def number(value: float, digits: int = 3) -> str:

@@ -32,7 +32,6 @@ def evaluation(facts: Facts) -> Html:
         *(_counterfactual(name, measured) for name, measured in facts.counterfactuals.items()),
         *(_mislabelled(measured) for measured in facts.mislabelled),
         *(_self_influence(measured) for measured in facts.self_influence),
-        *(_comparison(measured) for measured in facts.comparison),
     ]
     if facts.evaluations:
         return joined([_what_lds_is(), *parts])
@@ -191,12 +190,14 @@ def _counterfactual(name: str, measured: Measured) -> Html:
         if (rows := [r for r in summary if r["removed"] == removed])
     ]
     x = sorted({r["n_removed"] for r in summary})
+    flips = all("flips" in r for r in summary)
+    columns = ("removed", "#how many", "#change of f", "#from", "#to")
     rows = [
         (
             labels.get(r["removed"], r["removed"]),
             f"{r['n_removed']:,}",
             *(number(r[column]) for column in ("change", "low", "high")),
-            f"{r['flips']:.0%}",
+            *([f"{r['flips']:.0%}"] if flips else ()),
         )
         for r in summary
     ]
@@ -219,7 +220,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
         ),
         table(
             "Mean over targets, with a 95 % interval over them",
-            ("removed", "#how many", "#change of f", "#from", "#to", "#another class predicted"),
+            (*columns, "#another class predicted") if flips else columns,
             rows,
         ),
     ])
@@ -262,30 +263,6 @@ def _self_influence(measured: Measured) -> Html:
         table(
             f"The largest; all are in {measured.source.name}",
             ("training example", "label", "predicted", "#self-influence"),
-            rows,
-        ),
-    ])
-
-
-def _comparison(measured: Measured) -> Html:
-    rows = [
-        (
-            r["experiment"],
-            f"{r['n_targets']:,}",
-            number(r["rank_correlation"]),
-            f"{r['overlap_positive']:.0%}",
-            f"{r['overlap_negative']:.0%}",
-        )
-        for r in measured.tables["experiments"]
-    ]
-    return joined([
-        element("h3", "Compared with other scores"),
-        table(
-            "Agreement of these scores with the ones given, mean over targets",
-            (
-                *("experiment", "#targets", "#rank correlation"),
-                *("#most helpful shared", "#most harmful shared"),
-            ),
             rows,
         ),
     ])

@@ -123,7 +123,9 @@ def _side(
             "div",
             train[one["train_id"]] if pictures else "",
             element("b", f"{'+' if sign > 0 else ''}{number(one['score'], 2)}"),
-            f"train {one['train_id']}, label {_shown(one['train_label'])}",
+            f"train {one['train_id']}",
+            element("br"),
+            f"label {_shown(one['train_label'])}",
             "" if pictures else train[one["train_id"]],
             class_="tile",
         )

@@ -82,6 +82,42 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
+class Error:
+    """A relative error of the projection, root mean square.
+
+    Attributes:
+        measured: Over samples, or pairs of them, averaged over the streams.
+        standard_error: Of that, from how streams differ.
+        predicted: What theory says.
+    """
+
+    measured: float
+    standard_error: float
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Distortion:
+    """What one checkpoint's projection does to lengths and inner products.
+
+    Attributes:
+        checkpoint: Its id.
+        source: The file.
+        n_samples: Training samples compared.
+        n_streams: Projection matrices compared.
+        squared_norm: Error of squared lengths.
+        inner_product: Error of inner products, relative to the product of the lengths.
+    """
+
+    checkpoint: str
+    source: Source
+    n_samples: int
+    n_streams: int
+    squared_norm: Error
+    inner_product: Error
+
+
+@dataclass(frozen=True, slots=True)
 class Timing:
     """What the jobs of one rule took, by Snakemake's own measurement.
 
@@ -133,7 +169,7 @@ class Facts:
         counterfactuals: By experiment.
         mislabelled: How well wrong labels were found; at most one.
         self_influence: At most one.
-        comparison: With another tool's scores; at most one.
+        distortions: One a checkpoint.
     """
 
     config: Mapping[str, Any]
@@ -144,7 +180,7 @@ class Facts:
     counterfactuals: Mapping[str, Measured] = field(default_factory=dict)
     mislabelled: Sequence[Measured] = ()
     self_influence: Sequence[Measured] = ()
-    comparison: Sequence[Measured] = ()
+    distortions: Sequence[Distortion] = ()
 
     @property
     def checkpoints(self) -> list[str]:
@@ -161,6 +197,6 @@ class Facts:
             *self.counterfactuals.values(),
             *self.mislabelled,
             *self.self_influence,
-            *self.comparison,
+            *self.distortions,
         ]
         return [one.source for one in several]

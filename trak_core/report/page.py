@@ -37,9 +37,10 @@ dl.facts dd { margin: 0; font-size: 1.2rem; font-weight: 600; line-height: 1.3; 
 .verdict, .warning { border-left: 5px solid var(--blue); background: var(--back);
   padding: .5rem 1rem; margin: 1rem 0; border-radius: 0 4px 4px 0; max-width: 50rem; }
 .warning { border-color: #b45f06; background: #fdf6ec; }
-.scroll { overflow-x: auto; margin: .75rem 0 1.25rem; max-width: 100%; }
+.scroll { overflow-x: auto; max-width: 100%; }
+figure.table { margin: .9rem 0 1.4rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); padding-bottom: .4rem; font-size: .9rem; }
+figure.table figcaption { color: var(--soft); font-size: .9rem; max-width: 46rem; }
 th, td { text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; font-weight: 400; }
 td.wrap { white-space: normal; min-width: 14rem; }

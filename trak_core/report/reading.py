@@ -75,7 +75,7 @@ def _example(experiment: Experiment, output: str, *, relative: bool) -> Html:
         "f would likely be higher. "
         + (
             f"The ratio says that {stronger} counts {times} times as much as the other; "
-            "0.01 alone would say nothing."
+            "how large either is by itself says nothing."
             if relative
             else "Both numbers are in the unit of f."
         ),

@@ -18,7 +18,9 @@ class Output:
     meaning: str
 
 
-_LOG_ODDS = "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 5 %"
+_LOG_ODDS = (
+    "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
+)
 OUTPUTS = {
     "image_classification": Output(
         "the log-odds of the label", _LOG_ODDS, "the model is surer of the sample's own label"

@@ -8,16 +8,39 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import NORMAL_MATRIX, SCORES, Artifact, ArtifactError, open_artifact
+from trak_core.artifacts import (
+    COUNTERFACTUAL,
+    DIAGNOSTICS,
+    EVALUATION,
+    MISLABELLED,
+    NORMAL_MATRIX,
+    SCORES,
+    SELF_INFLUENCE,
+    Artifact,
+    ArtifactError,
+    Kind,
+    open_artifact,
+)
 from trak_core.report.cautions import SATURATED
 from trak_core.report.document import document
 from trak_core.report.elements import Html, joined
 from trak_core.report.examples import EACH, examples, targets_each
-from trak_core.report.facts import Experiment, Facts, Matrix, Source
+from trak_core.report.facts import (
+    Distortion,
+    Error,
+    Experiment,
+    Facts,
+    Matrix,
+    Measured,
+    Source,
+)
 from trak_core.report.samples import drawn, printed
 from trak_core.stages.timings import read_timings
 from trak_core.study import TRAIN, Study
 from trak_core.whole_file import written_whole
+
+_ATTRIBUTES = ("n_subsets", "n_seeds", "n_targets", "confidence")
+_LARGEST = 10
 
 
 def _source(artifact: Artifact, results: Path) -> Source:
@@ -73,6 +96,52 @@ def _matrix(path: Path, results: Path) -> Matrix:
         )
 
 
+def _distortion(path: Path, results: Path) -> Distortion:
+    with open_artifact(path, DIAGNOSTICS) as file:
+        names = file.columns("agreement")
+        errors = {
+            kind: Error(**dict(zip(names, row, strict=True)))
+            for kind, row in zip(
+                file.index("agreement"), file.matrix("agreement")[:].tolist(), strict=True
+            )
+        }
+        return Distortion(
+            checkpoint=file.spec["checkpoint"]["id"],
+            source=_source(file, results),
+            n_samples=len(file.vector("sample_ids")),
+            n_streams=file.attribute("n_streams"),
+            **errors,
+        )
+
+
+def _measured(path: Path, kind: Kind, results: Path, *tables: str, **counts: int) -> Measured:
+    """Read the tables that a file has out of those asked for, and its numbers."""
+    with open_artifact(path, kind) as file:
+        source = _source(file, results)
+        found = [key for key in tables if file.has(key)]
+        numbers = {key: file.attribute(key) for key in _ATTRIBUTES if key in file.file.attrs}
+    rows = {key: _rows(_table(path, key)) for key in found}
+    return Measured(source, rows, numbers | counts)
+
+
+def _evaluation(path: Path, results: Path) -> Measured:
+    tables = "summary", "targets", "checkpoints", "sweep", "best"
+    return _measured(path, EVALUATION, results, *tables)
+
+
+def _mislabelled(path: Path, results: Path) -> Measured:
+    flipped = int(_table(path, "train")["flipped"].to_numpy().sum())
+    return _measured(path, MISLABELLED, results, "detection", n_flipped=flipped)
+
+
+def _self_influence(path: Path, results: Path) -> Measured:
+    with open_artifact(path, SELF_INFLUENCE) as file:
+        source = _source(file, results)
+    train = _table(path, "train")
+    largest = train.sort_values("self_influence", ascending=False, kind="stable").head(_LARGEST)
+    return Measured(source, {"largest": _rows(largest)}, {})
+
+
 def _examples(study: Path, experiments: list[Experiment], n_shown: int) -> Html:
     """Show targets and their strongest training samples, each drawn or printed once."""
     loaded = Study.load(study)
@@ -104,6 +173,11 @@ def write_report(
     report: Path,
     scores: Sequence[Path],
     normal_matrices: Sequence[Path],
+    diagnostics: Sequence[Path],
+    evaluations: Sequence[Path],
+    counterfactuals: Sequence[Path],
+    mislabelled: Sequence[Path],
+    self_influence: Sequence[Path],
     study: Path,
     config: dict[str, Any],
 ) -> None:
@@ -114,6 +188,11 @@ def write_report(
             from ``benchmarks`` beside it.
         scores: Of each experiment.
         normal_matrices: Of each checkpoint; empty without a projection.
+        diagnostics: Of each checkpoint; this and the following are empty where not asked for.
+        evaluations: Of each experiment that was measured.
+        counterfactuals: Of each experiment with one.
+        mislabelled: At most one.
+        self_influence: At most one.
         study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
         config: What decides the numbers.
 
@@ -129,6 +208,14 @@ def write_report(
         experiments=experiments,
         matrices=[_matrix(path, results) for path in normal_matrices],
         timings=read_timings(results / "benchmarks", known),
+        evaluations={path.stem: _evaluation(path, results) for path in evaluations},
+        counterfactuals={
+            path.stem: _measured(path, COUNTERFACTUAL, results, "summary")
+            for path in counterfactuals
+        },
+        mislabelled=[_mislabelled(path, results) for path in mislabelled],
+        self_influence=[_self_influence(path, results) for path in self_influence],
+        distortions=[_distortion(path, results) for path in diagnostics],
     )
     text = document(facts, _examples(study, experiments, n_shown))
     with written_whole(report) as partial:

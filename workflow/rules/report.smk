@@ -1,6 +1,6 @@
-# What decides the numbers; the keys under `compute` rerun nothing, so that they aren't in it.
+# What decides the numbers: `compute` and `compare` rerun nothing here.
 reported_config = ordered(
-    {key: value for key, value in config.items() if key != "compute"}
+    {k: value for k, value in config.items() if k not in ("compute", "compare")}
 )
 
 
@@ -13,6 +13,24 @@ rule write_report:
             else expand(
                 "<results>/normal_matrix/{checkpoint}.h5", checkpoint=checkpoints
             )
+        ),
+        diagnostics=expand(
+            "<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed
+        ),
+        evaluations=expand("<results>/evaluation/{experiment}.h5", experiment=measured),
+        counterfactuals=expand(
+            "<results>/counterfactual/{experiment}.h5",
+            experiment=(
+                [evaluation["counterfactual"]["experiment"]]
+                if "counterfactual" in evaluation
+                else []
+            ),
+        ),
+        mislabelled=(
+            ["<results>/mislabelled.h5"] if "mislabelled" in evaluation else []
+        ),
+        self_influence=(
+            ["<results>/self_influence.h5"] if evaluation.get("self_influence") else []
         ),
         # Not read: the report is the last to run, so that every stage's time is in it.
         figures=expand("<results>/figures/{experiment}.png", experiment=experiments),

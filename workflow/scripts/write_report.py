@@ -11,6 +11,11 @@ with logged_to(snakemake.log[0]):
         report=Path(snakemake.output.report),
         scores=[Path(p) for p in snakemake.input.scores],
         normal_matrices=[Path(p) for p in snakemake.input.normal_matrices],
+        diagnostics=[Path(p) for p in snakemake.input.diagnostics],
+        evaluations=[Path(p) for p in snakemake.input.evaluations],
+        counterfactuals=[Path(p) for p in snakemake.input.counterfactuals],
+        mislabelled=[Path(p) for p in snakemake.input.mislabelled],
+        self_influence=[Path(p) for p in snakemake.input.self_influence],
         study=Path(snakemake.params.study),
         config=snakemake.params.config,
     )
