@@ -35,7 +35,12 @@ rule write_report:
         # Not read: the report is the last to run, so that every stage's time is in it.
         figures=expand("<results>/figures/{experiment}.png", experiment=experiments),
     output:
-        report="<results>/report.html",
+        report=report(
+            "<results>/report.html",
+            caption="../report/report.rst",
+            category="Report",
+            labels={"page": "report.html"},
+        ),
     log:
         "<results>/logs/write_report.log",
     conda:
