@@ -51,6 +51,7 @@ def diabetes(tmp_path_factory):
     result = workspace.snakemake("--cores", "2", text=block("yaml diabetes.yaml"))
     assert result.returncode == 0, result.stdout
     assert jobs(result.stdout)["draw_influences"] == 1
+    assert jobs(result.stdout)["write_report"] == 1
     return workspace
 
 
@@ -60,6 +61,7 @@ def test_the_own_study_gives_scores_and_a_figure(diabetes):
     assert scores.shape == (342, 2)
     assert scores.columns.tolist() == ["patient-342", "patient-400"]
     assert (results / "figures/two-patients.png").read_bytes().startswith(b"\x89PNG")
+    assert "patient-342" in (results / "report.html").read_text()
 
 
 def test_list_untracked_finds_what_a_removed_experiment_left(diabetes, tmp_path):

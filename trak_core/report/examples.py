@@ -49,7 +49,7 @@ def examples(
     if left_out:
         notes.append(
             f"{plural(left_out, 'target')} more not shown here: {experiment.source.name} has the "
-            "scores of all (tables top_influences and scores)."
+            "scores of all (table top_influences)."
         )
     more = (
         element(
