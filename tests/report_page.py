@@ -32,7 +32,7 @@ class Page(HTMLParser):
             return
         self.pieces.append(text)
         if self.cells and {"td", "th"} & set(self.open):
-            self.cells[-1] += text
+            self.cells[-1] += " ".join(text.split())
 
     @property
     def text(self):

@@ -396,8 +396,10 @@ def lds(ours, low, baseline, ceiling):
 def test_lds_is_read_against_its_ceiling():
     text = Page("".join(trust(facts(evaluations=lds(0.3, 0.2, 0.1, 0.6))))).text
     assert "LDS 0.3 , 95 % interval 0.2 to 0.9" in text
-    assert "could reach here is 0.6" in text
-    assert "That is 50% of it" in text
+    assert "would reach about 0.6 (0.5 to 0.9)" in text
+    assert "The scores reach 50 % of that" in text
+    above = Page("".join(trust(facts(evaluations=lds(0.7, 0.2, 0.1, 0.6))))).text
+    assert "too uncertain here to compare" in above
     without = Page("".join(trust(facts(evaluations=lds(0.3, 0.2, 0.1, None))))).text
     assert "How much could be reached at all is unknown" in without
 
@@ -408,7 +410,7 @@ def test_scores_that_predict_nothing_or_less_than_a_baseline_are_warned_of():
         "Experiment mine: the scores may predict nothing"
     ]
     assert titles(evaluations=lds(0.3, 0.2, 0.4, 0.6)) == [
-        "Experiment mine: something simpler predicts better"
+        "Experiment mine: a simpler rule predicts better"
     ]
 
 
@@ -488,16 +490,16 @@ def test_measurements_stand_in_tables(measured):
     check_alone(measured)
     minus = "\N{MINUS SIGN}"
     assert measured.row("these scores") == ["0.310", "0.210", "0.900"]
-    assert measured.row("ceiling: the best that any method could reach")[0] == "0.620"
+    assert measured.row("ceiling: what a perfect method would reach, estimated")[0] == "0.620"
     assert measured.row("inner products of gradients")[0] == "0.110"
     assert measured.row("best of the sweep")[0] == "2"
     assert measured.row("this config")[4:6] == ["0.310", "0.310"]
     assert measured.row("those that the scores call most helpful")[1] == f"{minus}3.5"
-    assert measured.row("self-influence") == ["0.875", "50%"]
+    assert measured.row("self-influence") == ["0.875", "50 %"]
     assert "2 training examples got a wrong label" in measured.text
     assert measured.row("row-11") == ["11", "1.5", "1.57"]
     assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
-    errors = ["25.00% \N{PLUS-MINUS SIGN} 1.00%", "24.00%", "12.50% \N{PLUS-MINUS SIGN} 2.00%"]
+    errors = ["25.00 % \N{PLUS-MINUS SIGN} 1.00 %", "24.00 %", "12.50 % \N{PLUS-MINUS SIGN} 2.00 %"]
     assert measured.row("c0")[:3] == errors
     assert "It was not measured" not in measured.text
 

@@ -4,7 +4,16 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pstdev
 
-from trak_core.report.elements import Html, bullets, element, joined, number, paragraph, plural
+from trak_core.report.elements import (
+    Html,
+    bullets,
+    element,
+    joined,
+    number,
+    paragraph,
+    percent,
+    plural,
+)
 from trak_core.report.facts import Facts
 
 _FEW_CHECKPOINTS = 5
@@ -58,14 +67,14 @@ def _lds(facts: Facts) -> list[Caution]:
         if better:
             found.append(
                 Caution(
-                    f"Experiment {name}: something simpler predicts better",
+                    f"Experiment {name}: a simpler rule predicts better",
                     f"The LDS of the scores is {number(ours['lds'])}; that of "
                     + ", ".join(
                         f"{r['method'].replace('_', ' ')} is {number(r['lds'])}" for r in better
                     )
                     + ".",
-                    "Look at the settings that the evaluation section compares, and at the number "
-                    "of checkpoints.",
+                    "The intervals in the evaluation section say how sure that is. Look at the "
+                    "settings that it compares, and at the number of checkpoints.",
                 )
             )
     return found
@@ -96,7 +105,7 @@ def _loss_weights(facts: Facts) -> list[Caution]:
     return [
         Caution(
             "Saturated loss weights",
-            f"{part:.0%} of the training examples have a loss weight below {SATURATED:g}: the "
+            f"{percent(part)} of the training examples have a loss weight below {SATURATED:g}: the "
             "models fit them almost exactly, so that their scores are near 0 whatever they taught.",
             "Set scoring.loss_weight_power to 0.5, or take checkpoints from earlier in training."
             if power == 1

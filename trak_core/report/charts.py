@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
@@ -39,6 +40,7 @@ class Line:
         high: Upper ends.
         color: Of the line.
         dashed: Whether it is a reference, without marks.
+        joined: Whether points follow from each other; else each stands alone, with its interval.
     """
 
     label: str
@@ -48,6 +50,7 @@ class Line:
     high: Sequence[float] | None = None
     color: str = BLUE
     dashed: bool = False
+    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,22 @@ class Band:
     low: float
     high: float
     color: str = GREY
+
+
+def _draw(axes: Axes, line: Line) -> None:
+    together = line.joined and len(line.x) > 1
+    if line.low is not None and line.high is not None:
+        if together:
+            axes.fill_between(
+                line.x, line.low, line.high, color=line.color, alpha=0.18, linewidth=0
+            )
+        else:
+            axes.vlines(line.x, line.low, line.high, color=line.color, linewidth=1.6, alpha=0.6)
+    (drawn,) = axes.plot(line.x, line.y, color=line.color, linewidth=1.6)
+    if line.dashed:
+        drawn.set_linestyle((0, (4, 3)))
+    else:
+        drawn.set(marker="o", markersize=4, linestyle="-" if together else "none")
 
 
 def line_chart(
@@ -91,15 +110,7 @@ def line_chart(
             axes.axhspan(band.low, band.high, color=band.color, alpha=0.12, linewidth=0)
             axes.axhline(band.value, color=band.color, linestyle=(0, (4, 3)), linewidth=1.2)
         for line in lines:
-            if line.low is not None and line.high is not None:
-                axes.fill_between(
-                    line.x, line.low, line.high, color=line.color, alpha=0.18, linewidth=0
-                )
-            (drawn,) = axes.plot(line.x, line.y, color=line.color, linewidth=1.6)
-            if line.dashed:
-                drawn.set_linestyle((0, (4, 3)))
-            else:
-                drawn.set(marker="o", markersize=4)
+            _draw(axes, line)
         if log_x:
             axes.set_xscale("log")
         if log_y:

@@ -94,6 +94,11 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
+def percent(part: float, decimals: int = 0) -> str:
+    """Return a part of 1 as a percentage."""
+    return f"{100 * part:.{decimals}f}\N{NO-BREAK SPACE}%"
+
+
 def plural(count: int, noun: str, more: str | None = None) -> str:
     """Return a count with its noun: 1 target, 2,000 targets."""
     return f"{count:,} {noun if count == 1 else more or noun + 's'}"

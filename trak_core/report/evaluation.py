@@ -3,25 +3,33 @@
 from collections.abc import Sequence
 
 from trak_core.report.charts import BLUE, GREEN, GREY, ORANGE, Band, Line, charts, line_chart
-from trak_core.report.elements import Html, element, joined, number, paragraph, plural, table
+from trak_core.report.elements import (
+    Html,
+    element,
+    joined,
+    number,
+    paragraph,
+    percent,
+    plural,
+    table,
+)
 from trak_core.report.facts import Facts, Measured, Row
 
 _COLORS = (BLUE, ORANGE, GREEN, "#7b3294", "#a6611a", GREY)
 _TARGETS = 20
 _METHODS = {
     "scores": "these scores",
-    "trak": "TRAK 0.3.2's formula, no damping",
     "random": "random numbers",
     "same_class": "same label: 1, else 0",
     "gradient_dot": "inner products of gradients",
     "embedding_cosine": "cosine of embeddings",
-    "noise_ceiling": "ceiling: the best that any method could reach",
+    "noise_ceiling": "ceiling: what a perfect method would reach, estimated",
 }
 # Swept settings: column, title of the curve, label of its axis.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
     ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
-    ("loss_weight_power", "Power of the loss weights", "loss_weight_power"),
+    ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
 
 
@@ -52,8 +60,10 @@ def _what_lds_is() -> Html:
     )
 
 
-def _method(name: str, proj_dim: int) -> str:
-    return _METHODS.get(name, name) + (f", k = {proj_dim:,}" if name == "trak" else "")
+def _method(row: Row) -> str:
+    if row["kind"] == "trak":
+        return f"TRAK 0.3.2's formula, no damping, k = {row['proj_dim']:,}"
+    return _METHODS.get(row["method"]) or row["method"]
 
 
 def _lds(name: str, measured: Measured) -> Html:
@@ -66,12 +76,13 @@ def _lds(name: str, measured: Measured) -> Html:
             f"{plural(int(attributes['n_subsets']), 'subset')}, each with "
             f"{plural(int(attributes['n_seeds']), 'seed')}; "
             f"{plural(int(attributes['n_targets']), 'target')}. Intervals hold "
-            f"{attributes['confidence']:.0%} of bootstrap draws over subsets and targets together."
+            f"{percent(attributes['confidence'])} of bootstrap draws over subsets and targets "
+            "together."
         ),
         table(
             "Rank correlation with retrained models, mean over targets",
             ("what predicts", "#LDS", "#from", "#to"),
-            [(_method(r["method"], r["proj_dim"]), *_three(r, "lds", "low", "high")) for r in rows],
+            [(_method(r), *_three(r, "lds", "low", "high")) for r in rows],
         ),
         charts(*_curves(measured)),
         _best(measured),
@@ -197,7 +208,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
             labels.get(r["removed"], r["removed"]),
             f"{r['n_removed']:,}",
             *(number(r[column]) for column in ("change", "low", "high")),
-            *([f"{r['flips']:.0%}"] if flips else ()),
+            *([percent(r["flips"])] if flips else ()),
         )
         for r in summary
     ]
@@ -229,7 +240,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
 def _mislabelled(measured: Measured) -> Html:
     names = {"self_influence": "self-influence", "loss_weight": "loss weight"}
     rows = [
-        (names.get(r["method"], r["method"]), f"{r['auc']:.3f}", f"{r['found']:.0%}")
+        (names.get(r["method"], r["method"]), f"{r['auc']:.3f}", percent(r["found"]))
         for r in measured.tables["detection"]
     ]
     flipped = measured.attributes["n_flipped"]

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trak_core.report.cautions import Caution
-from trak_core.report.elements import Html, element, joined, number, paragraph, plural
+from trak_core.report.elements import Html, element, joined, number, paragraph, percent, plural
 from trak_core.report.facts import Facts, Measured
 from trak_core.report.words import OUTPUTS
 
@@ -85,17 +85,21 @@ def _verdict(name: str, measured: Measured) -> list[Any]:
         element("b", f"Experiment {name}: LDS {number(ours['lds'], 2)}"),
         f", 95 % interval {number(ours['low'], 2)} to {number(ours['high'], 2)}",
     ]
-    if best is not None:
-        share = ours["lds"] / best["lds"] if best["lds"] > 0 else 0.0
+    if best is None:
         text.append(
-            f"; the best that any method could reach here is {number(best['lds'], 2)}, because "
-            f"retraining itself is noisy. That is {max(share, 0):.0%} of it. "
+            ". How much could be reached at all is unknown: that takes evaluation.subsets.seeds of "
+            "2 or more. "
         )
     else:
         text.append(
-            ". How much could be reached at all is unknown: that takes evaluation.seeds of 2 or "
-            "more. "
+            f"; a perfect method would reach about {number(best['lds'], 2)} "
+            f"({number(best['low'], 2)} to {number(best['high'], 2)}), because retraining itself "
+            "is noisy. "
         )
+        if 0 < best["lds"] >= ours["lds"]:
+            text.append(f"The scores reach {percent(max(ours['lds'], 0) / best['lds'])} of that. ")
+        else:
+            text.append("That ceiling is too uncertain here to compare with. ")
     attributes = measured.attributes
     text.append(
         f"LDS is the rank correlation, from \N{MINUS SIGN}1 to 1, between what the scores predict "

@@ -39,12 +39,12 @@ dl.facts dd { margin: 0; font-size: 1.2rem; font-weight: 600; line-height: 1.3; 
 .warning { border-color: #b45f06; background: #fdf6ec; }
 .scroll { overflow-x: auto; max-width: 100%; }
 figure.table { margin: .9rem 0 1.4rem; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums;
+  overflow-wrap: normal; }
 figure.table figcaption { color: var(--soft); font-size: .9rem; max-width: 46rem; }
 th, td { text-align: left; padding: .3rem .75rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; white-space: nowrap; font-weight: 400; }
-td.wrap { white-space: normal; min-width: 14rem; }
-thead th { font-weight: 600; border-bottom: 1.5px solid var(--ink); }
+thead th { font-weight: 600; border-bottom: 1.5px solid var(--ink); vertical-align: bottom; }
 th.number, td.number { text-align: right; }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem 2rem; margin: 1rem 0; }
 figure { margin: 0; }
@@ -75,6 +75,8 @@ footer { color: var(--soft); font-size: .85rem; margin: 3rem auto; max-width: 70
 @media (max-width: 760px) {
   main, header, nav, footer { padding-left: .9rem; padding-right: .9rem; }
   .target { grid-template-columns: 1fr; }
+  thead th { white-space: normal; } thead th.number { min-width: 4.2rem; }
+  tbody th { white-space: normal; min-width: 7rem; max-width: 11rem; overflow-wrap: break-word; }
   .tiles { gap: .5rem; } .tile { width: 5.1rem; }
   .this { display: flex; gap: .9rem; } .this figure { flex: none; }
 }

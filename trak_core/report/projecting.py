@@ -1,7 +1,7 @@
 """What the projection and the matrices did to the numbers."""
 
 from trak_core.report.charts import ORANGE, Line, charts, line_chart
-from trak_core.report.elements import Html, element, joined, number, paragraph, table
+from trak_core.report.elements import Html, element, joined, number, paragraph, percent, table
 from trak_core.report.facts import Error, Facts
 
 _ROWS = 30
@@ -19,7 +19,7 @@ def projection(facts: Facts) -> Html:
         f"A gradient has {spec['n_params']:,} numbers here, too many to keep for every example. "
         f"A random matrix ({spec['kind']}) turns each into {spec['proj_dim']:,} that keep lengths "
         f"and angles up to chance errors; a single length squared is off by about "
-        f"{(2 / spec['proj_dim']) ** 0.5:.1%} (one standard deviation, sqrt(2/k))."
+        f"{percent((2 / spec['proj_dim']) ** 0.5, 1)} (one standard deviation, sqrt(2/k))."
     )
     return joined([intro, _distortion(facts), _conditions(facts)])
 
@@ -43,8 +43,9 @@ def _distortion(facts: Facts) -> Html:
                 text
                 for error in (one.squared_norm, one.inner_product)
                 for text in (
-                    f"{error.measured:.2%} \N{PLUS-MINUS SIGN} {error.standard_error:.2%}",
-                    f"{error.predicted:.2%}",
+                    f"{percent(error.measured, 2)} \N{PLUS-MINUS SIGN} "
+                    f"{percent(error.standard_error, 2)}",
+                    percent(error.predicted, 2),
                 )
             ),
         )
@@ -80,6 +81,7 @@ def _distortion_chart(facts: Facts, kind: str, title: str) -> Html:
             measured,
             [m - b for m, b in zip(measured, bars, strict=True)],
             [m + b for m, b in zip(measured, bars, strict=True)],
+            joined=False,
         ),
         Line("theory", x, [100 * e.predicted for e in errors], color=ORANGE, dashed=True),
     ]
