@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -49,13 +50,17 @@ def spec_of(kind="rademacher", samples=SAMPLES, name="c0", output="image_classif
     }
 
 
-def diagnose(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **spec):
+def diagnose(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **settings):
+    return diagnose_as(spec_of(**settings), folder, checkpoint, study, memory_mb, batch_size)
+
+
+def diagnose_as(spec, folder, checkpoint, study, memory_mb=100, batch_size=64):
     file = folder / "diagnostics.h5"
     compute_diagnostics(
         diagnostics=file,
         checkpoint=checkpoint,
         study=study,
-        spec=spec_of(**spec),
+        spec=spec,
         code="code",
         device="cpu",
         batch_size=batch_size,
@@ -244,31 +249,35 @@ def test_a_budget_that_is_too_small_is_refused_by_the_job(checkpoint, tmp_path):
     assert not list(tmp_path.rglob("*.h5"))
 
 
+def agrees(file):
+    for _, found in pd.read_hdf(file, "agreement").iterrows():
+        assert 0 < found["standard_error"] < 0.2 * found["measured"]
+        assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]
+
+
 def test_the_smoke_study_agrees_with_theory_and_what_runs_again(tmp_path):
+    """As the workflow makes it, and under the other kinds of projection."""
     config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     config |= {
-        "study": str(REPOSITORY / "config/digits.py"),
         "results": "results",
         "checkpoints": {"seed0": {"seed": 0}},
         "diagnostics": {"samples": 60, "streams": 10},
     }
+    digits = config["study"] = str(REPOSITORY / "config/digits.py")
     study = Workspace.make(tmp_path / "study", "small_digits.py", config)
-    study.config["study"] = config["study"]
-    file = "results/diagnostics/seed0.h5"
-
-    def agrees():
-        for _, found in pd.read_hdf(study.path(file), "agreement").iterrows():
-            assert 0 < found["standard_error"] < 0.2 * found["measured"]
-            assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]
-
+    study.config["study"] = digits
+    file, trained = "results/diagnostics/seed0.h5", "results/checkpoints/seed0.pt"
     assert study.run(file) == {"train_checkpoint": 1, "compute_diagnostics": 1}
-    agrees()
+    agrees(study.path(file))
+    for kind in ("normal", "hadamard", "sjlt"):
+        spec = spec_of(kind, samples=60, name="seed0")
+        spec["projection"] |= config["projection"] | {"kind": kind}
+        spec["diagnostics"] = config["diagnostics"]
+        agrees(diagnose_as(spec, tmp_path / kind, study.path(trained), Path(digits)))
+
     study.config["features_dtype"] = "float16"
     study.config["compute"] = {"batch_size": 7, "memory_mb": 300, "threads": 2}
     study.config["scoring"]["damping"] = 1
     assert study.run("-n", file) == {}
-    study.config["projection"]["kind"] = "normal"
-    assert study.run(file) == {"compute_diagnostics": 1}
-    agrees()
-    study.config["diagnostics"]["samples"] = 61
+    study.config["diagnostics"] = {"samples": 61}
     assert study.run("-n", "all")["compute_diagnostics"] == 1

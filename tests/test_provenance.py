@@ -13,6 +13,9 @@ from trak_core.provenance import code_digest, ids_digest, stat_signature, study_
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "__init__")
 
+# Diagnostics, and what stands on the projection beside them.
+DIAGNOSED = {"diagnostics", "sampled", "projecting"}
+
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
@@ -36,16 +39,28 @@ def add_code(text):
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        ("projection/cpu/rademacher.py", {"features"}),
-        ("gradients/_vmap.py", {"features", "kernel", "subject", "check_study", "output"}),
-        ("checkpoints.py", {"features", "kernel", "subject"}),
+        ("projection/cpu/rademacher.py", {"features", *DIAGNOSED}),
+        (
+            "gradients/_vmap.py",
+            {"features", *DIAGNOSED, "kernel", "subject", "check_study", "output"},
+        ),
+        ("checkpoints.py", {"features", *DIAGNOSED, "kernel", "subject"}),
         ("attribution.py", {"scores", "average"}),
         ("linalg.py", {"normal_matrix", "scores", "exact_scores"}),
         ("dual.py", {"exact_scores"}),
         ("stages/figure.py", {"figure"}),
         (
             "study.py",
-            {"features", "kernel", "subject", "train", "figure", "check_study", "output"},
+            {
+                "features",
+                *DIAGNOSED,
+                "kernel",
+                "subject",
+                "train",
+                "figure",
+                "check_study",
+                "output",
+            },
         ),
         ("errors.py", set(STAGES) - {"software"}),
         ("__init__.py", set(STAGES)),
