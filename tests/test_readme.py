@@ -90,6 +90,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     config["checkpoints"] = {"seed0": {"seed": 0}}
     config["experiments"] = {"hard": {"targets": [1573, 1662, 678, 905]}}
     config["projection"]["proj_dim"] = 32
+    del config["evaluation"]
     workspace = Workspace.make(tmp_path / "study", "small_digits.py", {**config})
     workspace.config["study"] = config["study"]
     workspace.run()
@@ -118,7 +119,7 @@ def test_every_key_of_the_config_is_described():
     def keys(node, prefix=""):
         for key, value in properties(node).items():
             assert value.get("description"), key
-            inner = list(keys(value, f"{key}.")) if key != "experiments" else []
+            inner = list(keys(value, f"{prefix}{key}.")) if key != "experiments" else []
             yield from inner or [prefix + key]
 
     assert {"projection.kind", "compute.threads"} <= set(keys(schema))

@@ -11,7 +11,7 @@ import jsonschema.validators
 import yaml
 
 from trak_core.errors import InputError
-from trak_core.spec import ProjectionKind, stream_of
+from trak_core.spec import stream_of
 
 _ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 # An average's specification lists its checkpoints in one HDF5 attribute, which holds 64 KiB.
@@ -180,117 +180,6 @@ def check_diagnostics(config: Mapping[str, Any], n_train: int) -> None:
             f"diagnostics.samples must not exceed the training samples. Found {samples} of "
             f"{n_train}. Lower it."
         )
-
-
-_CLASSES = ("image_classification", "text_classification")
-_FEATURES_ONLY = ("trak", "sweep", "self_influence", "mislabelled")
-
-
-def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Refuse an evaluation that its study cannot have, for a config that is valid otherwise.
-
-    Args:
-        config: With its defaults filled in, and with ``evaluation``.
-
-    Raises:
-        InputError: It names the key.
-    """
-    asked = config["evaluation"]
-    lds, counterfactual = {"subsets", "ground_truth"} & set(asked), asked.get("counterfactual")
-    if len(lds) == 2:
-        raise InputError(
-            "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
-            "retrained elsewhere. Found both."
-        )
-    named = [
-        *asked.get("experiments", ()),
-        *([counterfactual["experiment"]] * bool(counterfactual)),
-    ]
-    unknown = [name for name in named if name not in config["experiments"]]
-    if unknown:
-        raise InputError(
-            f"evaluation must name experiments of the study: {', '.join(config['experiments'])}. "
-            f"Found {unknown[0]!r}."
-        )
-    trained = [key for key in ("subsets", "mislabelled", "counterfactual") if key in asked]
-    if trained and "training" not in config:
-        raise InputError(
-            f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
-            "study a function train(). Found no `training`. Models that were retrained elsewhere can be "
-            "given as evaluation.ground_truth."
-        )
-    if (lds or counterfactual) and config["scoring"]["scores"] != "full":
-        raise InputError(
-            "An evaluation needs all scores: scoring.scores must be full. Found "
-            f"{config['scoring']['scores']}."
-        )
-    if (lds and "same_class" in asked["baselines"]) or "mislabelled" in asked:
-        key = "mislabelled" if "mislabelled" in asked else "baselines: same_class"
-        if config["model_output"] not in _CLASSES:
-            raise InputError(
-                f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(_CLASSES)}. Found {config['model_output']}. Leave it out."
-            )
-    _check_dimensions(config["projection"], asked)
-
-
-def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, Any]) -> None:
-    """Refuse what needs features where there are none, and columns that can't be taken alone."""
-    if isinstance(projection, str):
-        found = [key for key in _FEATURES_ONLY if asked.get(key)]
-        found += ["baselines: gradient_dot"] * ("gradient_dot" in asked["baselines"])
-        if found:
-            raise InputError(
-                f"evaluation.{found[0]} works on projected features. Found `projection: exact`. "
-                "Leave it out, or take a projection."
-            )
-        return
-    proj_dim, kind = projection["proj_dim"], projection["kind"]
-    for key, dims in (
-        ("trak", asked["trak"]),
-        ("sweep.proj_dim", asked.get("sweep", {}).get("proj_dim", ())),
-    ):
-        nested = kind in (ProjectionKind.RADEMACHER, ProjectionKind.NORMAL)
-        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and not nested)]
-        if wrong:
-            raise InputError(
-                f"evaluation.{key} takes the first columns of the projection: at most "
-                f"projection.proj_dim, {proj_dim}, and fewer for rademacher and normal only. Found "
-                f"{wrong[0]} with {kind}."
-            )
-
-
-def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Refuse an evaluation of more samples than there are.
-
-    Args:
-        asked: The config's ``evaluation``, checked.
-        n_train: Training samples.
-        n_targets: Targets of each experiment.
-
-    Raises:
-        InputError: It names the key.
-    """
-    for key, sizes, most in (
-        ("trak", asked["trak"], n_train),
-        (
-            "counterfactual.n_removed",
-            asked.get("counterfactual", {}).get("n_removed", ()),
-            n_train - 1,
-        ),
-    ):
-        if sizes and max(sizes) > most:
-            raise InputError(
-                f"evaluation.{key} must be at most {most}, with {n_train} training samples. Found "
-                f"{max(sizes)}."
-            )
-    if "counterfactual" in asked:
-        found = n_targets[asked["counterfactual"]["experiment"]]
-        if asked["counterfactual"]["targets"] > found:
-            raise InputError(
-                "evaluation.counterfactual.targets must be at most the targets of its experiment. "
-                f"Found {asked['counterfactual']['targets']}; there are {found}."
-            )
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:

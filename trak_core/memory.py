@@ -129,6 +129,7 @@ def evaluation_need(
     n_train: int,
     n_targets: int,
     n_subsets: int,
+    n_checkpoints: int,
     sweep: Mapping[str, Sequence[Any]] | None,
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, and one checkpoint's eigenvectors.
@@ -138,6 +139,7 @@ def evaluation_need(
         n_train: n.
         n_targets: m.
         n_subsets: S.
+        n_checkpoints: Their loss weights are kept.
         sweep: Values of each setting; None for none.
     """
     given = {"damping": [], "loss_weight_power": [], "combine": [], "proj_dim": []}
@@ -146,7 +148,9 @@ def evaluation_need(
     pairs = sizes["loss_weight_power"] * sizes["combine"] + 2
     n_settings = pairs * sizes["damping"] * (1 + sizes["proj_dim"] if sweep else 1)
     sums = 8 * n_subsets * n_targets * (n_settings + 40)
-    fixed = 16 * n_subsets * n_train + sums + 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim
+    weights = 8 * n_train * (pairs + n_checkpoints)
+    solve = 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim
+    fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
     what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
     return Need(what, fixed, row, remedy="cut the experiment in two, or sweep less")

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 _IDS = np.random.default_rng(3).permutation(1797)[:190]
 
@@ -45,10 +45,10 @@ def make_model():
     )
 
 
-def train(seed, steps):
+def train(seed, steps, data=None):
     torch.manual_seed(seed)
     model = make_model()
-    images, labels = train_data().tensors
+    images, labels = default_collate(list(train_data() if data is None else data))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     for _ in range(steps):
         loss = nn.functional.cross_entropy(model(images), labels)

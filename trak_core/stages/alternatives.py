@@ -27,6 +27,8 @@ _TRACIN = (1.0, Combine.AVERAGE_OF_PRODUCTS)
 _TRAK = (1.0, Combine.PRODUCT_OF_AVERAGES)
 # Of the random baseline.
 _SEED = 0
+# A row of the summary: method, kind, proj_dim (0 where there is none).
+Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,13 +50,13 @@ class Alternatives:
         swept: By setting.
     """
 
-    methods: dict[tuple[str, str, int], np.ndarray]
+    methods: dict[Key, np.ndarray]
     swept: dict[Setting, np.ndarray]
 
 
 def simple_sums(
     names: Sequence[str], masks: np.ndarray, scored: Artifact, block: int
-) -> dict[tuple[str, str, int], np.ndarray]:
+) -> dict[Key, np.ndarray]:
     """Return the sums of the baselines that need no gradients.
 
     Args:
@@ -111,10 +113,29 @@ def _grid(sweep: Mapping[str, Sequence[Any]], own: Setting) -> list[Setting]:
     return [Setting(*each) for each in product(*values)]
 
 
+def _check_files(
+    train: Artifact,
+    targets: Artifact,
+    matrix: Artifact,
+    scored: Artifact,
+    expected: dict[str, Any],
+    weighting: str,
+) -> None:
+    """Refuse features that a checkpoint's scores were not made of."""
+    check_splits(train, targets, expected, FEATURES.rule)
+    wanted = {"weighting": weighting, "features": train.content_hash}
+    found = {key: matrix.spec[key] for key in wanted}
+    check_same("features", wanted, found, matrix.path, NORMAL_MATRIX.rule)
+    made_of = scored.spec["train_features"]
+    check_same("training features", made_of, train.content_hash, train.path, FEATURES.rule)
+    ids = scored.ids("target_ids"), targets.ids("sample_ids")
+    check_same("targets", *ids, targets.path, FEATURES.rule)
+
+
 def feature_sums(
     files: Sequence[tuple[Path, Path, Path]],
+    scored: Sequence[Artifact],
     masks: np.ndarray,
-    loss_weights: np.ndarray,
     *,
     expected: dict[str, Any],
     weighting: str,
@@ -129,8 +150,8 @@ def feature_sums(
     Args:
         files: Features of the training samples and of the targets, and the normal matrix, of each
             checkpoint.
+        scored: Each checkpoint's scores.
         masks: Shape (S, n), float64.
-        loss_weights: Q of each checkpoint, shape (C, n).
         expected: See ``check_made_for``; its split is the experiment, and checkpoints are ids.
         weighting: Of the normal matrices.
         own: The study's own setting, always part of the grid.
@@ -149,7 +170,12 @@ def feature_sums(
         methods["gradient_dot", "baseline", own.proj_dim] = np.zeros(())
     swept = {setting: np.zeros(()) for setting in grid}
     dampings = sorted({setting.damping for setting in grid})
-    powers = [np.stack([powered(q, power) for q in loss_weights]) for power, _ in pairs]
+    loss_weights = [part.vector("loss_weights") for part in scored]
+    averages = {
+        power: np.mean([powered(q, power) for q in loss_weights], axis=0)
+        for power, combine in pairs
+        if combine is Combine.PRODUCT_OF_AVERAGES
+    }
     for c, ((train, targets, matrix), checkpoint) in enumerate(
         zip(files, expected["checkpoints"], strict=True)
     ):
@@ -159,15 +185,13 @@ def feature_sums(
             open_artifact(matrix, NORMAL_MATRIX) as matrix_file,
         ):
             print(f"Checkpoint {checkpoint}", flush=True)
-            check_splits(
-                train_file, target_file, {**settings, "checkpoint": checkpoint}, FEATURES.rule
-            )
-            wanted = {"weighting": weighting, "features": train_file.content_hash}
-            found = {key: matrix_file.spec[key] for key in wanted}
-            check_same("features", wanted, found, matrix, NORMAL_MATRIX.rule)
+            of_checkpoint = {**settings, "checkpoint": checkpoint}
+            _check_files(train_file, target_file, matrix_file, scored[c], of_checkpoint, weighting)
             weights = [
-                q.mean(axis=0) if combine is Combine.PRODUCT_OF_AVERAGES else q[c]
-                for q, (_, combine) in zip(powers, pairs, strict=True)
+                averages[power]
+                if combine is Combine.PRODUCT_OF_AVERAGES
+                else powered(loss_weights[c], power)
+                for power, combine in pairs
             ]
             sums = weighted_sums(masks, weights, _blocks(train_file, block))
             rows = target_file.matrix("features")[:].astype(np.float64)

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, create, open_artifact
-from trak_core.stages.removals import random_removals, top_removals
 from trak_core.stages.software import software
+from trak_core.subsets import random_removals, top_removals
 
 CONFIDENCE = 0.95
 _N_DRAWS = 1000

@@ -3,13 +3,12 @@
 ``docs/evaluation.md`` describes the tables of the file that is written.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
@@ -24,15 +23,12 @@ from trak_core.artifacts import (
 from trak_core.attribution import combined, powered
 from trak_core.blocks import blocks_with_progress
 from trak_core.memory import evaluation_need
-from trak_core.metrics import bootstrap_intervals, noise_ceiling, rank_correlations
 from trak_core.spec import EXACT, Combine
-from trak_core.stages.alternatives import Setting, cosine_sums, feature_sums, simple_sums
-from trak_core.stages.ground_truth import GroundTruth, read_ground_truth
+from trak_core.stages.alternatives import Key, Setting, cosine_sums, feature_sums, simple_sums
+from trak_core.stages.evaluation_tables import CONFIDENCE, lds_tables, sweep_tables
+from trak_core.stages.ground_truth import read_ground_truth
 from trak_core.stages.software import software
 from trak_core.stages.splits import check_together
-
-CONFIDENCE = 0.95
-_Key = tuple[str, str, int]
 
 
 def _counts(n_checkpoints: int) -> list[int]:
@@ -69,48 +65,6 @@ def _check_scores(scores: Artifact, expected: dict[str, Any], parts: Sequence[Ar
     wanted["checkpoints"] = [part.spec["checkpoint"] for part in parts]
     found["checkpoints"] = scores.spec["checkpoints"]
     check_same("settings of today's config", wanted, found, scores.path, SCORES.rule)
-
-
-def _best(
-    swept: Mapping[Setting, np.ndarray], own: Setting, truth: GroundTruth
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Choose a setting on every other target and report it on the others, beside the study's own.
-
-    A single target is both.
-
-    Args:
-        swept: Subset sums of each setting.
-        own: The study's own.
-        truth: Retrained models.
-
-    Returns:
-        The tables ``sweep`` and ``best``.
-    """
-    mean = truth.outputs.mean(axis=0)
-    choosing = slice(0, None, 2)
-    reporting = slice(1, None, 2) if mean.shape[1] > 1 else slice(None)
-    each = {setting: rank_correlations(sums, mean) for setting, sums in swept.items()}
-    rows = [
-        {
-            **{name: getattr(setting, name) for name in Setting.__slots__},
-            "lds_chosen_by": found[choosing].mean(),
-            "lds_reported": found[reporting].mean(),
-            "lds": found.mean(),
-        }
-        for setting, found in each.items()
-    ]
-    sweep = pd.DataFrame(rows)
-    settings = list(swept)
-    shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
-    intervals = bootstrap_intervals(
-        [swept[settings[row]][:, reporting] for row in shown],
-        truth.outputs[:, :, reporting],
-        confidence=CONFIDENCE,
-    )
-    best = sweep.iloc[shown].drop(columns="lds")
-    best.insert(0, "setting", ["best", "config"])
-    best[["low", "high"]] = intervals[:2]
-    return sweep, best.reset_index(drop=True)
 
 
 def evaluate_scores(
@@ -172,6 +126,7 @@ def evaluate_scores(
             n_train=len(train_ids),
             n_targets=len(target_ids),
             n_subsets=len(masks),
+            n_checkpoints=len(parts),
             sweep=sweep,
         ).rows(memory_mb)
 
@@ -179,15 +134,15 @@ def evaluate_scores(
         total = np.zeros(mean.shape)
         for start in range(0, len(train_ids), block):
             total += masks[:, start : start + block] @ values[start : start + block]
-        methods: dict[_Key, np.ndarray] = {("scores", "scores", own.proj_dim): total}
+        methods: dict[Key, np.ndarray] = {("scores", "scores", own.proj_dim): total}
         by_count = _sums_by_count(parts, masks, power, combine, block)
         swept: dict[Setting, np.ndarray] = {}
         if features:
             of_features = {"damping", "weighting", "experiment"}
             beside = feature_sums(
                 features,
+                parts,
                 masks,
-                np.stack([part.vector("loss_weights") for part in parts]),
                 expected={
                     **{k: v for k, v in of_each.items() if k not in of_features},
                     "split": expected["experiment"],
@@ -206,7 +161,7 @@ def evaluate_scores(
             methods[key] = cosine_sums(embeddings, masks, target_ids, expected_embeddings)
         methods |= simple_sums(baselines, masks, parts[0], block)
 
-        summary, targets, curve = _tables(methods, by_count, truth, target_ids)
+        summary, targets, curve = lds_tables(methods, by_count, truth, target_ids)
         spec = {
             **expected,
             "retrained": truth.source,
@@ -230,52 +185,8 @@ def evaluate_scores(
             writer.table("targets", targets, ["method", "target_id"])
             writer.table("checkpoints", curve, ["n_checkpoints"])
             if swept:
-                for key, table in zip(("sweep", "best"), _best(swept, own, truth), strict=True):
+                for key, table in zip(
+                    ("sweep", "best"), sweep_tables(swept, own, truth), strict=True
+                ):
                     writer.table(key, table, [])
         print(summary.to_string(index=False))
-
-
-def _tables(
-    methods: Mapping[_Key, np.ndarray],
-    by_count: Mapping[int, np.ndarray],
-    truth: GroundTruth,
-    target_ids: list[Any],
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``summary``, ``targets`` and ``checkpoints``."""
-    mean = truth.outputs.mean(axis=0)
-    each = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
-    intervals = bootstrap_intervals(
-        [*methods.values(), *by_count.values()], truth.outputs, confidence=CONFIDENCE
-    )
-    ends = list(intervals[: len(methods)])
-    if len(truth.outputs) > 1:
-        each["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
-        ends.append(intervals[-1])
-    summary = pd.DataFrame({
-        "method": [name for name, _, _ in each],
-        "kind": [kind for _, kind, _ in each],
-        "proj_dim": [dim for _, _, dim in each],
-        "lds": [found.mean() for found in each.values()],
-        "low": [low for low, _ in ends],
-        "high": [high for _, high in ends],
-    })
-    targets = pd.concat(
-        [
-            pd.DataFrame({
-                "method": name,
-                "proj_dim": dim,
-                "target_id": target_ids,
-                "correlation": found,
-            })
-            for (name, _, dim), found in each.items()
-        ],
-        ignore_index=True,
-    )
-    curve_ends = intervals[len(methods) : len(methods) + len(by_count)]
-    curve = pd.DataFrame({
-        "n_checkpoints": list(by_count),
-        "lds": [rank_correlations(sums, mean).mean() for sums in by_count.values()],
-        "low": curve_ends[:, 0],
-        "high": curve_ends[:, 1],
-    })
-    return summary, targets, curve

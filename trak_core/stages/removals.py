@@ -14,17 +14,7 @@ import torch
 from trak_core.artifacts import SCORES, Artifact, check_same, open_artifact
 from trak_core.stages.retrain import retrain
 from trak_core.study import TRAIN, Study
-from trak_core.subsets import random_removal, training_seed
-
-
-def random_removals(n_removed: Sequence[int], draws: int) -> list[tuple[int, int]]:
-    """Return size and draw of every random removal; their models follow those with everything."""
-    return [(size, draw) for size in n_removed for draw in range(draws)]
-
-
-def top_removals(targets: Sequence[Any], n_removed: Sequence[int]) -> list[tuple[Any, int]]:
-    """Return target and size of every removal of a target's most helpful samples."""
-    return [(target, size) for target in targets for size in n_removed]
+from trak_core.subsets import random_removal, random_removals, top_removals, training_seed
 
 
 def without_top(scores: Artifact, removals: Sequence[tuple[Any, int]]) -> np.ndarray:

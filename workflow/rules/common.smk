@@ -8,7 +8,6 @@ from snakemake.utils import validate
 from trak_core.config import (
     check_config,
     check_diagnostics,
-    check_evaluation,
     check_exact,
     check_unique_keys,
     checkpoint_table,
@@ -16,6 +15,7 @@ from trak_core.config import (
     target_ids,
 )
 from trak_core.errors import InputError
+from trak_core.evaluation_config import check_evaluation
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 from trak_core.spec import EXACT, EXACT_PROJECTION
 

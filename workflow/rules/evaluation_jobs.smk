@@ -1,4 +1,7 @@
 # What each job of an evaluation needs to know, as functions of its wildcards; no rules here.
+from trak_core.evaluation_config import check_sizes
+from trak_core.memory import evaluation_need
+
 folder = config["results"]
 looks_at_features = bool(
     evaluation.get("trak")
@@ -6,6 +9,26 @@ looks_at_features = bool(
     or "gradient_dot" in evaluation.get("baselines", ())
 )
 embedded = "embedding_cosine" in evaluation.get("baselines", ())
+
+
+if evaluation and workflow.is_main_process:
+    if not Path(given := evaluation.get("ground_truth", config["study"])).is_file():
+        raise WorkflowError(
+            f"evaluation.ground_truth must exist. Found nothing at {given} (from {os.getcwd()})."
+        )
+    counts = {s: one["n_samples"] for s, one in sizes["splits"].items()}
+    with explained():
+        check_sizes(evaluation, counts["train"], counts)
+        # Models retrained elsewhere are counted when they are read.
+        for experiment in measured if "subsets" in evaluation else []:
+            evaluation_need(
+                proj_dim=config["projection"]["proj_dim"] if looks_at_features else 0,
+                n_train=counts["train"],
+                n_targets=counts[experiment],
+                n_subsets=evaluation["subsets"]["count"],
+                n_checkpoints=len(checkpoints),
+                sweep=evaluation.get("sweep"),
+            ).check(compute["memory_mb"])
 
 
 def retrained_groups():
@@ -16,7 +39,7 @@ def retrained_groups():
 
 def retrained_files():
     if "ground_truth" in evaluation:
-        return ancient(evaluation["ground_truth"])
+        return [ancient(evaluation["ground_truth"])]
     return [f"{folder}/retrained/{i}-{j}.h5" for i, j in retrained_groups()]
 
 

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 
-from trak_core.config import check_sizes
 from trak_core.memory import check_memory
 from trak_core.spec import ProjectionSpec
 from trak_core.whole_file import written_whole
@@ -71,8 +70,6 @@ if workflow.is_main_process:
             ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
         check_diagnostics(config, n_samples["train"])
-        if evaluation:
-            check_sizes(evaluation, n_samples["train"], n_samples)
         check_memory(
             compute["memory_mb"],
             proj_dim=None if exact else config["projection"]["proj_dim"],
