@@ -28,7 +28,7 @@ from trak_core.artifacts import (
 )
 from trak_core.report.cautions import cautions
 from trak_core.report.elements import Html, element, number, plural
-from trak_core.report.examples import EACH
+from trak_core.report.examples import EACH, targets_shown
 from trak_core.report.facts import Distortion, Error, Experiment, Facts, Matrix, Measured, Source
 from trak_core.report.glance import trust
 from trak_core.report.samples import drawn, printed
@@ -185,6 +185,13 @@ def test_the_worked_example_is_of_this_study(page, results):
     assert f"counts {number(max(abs(up / down), abs(down / up)), 2)} times as much" in example
 
 
+def test_printed_samples_stand_apart_from_labels(page):
+    prints = [a for n, a in page.elements if n == "span" and a.get("class") == "mono"]
+    assert len(prints) > 4
+    assert re.search(r"label \S+ \[", page.text)
+    assert not re.search(r"\d\[", page.text)
+
+
 def test_trust_that_was_not_measured_is_said_to_be_so(page):
     assert "It was not measured." in page.text
     assert "add evaluation: to the config" in page.text
@@ -278,6 +285,21 @@ def test_a_photograph_is_kept_small():
 )
 def test_samples_that_are_not_drawn_are_printed(sample, text):
     assert printed(sample) == text
+
+
+@pytest.mark.parametrize(
+    ("n_experiments", "shown"), [(1, [20]), (7, [17] * 7), (120, [1] * 120), (150, [1] * 120)]
+)
+def test_many_targets_and_experiments_are_cut(n_experiments, shown):
+    assert targets_shown(n_experiments) == shown + [0] * (n_experiments - len(shown))
+
+
+def test_targets_left_out_are_said_to_be(results, monkeypatch):
+    monkeypatch.setattr("trak_core.report.examples._TARGETS", 1)
+    page = Page(write(results))
+    check_alone(page)
+    assert "3 targets more not shown here: scores/mine.h5 has the scores of all" in page.text
+    assert page.text.count("Most helpful") == 1
 
 
 def test_elements_escape_all_but_markup():

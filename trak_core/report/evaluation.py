@@ -105,6 +105,8 @@ def _curves(measured: Measured) -> list[Html]:
     bands = [Band("ceiling", ceiling["lds"], ceiling["low"], ceiling["high"])] if ceiling else []
     curve = measured.tables["checkpoints"]
     counts = [r["n_checkpoints"] for r in curve]
+    # Of a long curve a tick at 1, 2, 5, 10, ... and at its end, which numbers don't overlap.
+    ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
     found = [
         line_chart(
             "More checkpoints",
@@ -112,7 +114,7 @@ def _curves(measured: Measured) -> list[Html]:
             x_label="checkpoints averaged",
             y_label="LDS",
             log_x=len(counts) > 1,
-            x_ticks=counts,
+            x_ticks=ticks,
             bands=bands,
         )
     ]

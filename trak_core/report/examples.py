@@ -13,9 +13,10 @@ EACH = 4
 _TARGETS, _AT_ONCE, _IN_ALL = 20, 4, 120
 
 
-def targets_each(n_experiments: int) -> int:
-    """Return how many targets of each experiment are shown at most."""
-    return max(1, min(_TARGETS, _IN_ALL // n_experiments))
+def targets_shown(n_experiments: int) -> list[int]:
+    """Return how many targets of each experiment are shown at most: none of very late ones."""
+    each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
+    return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
 def examples(

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.report.document import document
-from trak_core.report.elements import Html, joined
-from trak_core.report.examples import EACH, examples, targets_each
+from trak_core.report.elements import Html, element, joined
+from trak_core.report.examples import EACH, examples, targets_shown
 from trak_core.report.facts import Experiment, Facts
 from trak_core.report.samples import drawn, printed
 from trak_core.stages.reported import (
@@ -23,21 +23,21 @@ from trak_core.study import TRAIN, Study
 from trak_core.whole_file import written_whole
 
 
-def _examples(study: Path, experiments: list[Experiment], n_shown: int) -> Html:
+def _examples(study: Path, experiments: list[Experiment], shown: list[int]) -> Html:
     """Show targets and their strongest training samples, each drawn or printed once."""
     loaded = Study.load(study)
     draw = loaded.function("draw") if loaded.has("draw") else None
 
     def show(sample: Any, description: str) -> Html:
         if draw is None:
-            return Html(joined([printed(sample)]))
+            return element("span", printed(sample), class_="mono")
         return drawn(draw, sample, description)
 
     train_split = loaded.split(TRAIN, None)
     row_of = {sample_id: row for row, sample_id in enumerate(train_split.ids)}
     train: dict[Any, Html] = {}
     parts = []
-    for experiment in experiments:
+    for experiment, n_shown in zip(experiments, shown, strict=True):
         ids = [about["id"] for about in experiment.targets[:n_shown]]
         split = loaded.split(experiment.name, ids)
         targets = {i: show(split.samples[row], f"target {i}") for row, i in enumerate(ids)}
@@ -81,8 +81,11 @@ def write_report(
         InputError: If a file is not what it must be.
     """
     results = report.parent
-    n_shown = targets_each(len(scores))
-    experiments = [read_experiment(path, results, n_shown, EACH) for path in scores]
+    shown = targets_shown(len(scores))
+    experiments = [
+        read_experiment(path, results, n_shown, EACH)
+        for path, n_shown in zip(scores, shown, strict=True)
+    ]
     known = {TRAIN, *experiments[0].checkpoints, *(one.name for one in experiments)}
     facts = Facts(
         config=config,
@@ -95,6 +98,6 @@ def write_report(
         self_influence=[read_self_influence(path, results) for path in self_influence],
         distortions=[read_distortion(path, results) for path in diagnostics],
     )
-    text = document(facts, _examples(study, experiments, n_shown))
+    text = document(facts, _examples(study, experiments, shown))
     with written_whole(report) as partial:
         partial.write_text(text, encoding="utf-8")
