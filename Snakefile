@@ -9,6 +9,9 @@ if not workflow.overwrite_configfiles:
     configfile: "config/config.yaml"
 
 
+report: "workflow/report/study.rst"
+
+
 include: "workflow/rules/common.smk"
 include: "workflow/rules/study.smk"
 include: "workflow/rules/jobs.smk"
@@ -53,6 +56,9 @@ if "diagnostics" in config:
     include: "workflow/rules/diagnostics.smk"
 
 
+include: "workflow/rules/report.smk"
+
+
 localrules:
     all,
     scores,
@@ -66,6 +72,7 @@ rule all:
         expand("<results>/figures/{experiment}.png", experiment=experiments),
         expand("<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed),
         evaluation_files(),
+        "<results>/report.html",
 
 
 rule scores:

@@ -23,7 +23,7 @@ LAYERS = [
         "study",
     },
     {"gradients", "attribution", "dual", "diagnostics", "relabelled", "subset_sums"},
-    {"gramian", "embeddings"},
+    {"gramian", "embeddings", "report"},
     {"stages"},
     {"compat"},
 ]

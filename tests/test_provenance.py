@@ -15,6 +15,9 @@ STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "
 
 # Diagnostics, and what stands on the projection beside them.
 DIAGNOSED = {"diagnostics", "sampled", "projecting"}
+# What the evaluation does with scores, and with models.
+MEASURED = {"alternatives", "evaluation", "evaluation_tables", "mislabelled", "self_influence"}
+RETRAINED = {"embeddings", "removals", "retrain"}
 
 
 @pytest.fixture
@@ -42,11 +45,11 @@ def add_code(text):
         ("projection/cpu/rademacher.py", {"features", *DIAGNOSED}),
         (
             "gradients/_vmap.py",
-            {"features", *DIAGNOSED, "kernel", "subject", "check_study", "output"},
+            {"features", *DIAGNOSED, *RETRAINED, "kernel", "subject", "check_study", "output"},
         ),
-        ("checkpoints.py", {"features", *DIAGNOSED, "kernel", "subject"}),
-        ("attribution.py", {"scores", "average"}),
-        ("linalg.py", {"normal_matrix", "scores", "exact_scores"}),
+        ("checkpoints.py", {"features", *DIAGNOSED, "embeddings", "kernel", "subject"}),
+        ("attribution.py", {"scores", "average", *MEASURED}),
+        ("linalg.py", {"normal_matrix", "scores", "exact_scores", *MEASURED}),
         ("dual.py", {"exact_scores"}),
         ("stages/figure.py", {"figure"}),
         (
@@ -54,15 +57,18 @@ def add_code(text):
             {
                 "features",
                 *DIAGNOSED,
+                *RETRAINED,
                 "kernel",
                 "subject",
                 "train",
                 "figure",
+                "report",
                 "check_study",
                 "output",
             },
         ),
-        ("errors.py", set(STAGES) - {"software", "free_gpu"}),
+        ("report/page.py", {"report"}),
+        ("errors.py", set(STAGES) - {"software", "free_gpu", "timings"}),
         ("__init__.py", set(STAGES)),
     ],
 )

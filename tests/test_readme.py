@@ -52,6 +52,7 @@ def diabetes(tmp_path_factory):
     result = workspace.snakemake("--cores", "2", text=block("yaml diabetes.yaml"))
     assert result.returncode == 0, result.stdout
     assert jobs(result.stdout)["draw_influences"] == 1
+    assert jobs(result.stdout)["write_report"] == 1
     return workspace
 
 
@@ -61,6 +62,7 @@ def test_the_own_study_gives_scores_and_a_figure(diabetes):
     assert scores.shape == (342, 2)
     assert scores.columns.tolist() == ["patient-342", "patient-400"]
     assert (results / "figures/two-patients.png").read_bytes().startswith(b"\x89PNG")
+    assert "patient-342" in (results / "report.html").read_text()
 
 
 def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
@@ -114,7 +116,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     headers = [line.split() for line in printed.getvalue().splitlines()]
     assert ["1573", "1662", "678"] in headers
     assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in headers
-    assert ["id", "label", "prediction", "margin"] in headers
+    assert ["id", "label", "prediction", "margin", "margin_sd"] in headers
     assert len(shown.splitlines()) == len(headers)
 
 

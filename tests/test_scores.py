@@ -11,6 +11,7 @@ import torch
 from pipeline import read_scores, run_stages
 from torch import nn
 
+from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
 from trak_core.projection.cuda import machine
 from trak_core.provenance import ids_digest
@@ -179,6 +180,22 @@ def test_labels_predictions_and_margins_come_along(case, tmp_path):
             strict=True,
         )
         np.testing.assert_allclose(table["margin"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(table["margin_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
+
+
+def test_the_mean_loss_weight_and_what_made_the_files_come_along(case, tmp_path):
+    path = case.stages(tmp_path, proj_dim=16, memory_mb=1)
+    weights = []
+    for file in sorted((tmp_path / "scores/mine").iterdir()):
+        with open_artifact(file, CHECKPOINT_SCORES) as part:
+            weights.append(part.vector("loss_weights"))
+    assert len(weights) == len(case.models)
+    found = pd.read_hdf(path, "train")["loss_weight"]
+    np.testing.assert_allclose(found, np.mean(weights, axis=0), rtol=1e-6)
+    with open_artifact(path, SCORES) as file:
+        (of_scores,) = file.provenance["made_from"]
+    (of_features,) = of_scores["made_from"]
+    assert of_features["torch"] == torch.__version__
 
 
 def doubles(case):

@@ -58,6 +58,7 @@ def trained(tmp_path_factory):
         "compute_scores": 6,
         "average_scores": 2,
         "draw_influences": 2,
+        "write_report": 1,
     }
     return workspace
 
@@ -202,11 +203,21 @@ def test_a_module_edited(study, module, rules):
     assert study.run() == rules
 
 
-def test_figures_are_drawn_again_from_new_scores_or_new_code(study):
+def test_figures_and_report_are_made_again_from_new_scores_or_new_code(study):
     study.config["scoring"]["top"] = 2
-    assert study.run("all") == {"average_scores": 2, "draw_influences": 2}
+    assert study.run("all") == {"average_scores": 2, "draw_influences": 2, "write_report": 1}
     edit(study, "stages/figure.py")
-    assert study.run("all") == {"draw_influences": 2}
+    assert study.run("all") == {"draw_influences": 2, "write_report": 1}
+    edit(study, "report/page.py")
+    assert study.run("all") == {"write_report": 1}
+
+
+def without_timings(workspace):
+    """The report but for its table of seconds and memory, all that may differ between runs."""
+    text = workspace.path("results/report.html").read_text()
+    before, found, after = re.split(r"(<h3>Time and memory</h3>.*?<h3>)", text, flags=re.S)
+    assert "compute_features" in found
+    return before + after
 
 
 def test_shards_of_one_split_changed(study):
@@ -261,6 +272,7 @@ def test_one_core_or_two_and_a_new_start_give_the_same_bytes(trained, tmp_path):
     for name in ("few", "one"):
         figure = f"results/figures/{name}.png"
         assert again.path(figure).read_bytes() == trained.path(figure).read_bytes()
+    assert without_timings(again) == without_timings(trained)
 
 
 def test_shards_give_the_same_scores(trained, tmp_path):

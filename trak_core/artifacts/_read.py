@@ -48,6 +48,11 @@ class Artifact:
     provenance: dict[str, Any]
     content_hash: str
 
+    def attribute(self, name: str) -> Any:
+        """Return one of the file's own attributes: text, or a number."""
+        value = np.asarray(self.file.attrs[name]).item()
+        return value.decode() if isinstance(value, bytes) else value
+
     def _dataset(self, key: str) -> h5py.Dataset:
         dataset = self.file.get(key)
         if not isinstance(dataset, h5py.Dataset):

@@ -33,6 +33,7 @@ from trak_core.stages.software import software
 from trak_core.stages.splits import check_together
 
 Rows = Callable[[int, int], np.ndarray]
+Summary = Callable[[np.ndarray], np.ndarray]
 
 
 def _rows(part: Artifact, features: Artifact | None) -> Rows:
@@ -56,23 +57,40 @@ def _mean(numbers: np.ndarray) -> np.ndarray:
     return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
 
 
-def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
-    """Return ids and labels with what the checkpoints make of them on average.
+def _sd(numbers: np.ndarray) -> np.ndarray:
+    return numbers.std(axis=0, dtype=np.float64).astype(np.float32)
 
-    ``margin`` is the mean model output; ``prediction`` the mean, or the most frequent class.
+
+def _by_blocks(
+    parts: Sequence[Artifact], key: str, n_samples: int, block: int, *summaries: Summary
+) -> list[np.ndarray]:
+    """Return summaries over the checkpoints of what each says of every sample."""
+    blocks: list[list[np.ndarray]] = [[] for _ in summaries]
+    for start in range(0, n_samples, block):
+        values = np.stack([part.vector(key, start, start + block) for part in parts])
+        for summary, done in zip(summaries, blocks, strict=True):
+            done.append(summary(values))
+    return [np.concatenate(done) for done in blocks]
+
+
+def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
+    """Return ids and labels with what the checkpoints make of them.
+
+    ``margin`` and ``margin_sd`` are mean and standard deviation of the model output over the
+    checkpoints; ``prediction`` is the mean, or the most frequent class.
     """
-    ids, predictions, margins = parts[0].ids(f"{side}_ids"), [], []
-    for start in range(0, len(ids), block):
-        rows = start, start + block
-        predicted = np.stack([part.vector(f"{side}_predictions", *rows) for part in parts])
-        mean = _mean if predicted.dtype.kind == "f" else most_frequent
-        predictions.append(mean(predicted))
-        margins.append(_mean(np.stack([part.vector(f"{side}_outputs", *rows) for part in parts])))
+    ids = parts[0].ids(f"{side}_ids")
+    labels = parts[0].vector(f"{side}_labels")
+    is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
+    common = most_frequent if is_class else _mean
+    (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, common)
+    margins, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
     return pd.DataFrame({
         "id": ids,
-        "label": parts[0].vector(f"{side}_labels"),
-        "prediction": np.concatenate(predictions),
-        "margin": np.concatenate(margins),
+        "label": labels,
+        "prediction": predictions,
+        "margin": margins,
+        "margin_sd": spreads,
     })
 
 
@@ -152,6 +170,7 @@ def average_scores(
             solved_dim=expected["projection"]["proj_dim"] if phis else None,
         ).rows(memory_mb)
         train, targets = (_samples(parts, side, block) for side in ("train", "target"))
+        (train["loss_weight"],) = _by_blocks(parts, "loss_weights", n_train, block, _mean)
 
         def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part, part_rows in zip(parts, rows, strict=True):
@@ -170,7 +189,7 @@ def average_scores(
             scores,
             SCORES,
             spec,
-            software(code, "cpu", "numpy", "pandas"),
+            software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
             unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "

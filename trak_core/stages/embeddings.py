@@ -8,8 +8,8 @@ import torch
 from trak_core.artifacts import EMBEDDINGS, create
 from trak_core.blocks import blocks_with_progress
 from trak_core.embeddings import embeddings
-from trak_core.stages.software import software
 from trak_core.stages.device import device_name, find_device
+from trak_core.stages.software import software
 from trak_core.stages.subject import Subject
 from trak_core.study import TRAIN
 

@@ -61,7 +61,9 @@ def compute_exact_scores(
             "lambda": lambda_,
             "train_kernel": train_file.content_hash,
         }
-        with create(scores, EXACT_SCORES, spec, software(code, "cpu", "numpy", "scipy")) as writer:
+        made_from = [train_file.provenance, target_file.provenance]
+        provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
+        with create(scores, EXACT_SCORES, spec, provenance) as writer:
             values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
             values[:] = similarities.astype(np.float32)
             write_samples(writer, train_file, target_file)

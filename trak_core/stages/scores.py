@@ -85,7 +85,8 @@ def compute_scores(
             "lambda": lambda_,
             "train_features": train_file.content_hash,
         }
-        provenance = software(code, "cpu", "numpy", "scipy")
+        made_from = [train_file.provenance, target_file.provenance]
+        provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, CHECKPOINT_SCORES, spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))

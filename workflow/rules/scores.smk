@@ -36,7 +36,12 @@ rule draw_influences:
     input:
         scores="<results>/scores/{experiment}.h5",
     output:
-        figure="<results>/figures/{experiment}.png",
+        figure=report(
+            "<results>/figures/{experiment}.png",
+            caption="../report/influences.rst",
+            category="Influences",
+            labels={"experiment": "{experiment}"},
+        ),
     log:
         "<results>/logs/draw_influences/{experiment}.log",
     benchmark:

@@ -9,7 +9,6 @@ from trak_core.memory import check_memory
 from trak_core.record import read_record, write_record
 from trak_core.spec import ProjectionSpec
 
-
 look = code_digest("trak_core.stages.check_study")
 
 

@@ -1,0 +1,52 @@
+"""A page as a browser takes it apart: elements, attributes and text, by the standard library."""
+
+from html.parser import HTMLParser
+
+VOID = {"img", "meta", "link", "br", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """All elements as (name, attributes), the text, and whether every tag was closed in order."""
+
+    def __init__(self, markup):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.closed_in_order = [], [], True
+        self.pieces, self.styles, self.cells = [], [], []
+        self.feed(markup)
+        self.close()
+        self.closed_in_order &= not self.open
+
+    def handle_starttag(self, name, attributes):
+        self.elements.append((name, dict(attributes)))
+        if name not in VOID:
+            self.open.append(name)
+        if name in ("td", "th"):
+            self.cells.append("")
+
+    def handle_endtag(self, name):
+        self.closed_in_order &= bool(self.open) and self.open.pop() == name
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] == "style":
+            self.styles.append(text)
+            return
+        self.pieces.append(text)
+        if self.cells and {"td", "th"} & set(self.open):
+            self.cells[-1] += " ".join(text.split())
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.pieces).split())
+
+    def all(self, name):
+        return [attributes for found, attributes in self.elements if found == name]
+
+    def row(self, first):
+        """The cells of the first table row that begins with this heading."""
+        heads = [i for i, (name, _) in enumerate(self._cells()) if name == "th"]
+        where = next(i for i in heads if self.cells[i] == first)
+        stop = next((i for i in heads if i > where), len(self.cells))
+        return self.cells[where + 1 : stop]
+
+    def _cells(self):
+        return [one for one in self.elements if one[0] in ("td", "th")]

@@ -1,0 +1,4 @@
+"""The report's parts: each turns what artifacts hold into a piece of one self-contained page.
+
+Nothing here reads or writes a file; text is escaped where it becomes HTML (``elements``).
+"""

@@ -1,0 +1,47 @@
+"""What a model output is, for who has never seen one."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A model output in plain words.
+
+    Attributes:
+        name: With an article.
+        unit: Of its numbers.
+        meaning: What a larger one says.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_LOG_ODDS = (
+    "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
+)
+OUTPUTS = {
+    "image_classification": Output(
+        "the log-odds of the label", _LOG_ODDS, "the model is surer of the sample's own label"
+    ),
+    "text_classification": Output(
+        "the log-odds of the label", _LOG_ODDS, "the model is surer of the sample's own label"
+    ),
+    "language_modelling": Output(
+        "the log-odds of the whole text", _LOG_ODDS, "the model finds the text likelier"
+    ),
+    "regression": Output(
+        "the prediction", "the label's own unit", "the model predicts a larger number"
+    ),
+    "segmentation": Output(
+        "the mean log-odds of the pixels' labels",
+        _LOG_ODDS,
+        "the model is surer of the pixels' own labels",
+    ),
+    "clip": Output(
+        "the log-odds of the pair among others, both ways added up",
+        _LOG_ODDS,
+        "image and text fit each other better than they fit others",
+    ),
+}

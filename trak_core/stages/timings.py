@@ -1,0 +1,54 @@
+"""What jobs took, from the files that Snakemake's ``benchmark:`` leaves."""
+
+import csv
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from trak_core.report.facts import Timing
+
+# Shards and groups of subsets: 2-of-5, 0-9.
+_NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
+
+
+def read_timings(folder: Path, known: set[str]) -> list[Timing]:
+    """Sum up the jobs of each rule; leftovers of removed checkpoints or experiments don't count.
+
+    Args:
+        folder: One folder a rule, or one file for a rule of one job.
+        known: Names that may stand in the files' paths: train, checkpoints, experiments.
+
+    Returns:
+        One a rule, by name; none where the folder is not there.
+    """
+    jobs: dict[str, list[tuple[float, float | None]]] = defaultdict(list)
+    for path in sorted(folder.rglob("*.tsv")):
+        rule, *names = path.relative_to(folder).with_name(path.stem).parts
+        if all(name in known or _NUMBERED.fullmatch(name) for name in names):
+            jobs[rule] += _measured(path)
+    return [
+        Timing(
+            rule,
+            len(done),
+            sum(seconds for seconds, _ in done),
+            max(seconds for seconds, _ in done),
+            max((mib for _, mib in done if mib is not None), default=None),
+        )
+        for rule, done in sorted(jobs.items())
+        if done
+    ]
+
+
+def _measured(path: Path) -> list[tuple[float, float | None]]:
+    """Return seconds and peak resident memory of a file's runs."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return [(float(row["s"]), _memory(row.get("max_rss"))) for row in rows]
+
+
+def _memory(text: str | None) -> float | None:
+    # Jobs shorter than Snakemake's first look have "NA" or a dash.
+    try:
+        return float(text or "") or None
+    except ValueError:
+        return None

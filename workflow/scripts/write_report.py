@@ -1,0 +1,21 @@
+"""Write the report of the study."""
+
+from pathlib import Path
+
+from trak_core.job import logged_to
+
+with logged_to(snakemake.log[0]):
+    from trak_core.stages.report import write_report
+
+    write_report(
+        report=Path(snakemake.output.report),
+        scores=[Path(p) for p in snakemake.input.scores],
+        normal_matrices=[Path(p) for p in snakemake.input.normal_matrices],
+        diagnostics=[Path(p) for p in snakemake.input.diagnostics],
+        evaluations=[Path(p) for p in snakemake.input.evaluations],
+        counterfactuals=[Path(p) for p in snakemake.input.counterfactuals],
+        mislabelled=[Path(p) for p in snakemake.input.mislabelled],
+        self_influence=[Path(p) for p in snakemake.input.self_influence],
+        study=Path(snakemake.params.study),
+        config=snakemake.params.config,
+    )
