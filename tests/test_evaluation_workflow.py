@@ -94,10 +94,6 @@ CHANGES = {
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
-    "another seed of the halves": (
-        {"subsets": {"count": 6, "seeds": 2, "per_job": 4, "seed": 1}},
-        {"retrain_subsets": 2, "evaluate_scores": 1},
-    ),
     "other flips": (
         {"mislabelled": {"fraction": 0.2}},
         {
