@@ -42,6 +42,13 @@ FILES = {
     "KERNEL": "exact/kernels/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
     "DIAGNOSTICS": "diagnostics/c0.h5",
+    "RETRAINED": "retrained/0-3.h5",
+    "EMBEDDINGS": "embeddings/c0.h5",
+    "SELF_INFLUENCE": "self_influence.h5",
+    "EVALUATION": "evaluation/mine.h5",
+    "MISLABELLED": "mislabelled.h5",
+    "COUNTERFACTUAL": "counterfactual/mine.h5",
+    "COMPARISON": "comparison.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -101,6 +108,21 @@ def diagnose(results, study, checkpoint):
     )
 
 
+def write_evaluations(results):
+    """Files of the frames and tables that an evaluation's stages write, of any numbers."""
+    rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
+    frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
+    for kind in ("RETRAINED", "EMBEDDINGS"):
+        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
+            for key in getattr(artifacts, kind).keys:
+                frame = file.matrix(key, range(40), range(30), dtype=frames.get(key, np.float32))
+                frame[:] = np.arange(1200).reshape(40, 30) % 2
+    for kind in ("SELF_INFLUENCE", "EVALUATION", "MISLABELLED", "COUNTERFACTUAL", "COMPARISON"):
+        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
+            for key in getattr(artifacts, kind).keys:
+                file.table(key, rows, ["target_id"])
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
@@ -116,6 +138,7 @@ def results(tmp_path_factory):
     run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
     run_exact_stages(folder / "exact", *what, model_output="regression")
     diagnose(folder, study, checkpoints["c0"])
+    write_evaluations(folder)
     return folder
 
 

@@ -39,12 +39,6 @@ def _source(artifact: Artifact, results: Path) -> Source:
     return Source(name, artifact.content_hash, artifact.provenance, artifact.spec)
 
 
-def _table(path: Path, key: str) -> pd.DataFrame:
-    table = pd.read_hdf(path, key)
-    assert isinstance(table, pd.DataFrame)
-    return table
-
-
 def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
 
@@ -63,14 +57,14 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
     """
     with open_artifact(path, SCORES) as file:
         source, unit = _source(file, results), file.attribute("unit")
-    targets, train = (_table(path, key) for key in ("targets", "train"))
+        targets, train = file.table("targets"), file.table("train")
+        influences = file.table("top_influences")
     if "loss_weight" not in train or "margin_sd" not in targets:
         raise ArtifactError(
             f"{path}: the report needs the columns margin_sd and loss_weight, which scores of "
             "earlier versions don't have. Delete the file and run snakemake again: rule "
             f"{SCORES.rule} remakes it."
         )
-    influences = _table(path, "top_influences")
     shown = influences["target_id"].isin(targets["id"].head(n_shown))
     strongest: dict[tuple[Any, int], list[dict[str, Any]]] = defaultdict(list)
     for row in _rows(influences.loc[shown & (influences["rank"] <= each)]):
@@ -124,7 +118,7 @@ def _measured(path: Path, kind: Kind, results: Path, *tables: str, **counts: int
         source = _source(file, results)
         found = [key for key in tables if file.has(key)]
         numbers = {key: file.attribute(key) for key in _ATTRIBUTES if key in file.file.attrs}
-    rows = {key: _rows(_table(path, key)) for key in found}
+        rows = {key: _rows(file.table(key)) for key in found}
     return Measured(source, rows, numbers | counts)
 
 
@@ -141,14 +135,14 @@ def read_counterfactual(path: Path, results: Path) -> Measured:
 
 def read_mislabelled(path: Path, results: Path) -> Measured:
     """Return how well wrong labels were found."""
-    flipped = int(_table(path, "train")["flipped"].to_numpy().sum())
+    with open_artifact(path, MISLABELLED) as file:
+        flipped = int(file.table("train")["flipped"].to_numpy().sum())
     return _measured(path, MISLABELLED, results, "detection", n_flipped=flipped)
 
 
 def read_self_influence(path: Path, results: Path) -> Measured:
     """Return the training samples with the largest self-influence."""
     with open_artifact(path, SELF_INFLUENCE) as file:
-        source = _source(file, results)
-    train = _table(path, "train")
+        source, train = _source(file, results), file.table("train")
     largest = train.sort_values("self_influence", ascending=False, kind="stable").head(_LARGEST)
     return Measured(source, {"largest": _rows(largest)}, {})
