@@ -47,7 +47,10 @@ def add_code(text):
             "gradients/_vmap.py",
             {"features", *DIAGNOSED, *RETRAINED, "kernel", "subject", "check_study", "output"},
         ),
-        ("checkpoints.py", {"features", *DIAGNOSED, "embeddings", "kernel", "subject"}),
+        (
+            "checkpoints.py",
+            {"features", *DIAGNOSED, "embeddings", "kernel", "subject"} - {"projecting"},
+        ),
         ("attribution.py", {"scores", "average", *MEASURED}),
         ("linalg.py", {"normal_matrix", "scores", "exact_scores", *MEASURED}),
         ("dual.py", {"exact_scores"}),
@@ -56,7 +59,7 @@ def add_code(text):
             "study.py",
             {
                 "features",
-                *DIAGNOSED,
+                *(DIAGNOSED - {"projecting"}),
                 *RETRAINED,
                 "kernel",
                 "subject",

@@ -244,7 +244,7 @@ def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
     folder = tmp_path / "results/scores"
     folder.mkdir(parents=True)
     (folder / "mine.h5").write_bytes(old.read_bytes())
-    with pytest.raises(ArtifactError, match=r"margin_sd and loss_weight.*rule average_scores"):
+    with pytest.raises(ArtifactError, match=r"mine\.h5: .*'targets'.*rule average_scores"):
         write(tmp_path / "results")
 
 

@@ -90,8 +90,20 @@ class Artifact:
         return float(np.asarray(self._dataset(key)[()]))
 
     def table(self, key: str) -> pd.DataFrame:
-        """Return a table, as pandas reads it but without unpickling anything."""
-        columns = json.loads(str(_text(self.file[key].attrs["columns"])))
+        """Return a table, as pandas reads it but without unpickling anything.
+
+        Raises:
+            ArtifactError: If there is none, or if it was written before tables said where their
+                columns lie.
+        """
+        places = self.file[key].attrs.get("columns") if key in self.file else None
+        if places is None:
+            must = f"what reads this file needs a table {key!r} that says where its columns lie"
+            found = (
+                f"Found it in none of {', '.join(self.file)}: an earlier version's file has none"
+            )
+            raise _refused(self.path, self.kind, must, found)
+        columns = json.loads(str(_text(places)))
         return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 

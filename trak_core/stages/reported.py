@@ -16,7 +16,6 @@ from trak_core.artifacts import (
     SCORES,
     SELF_INFLUENCE,
     Artifact,
-    ArtifactError,
     Kind,
     open_artifact,
 )
@@ -59,12 +58,6 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
         source, unit = _source(file, results), file.attribute("unit")
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
-    if "loss_weight" not in train or "margin_sd" not in targets:
-        raise ArtifactError(
-            f"{path}: the report needs the columns margin_sd and loss_weight, which scores of "
-            "earlier versions don't have. Delete the file and run snakemake again: rule "
-            f"{SCORES.rule} remakes it."
-        )
     shown = influences["target_id"].isin(targets["id"].head(n_shown))
     strongest: dict[tuple[Any, int], list[dict[str, Any]]] = defaultdict(list)
     for row in _rows(influences.loc[shown & (influences["rank"] <= each)]):
