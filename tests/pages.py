@@ -29,8 +29,8 @@ def follow(page: str, folder: Path, monkeypatch) -> list[str]:
         elif language == "console":
             for command in re.findall(r"^\$ (.*)", text, flags=re.M):
                 program, *arguments = shlex.split(command)
-                assert program == ".venv/bin/snakemake", command
-                run = [sys.executable, "-m", "snakemake", *arguments]
+                start = {".venv/bin/snakemake": ["-m", "snakemake"], ".venv/bin/python": []}
+                run = [sys.executable, *start[program], *arguments]
                 result = subprocess.run(run, capture_output=True, text=True, timeout=500)
                 assert result.returncode == 0, result.stderr
         elif language == "python":

@@ -146,10 +146,15 @@ def test_every_key_of_the_config_is_described():
             assert str(default["default"]) in row, key
 
 
+def test_links_lead_to_what_exists():
+    pages = [REPOSITORY / "README.md", REPOSITORY / "config/README.md"]
+    for page in [*pages, *sorted((REPOSITORY / "docs").glob("*.md"))]:
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), (page, link)
+
+
 def test_paths_in_the_readme_exist():
-    for link in re.findall(r"\]\(([^)#]+)\)", README):
-        if not link.startswith("http"):
-            assert (REPOSITORY / link).exists(), link
     for path in ("config/digits.py", "config/config.yaml", "config/smoke.yaml"):
         assert path in README
         assert Path(REPOSITORY, path).exists()
