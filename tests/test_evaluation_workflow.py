@@ -53,6 +53,7 @@ def finished(tmp_path_factory):
         "retrain_at_random": 1,
         "retrain_without_top": 2,
         "compare_removals": 1,
+        "write_report": 1,
     }
     return workspace
 
@@ -114,7 +115,7 @@ CHANGES = {
 def test_what_runs_again(study, name):
     change, rules = CHANGES[name]
     study.config["evaluation"] |= change
-    assert study.run("-n", "all") == rules
+    assert study.run("-n", "all") == (rules and rules | {"write_report": 1})
 
 
 def test_damping_reruns_no_retraining_of_halves(study):
@@ -127,7 +128,7 @@ def test_damping_reruns_no_retraining_of_halves(study):
 
 def test_without_an_evaluation_nothing_of_it_runs(study):
     del study.config["evaluation"]
-    assert study.run("-n", "all") == {}
+    assert study.run("-n", "all") == {"write_report": 1}
 
 
 def test_a_users_ground_truth_takes_the_place_of_retraining(study):
@@ -135,10 +136,10 @@ def test_a_users_ground_truth_takes_the_place_of_retraining(study):
         frame = pd.read_hdf(study.path("results/retrained/0-3.h5"), key)
         frame.to_hdf(study.path("mine.h5"), key=key)
     study.config["evaluation"] = {"ground_truth": "mine.h5"}
-    assert study.run("all") == {"evaluate_scores": 1}
+    assert study.run("all") == {"evaluate_scores": 1, "write_report": 1}
     assert study.run("-n", "all") == {}
     pd.DataFrame().to_hdf(study.path("mine.h5"), key="masks")
-    assert study.run("-n", "all") == {"evaluate_scores": 1}
+    assert study.run("-n", "all") == {"evaluate_scores": 1, "write_report": 1}
     study.config["evaluation"] = {"ground_truth": "other.h5"}
     assert "evaluation.ground_truth must exist. Found nothing at other.h5" in message(
         study.fail("-n", "all")
