@@ -251,3 +251,21 @@ def test_the_default_study_is_measured():
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
         asked = config["evaluation"]
         assert {"subsets", "trak", "sweep", "mislabelled", "counterfactual"} <= set(asked)
+
+
+def test_models_without_other_samples_are_refused(study):
+    """A file that Snakemake thinks is right, made for other removals."""
+    study.config["evaluation"]["counterfactual"]["seeds"] = 2
+    study.run("--touch", "results/removals/random.h5")
+    output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
+    assert re.search(r"random\.h5: settings of today's config must .*retrain_at_random", output)
+
+
+def test_a_comparison_follows_the_other_run(study):
+    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
+    command = ("compare", "--config", "compare=other")
+    assert study.run(*command) == {"compare_runs": 1}
+    assert study.run("-n", *command) == {}
+    path = study.path("other/scores/few.h5")
+    path.write_bytes(path.read_bytes())
+    assert study.run("-n", *command) == {"compare_runs": 1}

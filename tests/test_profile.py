@@ -25,6 +25,8 @@ APART = WITH_GPU | {
     "find_mislabelled",
     "compare_removals",
     "compare_runs",
+    # After jobs that a group could not hold.
+    "write_report",
 }
 
 

@@ -107,6 +107,12 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
                 f"evaluation.{key} must be at most {most}, with {n_train} training samples. Found "
                 f"{max(sizes)}."
             )
+    flipped = round(asked.get("mislabelled", {}).get("fraction", 0) * n_train)
+    if flipped and flipped == n_train:
+        raise InputError(
+            "evaluation.mislabelled.fraction must leave some labels as they are. Found "
+            f"{asked['mislabelled']['fraction']}, all of {n_train}."
+        )
     if "counterfactual" in asked:
         found = n_targets[asked["counterfactual"]["experiment"]]
         if asked["counterfactual"]["targets"] > found:

@@ -40,7 +40,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     # torch's own type is a RuntimeError for a GPU's memory alone.
     text = str(error)
     return isinstance(error, RuntimeError) and (
-        "DefaultCPUAllocator" in text or "out of memory" in text
+        type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in text
+        or "out of memory" in text
     )
 
 

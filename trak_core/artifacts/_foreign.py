@@ -36,7 +36,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             values, index, columns = (np.asarray(file[part]) for part in parts)
     except (OSError, RuntimeError) as error:
         raise ArtifactError(
-            f"{path}: the file must be readable HDF5. Found {str(error).splitlines()[0]}."
+            f"{path}: the file must be readable HDF5. Found {(str(error).splitlines() or [''])[0]}."
         ) from error
     kinds = {index.dtype.kind, columns.dtype.kind}
     if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:

@@ -172,7 +172,7 @@ def _opened(path: Path, kind: Kind) -> tuple[h5py.File, bool]:
             # Blocks are read once: a cache a file would add up over the checkpoints.
             return h5py.File(path, "r", rdcc_nbytes=0), bool(sealed)
     except OSError as error:
-        found = f"Found {str(error).splitlines()[0]}"
+        found = f"Found {(str(error).splitlines() or [''])[0]}"
         raise _refused(path, kind, f"a {name} file must be readable HDF5", found) from error
     must = "every byte must be as it was written"
     raise _refused(path, kind, must, "The hash at the end differs: the file was damaged")

@@ -130,7 +130,16 @@ class Writer:
         self.file.create_dataset(key, data=value)
 
     def table(self, key: str, rows: pd.DataFrame, searchable: Sequence[str]) -> None:
-        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
+        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns.
+
+        Raises:
+            ArtifactError: If it has no rows, which pandas would not write.
+        """
+        if rows.empty:
+            raise ArtifactError(
+                f"{self.file.filename}: the table {key!r} must have a row. Found none: is every "
+                "score exactly 0?"
+            )
         self.tables.append((key, rows, list(searchable)))
 
 
@@ -159,13 +168,17 @@ def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) 
     return [(name, *places[name]) for name in rows.columns]
 
 
+def _same(found: Any, written: np.ndarray) -> bool:
+    return np.array_equal(found, written, equal_nan=written.dtype.kind == "f")
+
+
 def _reads_back(path: Path, key: str, rows: pd.DataFrame, columns: list[_Place]) -> bool:
     """Say whether a table reads as it was written: PyTables hides failed writes."""
     try:
         with h5py.File(path) as file:
             table: Any = file[f"{key}/table"]
             found = table_columns(table, columns)
-        return all(np.array_equal(found[name], rows[name].to_numpy()) for name in rows)
+        return all(_same(found[name], rows[name].to_numpy()) for name in rows)
     except Exception:  # of many kinds, where the file breaks off
         return False
 

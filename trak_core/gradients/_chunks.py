@@ -108,9 +108,10 @@ def in_chunks(
             if not is_out_of_memory(error):
                 raise
             if stop - start == 1:
+                found = (str(error).splitlines() or [""])[0]
                 raise InputError(
                     "Memory must hold the gradient of one sample. It ran out: "
-                    f"{str(error).splitlines()[0]} Give the job more memory (on a cluster by "
+                    f"{found} Give the job more memory (on a cluster by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`."
                 ) from error
             chunk = (stop - start) // 2

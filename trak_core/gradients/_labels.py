@@ -52,7 +52,7 @@ def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
         value = output.value(outputs, label)
         found = f"{tuple(value.shape)}" if value.ndim else None
     except (RuntimeError, IndexError) as error:
-        found = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if found:
         raise InputError(
             f"The model output must be one number a sample. Found {found} from what the model "

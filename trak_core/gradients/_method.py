@@ -48,7 +48,7 @@ def gradient_method(
     except Exception as error:
         if is_out_of_memory(error):
             return per_sample_gradients
-        reason = f"fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        reason = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     else:
         difference = _largest_difference(found, expected)
         with evaluation(model):

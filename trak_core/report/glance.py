@@ -87,8 +87,8 @@ def _verdict(name: str, measured: Measured) -> list[Any]:
     ]
     if best is None:
         text.append(
-            ". How much could be reached at all is unknown: that takes evaluation.subsets.seeds of "
-            "2 or more. "
+            ". How much could be reached at all is unknown: that takes two or more models "
+            "retrained on each subset. "
         )
     else:
         text.append(
@@ -103,7 +103,7 @@ def _verdict(name: str, measured: Measured) -> list[Any]:
     attributes = measured.attributes
     text.append(
         f"LDS is the rank correlation, from \N{MINUS SIGN}1 to 1, between what the scores predict "
-        f"and what {plural(int(attributes['n_subsets']), 'retraining')} on random halves of the "
+        f"and what models retrained on {plural(int(attributes['n_subsets']), 'subset')} of the "
         "training set gave; 0 is guessing."
     )
     return text

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 
 from trak_core.report.elements import Html, element
@@ -72,6 +73,9 @@ def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
 def _values(value: Any) -> str:
     if isinstance(value, str):
         return value if len(value) <= _CHARACTERS else value[:_CHARACTERS] + " ..."
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype is torch.bfloat16 else value
     array = np.asarray(value)
     flat = array.reshape(-1)
     numbers = ", ".join(_short(one) for one in flat[:_SHOWN].tolist())

@@ -78,13 +78,18 @@ def simple_sums(
 
 
 def cosine_sums(
-    paths: Sequence[Path], masks: np.ndarray, target_ids: list[Any], expected: dict[str, Any]
+    paths: Sequence[Path],
+    masks: np.ndarray,
+    train_ids: list[Any],
+    target_ids: list[Any],
+    expected: dict[str, Any],
 ) -> np.ndarray:
     """Return the sums of cosines between embeddings, averaged over checkpoints.
 
     Args:
         paths: One file of embeddings a checkpoint.
         masks: Shape (S, n), float64.
+        train_ids: Ids of the training samples.
         target_ids: Ids of the targets.
         expected: See ``check_made_for``; with checkpoints: their ids, in order.
     """
@@ -93,7 +98,10 @@ def cosine_sums(
     for path, checkpoint in zip(paths, expected["checkpoints"], strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
             check_made_for(file, {**settings, "checkpoint": checkpoint}, EMBEDDINGS.rule)
+            check_same("training samples", train_ids, file.index("train"), path, EMBEDDINGS.rule)
             row = {target: i for i, target in enumerate(file.index("targets"))}
+            there = [target for target in target_ids if target in row]
+            check_same("targets", target_ids, there, path, EMBEDDINGS.rule)
             train, pool = (_unit(file.matrix(key)[:]) for key in ("train", "targets"))
         total += (masks @ train) @ pool[[row[i] for i in target_ids]].T
     return total / len(paths)

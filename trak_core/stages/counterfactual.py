@@ -1,13 +1,14 @@
 """What becomes of targets when their most helpful training samples go, or as many random ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, create, open_artifact
+from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, check_same, create, open_artifact
 from trak_core.stages.software import software
 from trak_core.subsets import random_removals, top_removals
 
@@ -23,9 +24,13 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _models(path: Path, targets: Sequence[Any], seeds: int) -> tuple[np.ndarray, np.ndarray, str]:
+def _models(
+    path: Path, targets: Sequence[Any], seeds: int, expected: dict[str, Any], rule: str
+) -> tuple[np.ndarray, np.ndarray, str]:
     """Return outputs and predictions, each (subsets, seeds, targets), and the file's hash."""
-    with open_artifact(path, RETRAINED) as file:
+    with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
+        found = {key: file.spec.get(key) for key in expected}
+        check_same("settings of today's config", expected, found, path, rule)
         column = {target: i for i, target in enumerate(file.columns("outputs"))}
         columns = [column[target] for target in targets]
         outputs, predictions = (
@@ -68,11 +73,18 @@ def compare_removals(
         n_removed: How many samples were to go.
         draws: Random removals of each number.
         seeds: Trainings on each subset.
-        spec: What decides the numbers.
+        spec: What decides the numbers, and was to decide the models'.
         code: The stage's code digest.
+
+    Raises:
+        ArtifactError: If the models were made for another config.
     """
     targets = [target for group in groups for target in group]
-    outputs, predictions, hash_ = _models(random, targets, seeds)
+    shared = {key: spec[key] for key in ("n_removed", "seeds", "seed", "arguments", "model_output")}
+    shared["study"] = spec["study_digest"]
+    outputs, predictions, hash_ = _models(
+        random, targets, seeds, {**shared, "draws": draws}, "retrain_at_random"
+    )
     hashes = [hash_]
     is_class = predictions.dtype.kind != "f"
     everything = outputs[0].mean(axis=0)
@@ -93,7 +105,9 @@ def compare_removals(
 
     first = 0
     for path, group in zip(top, groups, strict=True):
-        values, predicted, hash_ = _models(path, targets, seeds)
+        values, predicted, hash_ = _models(
+            path, targets, seeds, {**shared, "targets": list(group)}, "retrain_without_top"
+        )
         hashes.append(hash_)
         for i, (target, size) in enumerate(top_removals(group, n_removed)):
             j = first + list(group).index(target)

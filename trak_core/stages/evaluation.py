@@ -158,7 +158,9 @@ def evaluate_scores(
             swept = beside.swept
         if embeddings:
             key = ("embedding_cosine", "baseline", 0)
-            methods[key] = cosine_sums(embeddings, masks, target_ids, expected_embeddings)
+            methods[key] = cosine_sums(
+                embeddings, masks, train_ids, target_ids, expected_embeddings
+            )
         methods |= simple_sums(baselines, masks, parts[0], block)
 
         summary, targets, curve = lds_tables(methods, by_count, truth, target_ids)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import FEATURES, MISLABELLED, create, open_artifact
+from trak_core.artifacts import FEATURES, MISLABELLED, check_same, create, open_artifact
 from trak_core.metrics import auc
 from trak_core.stages.self_influence import self_influences
 from trak_core.stages.software import software
@@ -49,6 +49,8 @@ def find_mislabelled(
     )
     flipped = flipped_samples(len(table), **expected["mislabelled"])
     with open_artifact(original, FEATURES) as file:
+        ids = file.ids("sample_ids")
+        check_same("training samples", table["id"].tolist(), ids, original, FEATURES.rule)
         labels = file.vector("labels")
     train = pd.DataFrame({
         "id": table["id"],

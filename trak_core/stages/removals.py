@@ -92,7 +92,11 @@ def retrain_without(
             check_same("settings of today's config", experiment, found, scores, SCORES.rule)
             check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
             masks = without_top(file, top_removals(targets, n_removed))
-            spec |= {"subsets": "without the most helpful samples", "scores": file.content_hash}
+            spec |= {
+                "subsets": "without the most helpful samples",
+                "scores": file.content_hash,
+                "targets": list(targets),
+            }
     retrain(
         retrained=retrained,
         study=loaded,

@@ -19,7 +19,7 @@ from trak_core.stages.reported import (
     read_self_influence,
 )
 from trak_core.stages.timings import read_timings
-from trak_core.study import TRAIN, Study
+from trak_core.study import TRAIN, Study, users_code
 from trak_core.whole_file import written_whole
 
 
@@ -31,7 +31,8 @@ def _examples(study: Path, experiments: list[Experiment], shown: list[int]) -> H
     def show(sample: Any, description: str) -> Html:
         if draw is None:
             return element("span", printed(sample), class_="mono")
-        return drawn(draw, sample, description)
+        with users_code(f"{study}: drawing a sample"):
+            return drawn(draw, sample, description)
 
     train_split = loaded.split(TRAIN, None)
     row_of = {sample_id: row for row, sample_id in enumerate(train_split.ids)}

@@ -1,5 +1,5 @@
 # Asked for by name: `snakemake compare --config compare=<another run's results>`.
-if "compare" in config and workflow.is_main_process:
+if workflow.is_main_process:
     gone = [
         path
         for experiment in experiments
@@ -18,7 +18,6 @@ rule compare_runs:
         theirs=[
             ancient(f"{config['compare']}/scores/{experiment}.h5")
             for experiment in experiments
-            if "compare" in config
         ],
     output:
         comparison="<results>/comparison.h5",
@@ -35,6 +34,10 @@ rule compare_runs:
         runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compare"),
+        signature=[
+            stat_signature(Path(config["compare"], "scores", f"{experiment}.h5"))
+            for experiment in experiments
+        ],
         settings=ordered({"experiments": list(experiments), "top": scoring["top"]}),
     message:
         "Comparing two runs; the table is in {log}"
