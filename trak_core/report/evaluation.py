@@ -53,9 +53,9 @@ def evaluation(facts: Facts) -> Html:
 
 def _what_lds_is() -> Html:
     return paragraph(
-        "LDS, the linear datamodeling score: models are retrained on subsets of the "
-        "training set. For each subset the scores predict, by their sum over it, how a target's "
-        "output comes out; the retrained models say how it did. The rank correlation of the two over the "
+        "LDS, the linear datamodeling score: models are retrained on subsets of the training set. "
+        "For each subset the scores predict, by their sum over it, how a target's output comes "
+        "out; the retrained models say how it did. The rank correlation of the two over the "
         "subsets, averaged over targets, is the LDS: 1 is a perfect order, 0 is guessing."
     )
 

@@ -6,23 +6,32 @@ from trak_core.errors import InputError
 from trak_core.stages.free_gpu import hold_one
 
 
-def find_device(name: str) -> torch.device:
-    """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
-
-    ``auto`` is CUDA where torch finds one, else the CPU. Of several GPUs the first is taken that no
-    other job holds; if there is none, the job waits for one.
+def takes_cuda(name: str) -> bool:
+    """Return whether the device that a config names is CUDA; ``auto`` is where torch finds one.
 
     Raises:
         InputError: If ``cuda`` is asked for and there is none; no other device takes its place.
     """
     found = torch.cuda.is_available()
-    if name == "cpu" or (name == "auto" and not found):
-        return torch.device("cpu")
-    if not found:
+    if name == "cuda" and not found:
         raise InputError(
             "compute.device is cuda, so torch must find a CUDA device. Found none: check "
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto."
         )
+    return name == "cuda" or (name == "auto" and found)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
+
+    Of several GPUs the first is taken that no other job holds; if there is none, the job waits for
+    one.
+
+    Raises:
+        InputError: See ``takes_cuda``.
+    """
+    if not takes_cuda(name):
+        return torch.device("cpu")
     gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     device = torch.device("cuda", hold_one(tuple(str(gpu.uuid) for gpu in gpus)))
     torch.cuda.set_device(device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trak_core.gradients import PerSample
-from trak_core.stages.device import find_device
+from trak_core.stages.device import find_device, takes_cuda
 
 
 def projecting_device(name: str) -> torch.device:
@@ -13,13 +13,12 @@ def projecting_device(name: str) -> torch.device:
     Raises:
         InputError: If there is none, or if numba-cuda is missing.
     """
-    device = find_device(name)
-    if device.type == "cuda":
-        # Only here: a machine without CUDA does not need it. Better now than after the gradients.
+    if takes_cuda(name):
+        # Only here: a machine without CUDA does not need it. Better now than after a wait for a GPU.
         from trak_core.projection.cuda.machine import require_numba_cuda
 
         require_numba_cuda()
-    return device
+    return find_device(name)
 
 
 def compilers(device: torch.device) -> tuple[str, ...]:
