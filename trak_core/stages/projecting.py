@@ -14,7 +14,7 @@ def projecting_device(name: str) -> torch.device:
         InputError: If there is none, or if numba-cuda is missing.
     """
     if takes_cuda(name):
-        # Only here: a machine without CUDA does not need it. Better now than after a wait for a GPU.
+        # Only here: a machine without CUDA needs none. Better now than after a wait for a GPU.
         from trak_core.projection.cuda.machine import require_numba_cuda
 
         require_numba_cuda()
