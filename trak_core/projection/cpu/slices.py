@@ -100,7 +100,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
     """Yield the calls' results in order, made in waves.
 
     This thread works too, and takes over what no other has begun: where the system has no second
-    core at hand, nothing waits for it.
+    core at hand, nothing waits for it. While others finish, it hands on what there is.
     """
     if threads == 1:
         yield from (call() for call in calls)
@@ -108,13 +108,17 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
     while wave := list(islice(calls, _WAVE * threads)):
         left, results = deque(enumerate(wave)), dict[int, T]()
         others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
+        at = 0
         try:
             _work(left, results)
+            while at in results:
+                yield results.pop(at)
+                at += 1
         finally:
             for other in others:
                 if not other.cancel():
                     other.result()
-        yield from (results[i] for i in range(len(wave)))
+        yield from (results.pop(i) for i in range(at, len(wave)))
 
 
 def project_cpu(
