@@ -1,7 +1,11 @@
 """The tutorial is followed: every file, command and piece of code, and what it prints."""
 
+import shlex
+import subprocess
+import sys
+
 from pages import blocks, follow
-from workspace import Workspace
+from workspace import REPOSITORY, Workspace
 
 PAGE = "docs/tutorial.md"
 
@@ -23,9 +27,33 @@ def test_the_tutorial(tmp_path, monkeypatch):
         assert "tumour-213" in report
 
 
-def test_the_pages_on_clusters_and_gpus_name_what_there_is():
-    for page in ("docs/slurm.md", "docs/gpu.md"):
-        commands = [text for info, text in blocks(page) if info == "console"]
-        assert commands
-        for text in commands:
-            assert text.startswith("$ .venv/bin/")
+def commands(page):
+    found = [text for info, text in blocks(page) if info == "console"]
+    assert found
+    return [shlex.split(line.removeprefix("$ ")) for text in found for line in text.splitlines()]
+
+
+def test_the_page_on_clusters_plans_a_study(tmp_path):
+    study = Workspace.make(tmp_path / "study", "diabetes.py", {})
+    files = dict(blocks(PAGE))
+    study.path("tumours.py").write_text(files["python tumours.py"])
+    study.path("mine.yaml").write_text(files["yaml trust.yaml"])
+    for program, *arguments in commands("docs/slurm.md"):
+        assert program == ".venv/bin/snakemake"
+        planned = subprocess.run(
+            [sys.executable, "-m", "snakemake", *arguments, "--dry-run"],
+            cwd=study.folder, capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+        assert planned.returncode == 0, planned.stderr
+        assert "compute_features" in planned.stdout
+
+
+def test_what_the_page_on_gpus_installs_can_be_had():
+    for program, *arguments in commands("docs/gpu.md"):
+        assert program == ".venv/bin/python"
+        planned = subprocess.run(
+            [sys.executable, *arguments, "--dry-run"],
+            cwd=REPOSITORY, capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+        assert planned.returncode == 0, planned.stderr
+        assert "numba-cuda" in planned.stdout
