@@ -12,21 +12,19 @@ commit.
 """
 
 import argparse
-import csv
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from machine import environment, write_csv
 from torch import Tensor, nn
 
 from trak_core.gramian import Engine
@@ -228,28 +226,6 @@ def measure(case: str, batch: int, arguments: argparse.Namespace) -> Row:
     )
 
 
-def environment(device: str) -> dict[str, str]:
-    """Return the device, versions and commit that a row belongs to."""
-    root = Path(__file__).parents[1]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
-    versions = {package: metadata.version(package) for package in ("torch", "torchjd")}
-    return {"device": name, "python": platform.python_version(), **versions, "commit": commit}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
-
-
 def markdown(rows: list[Row]) -> str:
     """Return the rows as a Markdown table, and how they compare with the targets."""
     lines = [
@@ -294,7 +270,7 @@ def main() -> None:
         case, side, batch = arguments.peak
         print(peak_bytes(case, side, int(batch), arguments.device))
         return
-    about = environment(arguments.device)
+    about = environment(arguments.device, ("torch", "torchjd"))
     print(", ".join(f"{key} {value}" for key, value in about.items()), "\n", flush=True)
     rows = []
     for case in arguments.models:
@@ -309,10 +285,7 @@ def main() -> None:
             )
     print(markdown(rows))
     if arguments.csv:
-        with arguments.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-            writer.writeheader()
-            writer.writerows(asdict(row) | about for row in rows)
+        write_csv(arguments.csv, rows, about)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,19 @@ the same rows with the device, the versions and the commit. On a machine with a 
 """
 
 import argparse
-import csv
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from importlib import metadata
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import environment, write_csv
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
@@ -286,37 +283,6 @@ def memory_row(threads: int) -> str:
     return f"memory beyond gradients and result: {grown:.1f} MiB at 32 x 10^7 to 4,096 (bound 64)"
 
 
-def environment(device: str) -> dict[str, str]:
-    """Return the device, versions and commit that a row belongs to."""
-    name = torch.cuda.get_device_name() if device == "cuda" else _processor()
-    root = Path(__file__).parents[1]
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    packages = ("numba", "numba-cuda", "torch", "numpy", "traker")
-    versions = {p: metadata.version(p) for p in packages if _installed(p)}
-    return {"device": name, "python": platform.python_version(), **versions, "commit": commit}
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {len(names)} cores" if names else platform.processor()
-
-
 def markdown(rows: list[Row]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
@@ -360,7 +326,7 @@ def main() -> None:
             bench.against_dense(),
             bench.against_float32(),
         ]
-    about = environment(arguments.device)
+    about = environment(arguments.device, ("numba", "numba-cuda", "torch", "numpy", "traker"))
     print(", ".join(f"{key} {value}" for key, value in about.items()), "\n", flush=True)
     memory = memory_row(arguments.threads) if arguments.device == "cpu" else ""
     rows = []
@@ -370,10 +336,7 @@ def main() -> None:
     print(markdown(rows))
     print("\n" + memory)
     if arguments.csv:
-        with arguments.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-            writer.writeheader()
-            writer.writerows(asdict(row) | about for row in rows)
+        write_csv(arguments.csv, rows, about)
 
 
 if __name__ == "__main__":

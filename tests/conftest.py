@@ -27,3 +27,29 @@ def finished(tmp_path_factory):
     study = small_study(tmp_path_factory.mktemp("undisturbed") / "study")
     study.run()
     return study
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A study to spoil."""
+    from refusals import study_to_spoil
+
+    return study_to_spoil(tmp_path_factory.mktemp("bad") / "study")
+
+
+@pytest.fixture(scope="module")
+def door(workspace):
+    """Snakemake's command, to try a config of that study with."""
+    from refusals import open_door
+
+    with open_door(workspace) as door:
+        yield door
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
+    """A finished run of the small study, and its retrained models."""
+    from small_run import Run
+
+    torch.set_num_threads(1)
+    return Run(tmp_path_factory.mktemp("evaluation"))

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from test_scores import STUDIES, assert_close
+from trained_cases import STUDIES, assert_close
 from workspace import REPOSITORY, Workspace
 
 from trak_core.artifacts import DIAGNOSTICS, open_artifact

@@ -7,7 +7,7 @@ import shutil
 import pandas as pd
 import pytest
 import yaml
-from test_bad_input import message
+from refusals import message
 from workspace import REPOSITORY, Workspace
 
 from trak_core.errors import InputError

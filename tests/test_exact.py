@@ -6,8 +6,8 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores, run_exact_stages
-from test_scores import N_TARGETS, STUDIES, Case, assert_close
-from test_workflow import OWN, save_own_checkpoint
+from test_workflow_own import OWN, save_own_checkpoint
+from trained_cases import N_TARGETS, STUDIES, Case, assert_close
 from workspace import Workspace
 
 from trak_core.errors import InputError

@@ -99,7 +99,7 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES.keys() - SLOW)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SLOW])
 def test_one_backward_pass_is_enough(name, monkeypatch):
     def refuse(*_):
         raise AssertionError

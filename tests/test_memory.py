@@ -92,12 +92,28 @@ def test_the_average_counts_solved_targets_once_and_only_with_top_k():
     assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
 
 
-SOLVE = """
+PEAK = """
 import re
 from pathlib import Path
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def printed(program):
+    """Return the KiB that a program prints, which has a process, and so a peak, of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK + program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+SOLVE = """
 import numpy as np
 from trak_core.dual import exact_similarities
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 exact_similarities(np.eye(50), np.ones((50, 2)), np.ones(50), 2)
 before = peak()
 x = np.random.default_rng(0).standard_normal((1500, 20))
@@ -107,25 +123,15 @@ print(peak() - before)
 
 
 def test_exact_scores_hold_what_is_said():
-    output = subprocess.run(
-        [sys.executable, "-c", SOLVE],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     need = exact_need(1500, 300).fixed_bytes
-    assert 0.5 * need < int(output) * 1024 < 1.1 * need
+    assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
 
 
 DIAGNOSE = """
-import re
-from pathlib import Path
 import numpy as np
 from trak_core.diagnostics import (
     inner_product_agreement, inner_product_sd, peakedness, squared_norm_agreement
 )
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
 def measure(x, features, block):
     kernel = x.astype(np.float64) @ x.T.astype(np.float64)
@@ -145,23 +151,13 @@ print(peak() - before)
 
 
 def test_diagnostics_hold_what_is_said():
-    output = subprocess.run(
-        [sys.executable, "-c", DIAGNOSE],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     need = diagnostics_need(1200, 512, 8).fixed_bytes
-    assert 0.4 * need < int(output) * 1024 < need
+    assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
 
 
 MEASURE = """
-import re
-from pathlib import Path
 import numpy as np
 from trak_core.subset_sums import damped_sums, trak_sums, weighted_sums
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):
     rows = rng.standard_normal((n_train, k), dtype=np.float32)
@@ -180,19 +176,12 @@ print(measure(1000, 2000, 50, 100, 500))
 
 
 def test_an_evaluation_holds_what_is_said():
-    output = subprocess.run(
-        [sys.executable, "-c", MEASURE],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     sweep = {"damping": [0.1, 1], "loss_weight_power": [1], "combine": ["x", "y"], "proj_dim": []}
     need = evaluation_need(
         proj_dim=1000, n_train=2000, n_targets=50, n_subsets=100, n_checkpoints=1, sweep=sweep
     )
     said = need.fixed_bytes + 500 * need.row_bytes
-    assert 0.3 * said < int(output) * 1024 < said
+    assert 0.3 * said < printed(MEASURE) * 1024 < said
 
 
 STAGES = """

@@ -1,3 +1,5 @@
+"""The projection on a CPU against its definition."""
+
 import hashlib
 import os
 import shutil
@@ -8,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from projections import KINDS, real_gradients, spec_of
 
 import trak_core
-from trak_core.errors import InputError
 from trak_core.projection import project
 from trak_core.projection.cpu import slices
 from trak_core.projection.cpu.slices import slice_length
@@ -19,36 +21,16 @@ from trak_core.projection.reference import (
     project_reference,
     projection_matrix,
 )
-from trak_core.spec import ProjectionSpec, stream_of
 
-KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
 # Odd, prime and off-by-one sizes: no block of coordinates, samples or columns divides them.
 SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (9, 129, 33), (7, 257, 64), (17, 1000, 130)]
 FAR = 2**32 * 8 + 77
-SEED = (5 << 32) + 77
-
-
-def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
-    """A projection; ``proj_dim`` is taken down to what the kind can have."""
-    if kind == "hadamard":
-        proj_dim = 1 << (proj_dim.bit_length() - 1)
-    elif kind == "sjlt" and stripes is None:
-        stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
-    elif kind == "none":
-        proj_dim = n_params
-    return ProjectionSpec(
-        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes
-    )
 
 
 def integer_gradients(n_samples, n_params):
     """Small integers: float32 sums of them are exact, whatever the order of summation."""
     rng = np.random.default_rng(0)
     return rng.integers(-8, 9, (n_samples, n_params)).astype(np.float32)
-
-
-def real_gradients(n_samples, n_params):
-    return np.random.default_rng(1).standard_normal((n_samples, n_params)).astype(np.float32)
 
 
 def expected_projection(gradients, spec):
@@ -307,92 +289,6 @@ def test_scaled_projection_keeps_squared_norms(kind):
     np.testing.assert_allclose(project(gradients, spec, scale=True), expected, rtol=1e-6)
 
 
-def gradients_of(family, n_params):
-    rng = np.random.default_rng(2)
-    rows = rng.standard_normal((2, n_params))
-    if family == "heavy tail":
-        rows = rng.standard_t(2.2, (2, n_params))
-    elif family == "1 % sparse":
-        rows *= rng.random((2, n_params)) < 0.01
-    elif family == "64 nonzeros":
-        rows *= np.isin(np.arange(n_params), rng.choice(n_params, 64, replace=False))
-    x, y = rows
-    y += x  # so that the inner product is not near 0
-    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["gaussian", "heavy tail", "1 % sparse", "64 nonzeros"])
-def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
-    """Mean and variance over independent streams, within three standard errors.
-
-    With signs, the products of a coordinate with itself are exact: a term less than a normal
-    matrix has. A block of ``hadamard`` is exact in its norm: the terms within a block drop out.
-    """
-    n_params, k, n_streams = 4000, 64, 600
-    rows = gradients_of(family, n_params)
-    x, y = rows.astype(np.float64)
-    inner = x @ y
-
-    def pairs(a, b):
-        """Sum over a block of the products, squared: what is exact."""
-        if kind == "normal":
-            return 0.0
-        width = k if kind == "hadamard" else 1
-        products = np.add.reduceat(a * b, np.arange(0, n_params, width))
-        return (products**2).sum()
-
-    specs = (spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams))
-    projected = [project(rows, spec, scale=True).astype(np.float64) for spec in specs]
-    norms = np.array([p @ p for p, _ in projected])
-    inners = np.array([p @ q for p, q in projected])
-    variance_of_norm = 2 / k * (1 - pairs(x, x))
-    if kind == "hadamard":
-        # Var <Rx, Ry> = sum over pairs of different blocks of the cross terms.
-        blocks = [np.add.reduceat(a * b, np.arange(0, n_params, k)) for a, b in ((x, x), (y, y))]
-        exact = (blocks[0] * blocks[1]).sum() + pairs(x, y)
-    else:
-        exact = 0.0 if kind == "normal" else 2 * (x**2 * y**2).sum()
-    variance_of_inner = (1 + inner**2 - exact) / k
-    for values, mean, variance in (
-        (norms, 1.0, variance_of_norm),
-        (inners, inner, variance_of_inner),
-    ):
-        deviations = values - mean
-        assert abs(deviations.mean()) < 3 * np.sqrt(variance / n_streams)
-        squares = deviations**2
-        assert abs(squares.mean() - variance) < 3 * squares.std() / np.sqrt(n_streams)
-
-
-def test_normal_entries_have_the_moments_of_a_normal_distribution():
-    """Over all 2^32 words: the sum of four bytes takes 1,021 values."""
-    weights = np.ones(1)
-    for _ in range(4):
-        weights = np.convolve(weights, np.ones(256) / 256)
-    x = (np.arange(1021) - 510).astype(np.float32) * np.float32(1 / 147.80166)
-    x2 = x * x
-    p = np.float32(0.001905) * x2 + np.float32(0.004002)
-    levels = ((p * x2 + np.float32(0.967765)) * x).astype(np.float64)
-    seen = projection_matrix(spec_of("normal", 4000, 64))
-    assert np.isin(seen, levels).all()
-    assert abs(weights @ levels) < 1e-12
-    assert weights @ levels**2 == pytest.approx(1, abs=2e-5)
-    assert weights @ levels**4 == pytest.approx(3, abs=0.004)
-    assert weights @ levels**6 == pytest.approx(15, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_streams_and_seeds_are_uncorrelated(kind):
-    matrices = [
-        projection_matrix(spec_of(kind, 512, 64, seed, stream)).ravel()
-        for seed, stream in [(0, 0), (0, 1), (1, 0), (1 << 32, 0), (0, stream_of("seed0"))]
-    ]
-    correlation = np.corrcoef(matrices) - np.eye(len(matrices))
-    # A block of ``hadamard`` has only 128 random signs, and correlates with another's by chance.
-    independent = 512 * 64 if kind != "hadamard" else 512 / 64 * 128
-    assert np.abs(correlation).max() < 4 / np.sqrt(independent)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_tiny_gradients_survive(kind):
     gradients = np.float32(1e-8) * real_gradients(3, 700)
@@ -445,77 +341,3 @@ print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.value
     with (package / "projection/philox.py").open("a") as file:
         file.write("_ANOTHER = 1\n")
     assert hits_and_misses() == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"gradients": np.zeros((2, 10))}, "float32.*dtype float64"),
-        ({"gradients": np.zeros((2, 10), ">f4")}, "dtype >f4"),
-        ({"gradients": torch.zeros((2, 10), dtype=torch.int32)}, "torch.int32"),
-        ({"gradients": np.zeros(10, np.float32)}, r"shape \(10,\)"),
-        ({"gradients": [np.zeros((2, 5, 1), np.float32)]}, r"shape \(2, 5, 1\)"),
-        ({"gradients": []}, "at least one block"),
-        ({"gradients": [[1.0, 2.0]]}, "Found list"),
-        ({"gradients": [np.zeros((2, 5), np.float32), np.zeros((3, 5), np.float32)]}, "same"),
-        ({"gradients": [np.zeros((2, 5), np.float32), np.zeros((2, 5), np.float16)]}, "same"),
-        ({"gradients": [np.zeros((2, 5), np.float32), torch.zeros(2, 5)]}, "same"),
-        ({"gradients": np.zeros((2, 11), np.float32)}, "10 rows. Found columns 0 to 11"),
-        ({"gradients": torch.zeros((2, 10), device="meta")}, "Found meta"),
-        ({"offset": 1}, "columns 1 to 11"),
-        ({"offset": -1}, "columns -1 to 9"),
-        ({"out": np.zeros((2, 4), np.float32)}, r"\(2, 3\)"),
-        ({"out": np.zeros((2, 3))}, "float64"),
-        ({"out": torch.zeros((2, 3))}, "same library"),
-        ({"gradients": torch.zeros(2, 10), "out": np.zeros((2, 3), np.float32)}, "same library"),
-        ({"accumulate": True}, "out=None"),
-        ({"threads": 0}, "threads"),
-    ],
-)
-def test_bad_arguments_are_explained(arguments, message):
-    gradients = arguments.pop("gradients", np.zeros((2, 10), np.float32))
-    with pytest.raises(InputError, match=message):
-        project(gradients, spec_of("rademacher", 10, 3), **arguments)
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "none"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_rows_that_are_not_finite_are_named(kind, bad):
-    gradients = real_gradients(12, 300)
-    gradients[9, 250:] = bad
-    if kind == "none":
-        gradients[9, 250] = np.nan
-    with pytest.raises(InputError, match=r"rows 9\."):
-        project(gradients, spec_of(kind, 300, 8))
-
-
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"kind": "radmacher"},
-        {"n_params": 0},
-        {"n_params": 2**56},
-        {"proj_dim": 0},
-        {"seed": -1},
-        {"seed": 2**64},
-        {"stream": 2**32},
-        {"version": 2},
-        {"stripes": 2},
-        {"proj_dim": 6, "kind": "hadamard"},
-        {"proj_dim": 6, "kind": "sjlt"},
-        {"stripes": 0, "kind": "sjlt"},
-        {"proj_dim": 4, "kind": "none"},
-    ],
-)
-def test_fields_out_of_range_are_refused(field):
-    good = {"kind": "rademacher", "n_params": 5, "proj_dim": 2, "seed": 0, "stream": 0}
-    with pytest.raises(InputError, match=next(iter(field))):
-        ProjectionSpec(**(good | field))
-
-
-@pytest.mark.parametrize("kind", [*KINDS, "none"])
-@pytest.mark.parametrize("shape", [(0, 10), (3, 0), (0, 0)])
-def test_empty_gradients(kind, shape):
-    spec = spec_of(kind, 10, 4)
-    out = project(np.zeros(shape, np.float32), spec)
-    np.testing.assert_array_equal(out, np.zeros((shape[0], spec.proj_dim), np.float32))

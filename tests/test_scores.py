@@ -1,7 +1,6 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import oracle
@@ -10,72 +9,14 @@ import pytest
 import torch
 from pipeline import read_scores, run_stages
 from torch import nn
+from trained_cases import N_TARGETS, Case, assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
 from trak_core.projection.cuda import machine
-from trak_core.provenance import ids_digest
 from trak_core.stages import features
-from trak_core.stages.average import average_scores
 from trak_core.stages.projecting import projecting_device
-from trak_core.stages.scores import compute_scores
 from trak_core.stages.subject import warn_of_saturation
-from trak_core.study import Study
-
-STUDIES = Path(__file__).parent / "studies"
-N_TARGETS = 7
-
-
-def trained_diabetes(study, seed):
-    torch.manual_seed(seed)
-    model = study.make_model()
-    data, labels = study.module.train_data().tensors
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        loss = nn.functional.mse_loss(model(data).squeeze(1), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
-
-
-class Case:
-    """A study with three trained checkpoints on disk."""
-
-    def __init__(self, name, folder):
-        self.path = STUDIES / f"{name}.py"
-        study = Study.load(self.path)
-        digits = name == "small_digits"
-        self.output = "image_classification" if digits else "regression"
-        self.train = study.split("train", None)
-        self.targets = list(study.function("target_ids")()[:N_TARGETS])
-        self.targets = [t.item() if hasattr(t, "item") else t for t in self.targets]
-        self.target_split = study.split("mine", self.targets)
-        self.models, self.checkpoints = {}, {}
-        for seed in range(3):
-            if digits:
-                model = study.function("train")(seed=seed, steps=15)
-            else:
-                model = trained_diabetes(study, seed)
-            self.models[f"c{seed}"] = model
-            self.checkpoints[f"c{seed}"] = folder / f"{name}-{seed}.pt"
-            torch.save(model.state_dict(), self.checkpoints[f"c{seed}"])
-
-    def stages(self, results, n_checkpoints=3, **settings):
-        checkpoints = dict(list(self.checkpoints.items())[:n_checkpoints])
-        return run_stages(
-            results, self.path, checkpoints, self.targets, model_output=self.output, **settings
-        )
-
-    def expected(self, n_checkpoints=3, seed=0, **settings):
-        return oracle.scores(
-            dict(list(self.models.items())[:n_checkpoints]),
-            [self.train.samples[i] for i in range(len(self.train.ids))],
-            [self.target_split.samples[i] for i in range(N_TARGETS)],
-            output=self.output,
-            seed=seed,
-            **settings,
-        )
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +29,6 @@ def cases(tmp_path_factory):
 @pytest.fixture(params=["small_digits", "diabetes"])
 def case(request, cases):
     return cases[request.param]
-
-
-def assert_close(found, expected, relative):
-    error = np.abs(found - expected).max() / np.abs(expected).max()
-    assert error < relative, error
 
 
 @pytest.mark.parametrize("n_checkpoints", [1, 3])
@@ -276,87 +212,6 @@ def test_a_subset_of_parameters(cases, tmp_path):
         damping=2,
     )
     assert_close(found.to_numpy(), expected, 1e-4)
-
-
-@pytest.fixture(scope="module")
-def finished(cases, tmp_path_factory):
-    """Every file of a small run, and what today's config expects of its features."""
-    folder = tmp_path_factory.mktemp("finished")
-    case = cases["small_digits"]
-    case.stages(folder, proj_dim=32)
-    return folder, {
-        "model_output": case.output,
-        "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
-        "dtype": "float32",
-        "study": "digest",
-        "parameter_patterns": None,
-        "targets_digest": ids_digest(case.targets),
-    }
-
-
-OTHER_CONFIGS = [
-    ("projection", {"kind": "exact"}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 1}),
-    ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
-    ("dtype", "float16"),
-    ("study", "another"),
-    ("model_output", "regression"),
-    ("parameter_patterns", ["8.*"]),
-    ("targets_digest", ids_digest([1, 2])),
-    ("checkpoint", "c2"),
-]
-
-
-@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("split", "other")])
-def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, expected = finished
-    expected = {**expected, "checkpoint": "c1", "split": "mine", key: value}
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{key}.*rule compute_features remakes it"):
-        compute_scores(
-            scores=tmp_path / "out.h5",
-            train=folder / "features/c1/train.h5",
-            targets=folder / "features/c1/mine.h5",
-            normal_matrix=folder / "normal_matrix/c1.h5",
-            expected=expected,
-            damping=2,
-            weighting="plain",
-            keep="full",
-            code="code",
-            memory_mb=100,
-        )
-    assert not (tmp_path / "out.h5").exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(pair for pair in OTHER_CONFIGS if pair[0] != "checkpoint"),
-        ("experiment", "other"),
-        ("damping", 1),
-        ("weighting", "curvature"),
-        ("checkpoints", ["c0", "c2", "c1"]),
-    ],
-)
-def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, expected = finished
-    mine = {"experiment": "mine", "damping": 2, "weighting": "plain"}
-    expected = {**expected, **mine, "checkpoints": ["c0", "c1", "c2"], key: value}
-    rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
-    found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
-    with pytest.raises(InputError, match=found):
-        average_scores(
-            scores=tmp_path / "out.h5",
-            checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
-            features=[],
-            expected=expected,
-            combine="product_of_averages",
-            loss_weight_power=1,
-            top=3,
-            code="code",
-            memory_mb=100,
-        )
-    assert not (tmp_path / "out.h5").exists()
 
 
 def test_gradients_that_are_not_finite_name_samples_and_parameters(cases, tmp_path):

@@ -1,0 +1,55 @@
+"""The smallest study, with two checkpoints of random weights, for `pipeline`."""
+
+import torch
+
+from trak_core.provenance import ids_digest
+
+STUDY = """
+import torch
+from torch.utils.data import TensorDataset
+
+generator = torch.Generator().manual_seed(0)
+x, y = torch.randn(40, 3, generator=generator), torch.randn(40, generator=generator)
+
+
+def make_model():
+    return torch.nn.Linear(3, 1)
+
+
+def train_data():
+    return TensorDataset(x[:30], y[:30])
+
+
+def target_data():
+    return TensorDataset(x[30:], y[30:])
+
+
+def target_ids():
+    return [f"target-{i}" for i in range(10)]
+"""
+
+TARGETS = ["target-3", "target-1", "target-7"]
+SETTINGS = {
+    "projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0},
+    "model_output": "regression",
+    "dtype": "float32",
+    "study": "digest",
+    "parameter_patterns": None,
+    "targets_digest": ids_digest(TARGETS),
+    "experiment": "mine",
+    "weighting": "plain",
+    "damping": 2,
+    "checkpoints": ["c0", "c1"],
+}
+
+
+def with_two_checkpoints(folder):
+    """Write the study and its checkpoints, and return what ``pipeline`` needs of them."""
+    study = folder / "study.py"
+    study.write_text(STUDY)
+    checkpoints = {}
+    for name in ("c0", "c1"):
+        torch.manual_seed(len(checkpoints))
+        checkpoints[name] = folder / f"{name}.pt"
+        torch.save(torch.nn.Linear(3, 1).state_dict(), checkpoints[name])
+    return study, checkpoints, TARGETS

@@ -1,0 +1,25 @@
+"""Projections of every kind, and gradients for them."""
+
+import numpy as np
+
+from trak_core.spec import ProjectionSpec
+
+KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
+SEED = (5 << 32) + 77
+
+
+def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
+    """A projection; ``proj_dim`` is taken down to what the kind can have."""
+    if kind == "hadamard":
+        proj_dim = 1 << (proj_dim.bit_length() - 1)
+    elif kind == "sjlt" and stripes is None:
+        stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
+    elif kind == "none":
+        proj_dim = n_params
+    return ProjectionSpec(
+        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes
+    )
+
+
+def real_gradients(n_samples, n_params):
+    return np.random.default_rng(1).standard_normal((n_samples, n_params)).astype(np.float32)

@@ -1,0 +1,188 @@
+"""A study whose functions are not what they must be stops before any job, with one message."""
+
+import re
+
+import pytest
+import yaml
+from refusals import GOOD, STUDY, message
+from workspace import Workspace
+
+from trak_core.errors import InputError
+from trak_core.stages.check_study import check_study
+
+STUDIES = {
+    "no model function": (
+        ("def make_model", "def build_model"),
+        r"the study must define a function make_model\(\)\. Found build_model, train_data",
+    ),
+    "model function returns no model": (
+        ("return nn.Sequential(", "return len, (nn.Sequential, "),
+        r"make_model\(\) must return a torch\.nn\.Module\. Found tuple",
+    ),
+    "model function fails": (
+        ("return nn.Sequential(", "return nn.Sequentially("),
+        r"make_model\(\) must end without an error\. Found AttributeError: .* 'Sequentially' .*"
+        r"line \d+, in make_model",
+    ),
+    "no data": (("x[:342], y[:342]", "x[:0], y[:0]"), r"train_data\(\) must hold samples"),
+    "data is a number": (
+        ("return TensorDataset(x[:342], y[:342])", "return 342"),
+        r"train_data\(\) must return samples with len\(\) and \[i\], .* Found int",
+    ),
+    "data fails": (
+        ("return TensorDataset(x[:342], y[:342])", "return open('gone.csv')"),
+        r"train_data\(\) must end without an error\. Found FileNotFoundError: .*gone\.csv",
+    ),
+    "data without numbers": (
+        ("return TensorDataset(x[:342], y[:342])", "return {'a': 1}"),
+        r"reading sample 0 must end without an error\. Found KeyError: 0",
+    ),
+    "sample is a number": (
+        ("return TensorDataset(x[:342], y[:342])", "return list(range(342))"),
+        r"A sample must be a tuple or a dict\. Found int",
+    ),
+    "samples of text": (
+        ("return TensorDataset(x[:342], y[:342])", "return [('a', 1.0)] * 342"),
+        r"Samples must be tuples or dicts of tensors or numbers\. Found str for entry 0",
+    ),
+    "label not finite": (
+        ("y.std()\n", "y.std()\ny[7] = float('nan')\n"),
+        r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
+    ),
+    "ids too few": (
+        ("range(342, 442)", "range(342, 400)"),
+        r"target_ids\(\) must give one id a sample\. Found 58 ids, 100 samples",
+    ),
+    "ids twice": (
+        ("patient-{i}", "patient-{i // 2}"),
+        r"target_ids\(\) must give every sample its own id",
+    ),
+    "ids are a number": (
+        ('return [f"patient-{i}" for i in range(342, 442)]', "return 100"),
+        r"target_ids\(\), .*, must end without an error\. Found TypeError: 'int' object is not it",
+    ),
+    "ids are lists": (
+        ('f"patient-{i}"', "[i]"),
+        r"target_ids\(\) must give integers of 64 bits only, or strings .* Found \[342\], \[343\]",
+    ),
+    "ids with a null byte": (
+        ("patient-{i}", "patient-{i}\\0"),
+        r"strings of 1 to 64 bytes of printable text only\. Found 'patient-342\\x00'",
+    ),
+    "ids on two lines": (
+        ("patient-{i}", "patient\\n{i}"),
+        r"strings of 1 to 64 bytes of printable text only\. Found 'patient\\n342'",
+    ),
+    "ids beyond 64 bits": (
+        ('f"patient-{i}"', "i + 2**63 - 400"),
+        r"target_ids\(\) must give integers of 64 bits only, .* Found 9223372036854775808",
+    ),
+    "ids of two types": (
+        ('f"patient-{i}"', "i if i % 2 else str(i)"),
+        r"target_ids\(\) must give integers of 64 bits only, or strings .* Found 343, 345, 347",
+    ),
+    "sample does not fit the model": (
+        ("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
+        r"Calling the model with one sample of shapes \(1, 10\) failed: RuntimeError",
+    ),
+    "import fails": (
+        ("import torch\n", "import torch\nimport no_such_module\n"),
+        r"the study's file must end without an error\. Found ModuleNotFoundError: .*"
+        r"'no_such_module' .*line 4, in <module>",
+    ),
+    "study leaves Python": (
+        ("import torch\n", "import torch\nimport sys\nsys.exit(0)\n"),
+        r"the study's file must end without an error\. Found SystemExit: 0",
+    ),
+    "study raises": (
+        ("import torch\n", "import torch\nraise RuntimeError('no data here')\n"),
+        r"the study's file must end without an error\. Found RuntimeError: no data here",
+    ),
+}
+
+
+def edited(workspace, name, old, new):
+    """Write the study with something else in it, under a name of its own."""
+    good = workspace.path(STUDY).read_text()
+    assert old in good
+    path = workspace.path(f"{re.sub(r'[^a-z]', '_', name)}.py")
+    path.write_text(good.replace(old, new))
+    return path
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_bad_study(workspace, name):
+    (old, new), expected = STUDIES[name]
+    path = edited(workspace, name, old, new)
+    with pytest.raises(InputError) as error:
+        check_study(
+            study=path,
+            model_output="regression",
+            weighting="plain",
+            parameters=None,
+            training=None,
+            splits={"train": None, "mine": ["patient-342"]},
+            shards={"train": 1, "mine": 1},
+        )
+    found = " ".join(str(error.value).split())
+    assert re.search(expected, found)
+    assert str(path) in found
+
+
+@pytest.mark.parametrize("name", ["no model function", "study raises", "study leaves Python"])
+def test_snakemake_says_what_is_bad_about_a_study(door, name):
+    (old, new), expected = STUDIES[name]
+    path = edited(door.workspace, name, old, new)
+    assert re.search(expected, message(door.refuse({"study": path.name})))
+
+
+def test_a_study_that_crashes(door):
+    path = edited(door.workspace, "crash", "import torch\n", "import os\nos.abort()\n")
+    found = message(door.refuse({"study": path.name}))
+    assert re.search(
+        r"crash\.py: the study must load\. .* ended with exit status -6 and with", found
+    )
+
+
+TEXTS_OF_A_STUDY = {
+    "a study with a null byte": (b"a = 1\0\n", r"The study must be Python\. Found in .*bytes\.py"),
+    "a study that is not UTF-8": (b"a = '\xe9'\n", r"The study must be Python\. Found .*utf-8"),
+    "a study with a mistake": (b"def f(:\n", r"The study must be Python\. Found in .*, line 1: in"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS_OF_A_STUDY)
+def test_what_is_no_python(door, name):
+    content, expected = TEXTS_OF_A_STUDY[name]
+    door.workspace.path("bytes.py").write_bytes(content)
+    assert re.search(expected, message(door.refuse({"study": "bytes.py"})))
+
+
+def test_a_study_that_prints(workspace):
+    """What it prints, at any time, is shown and is not taken for an answer."""
+    path = workspace.path(STUDY)
+    good = path.read_text()
+    noise = "\nimport atexit\nprint('loading')\natexit.register(print, 'the end')\n"
+    try:
+        path.write_text(good + noise)
+        result = workspace.snakemake("-n", text=yaml.safe_dump({"study": STUDY, **GOOD}))
+    finally:
+        path.write_text(good)
+    assert result.returncode == 0, result.stdout
+    assert "loading" in result.stdout
+    assert "the end" in result.stdout
+
+
+def test_label_out_of_range(tmp_path):
+    config = {**GOOD, "model_output": "image_classification"}
+    config["experiments"] = {"mine": {"targets": [1506]}}
+    workspace = Workspace.make(tmp_path / "study", "small_digits.py", config)
+    workspace.path("c0.pt").write_bytes(b"")
+    study = workspace.path("small_digits.py")
+    study.write_text(study.read_text().replace("nn.Linear(16, 10)", "nn.Linear(16, 9)"))
+    found = message(workspace.fail("-n"))
+    assert re.search(
+        r"train_data\(\): Labels must be integers from 0 to 8, the classes of the study's model\. "
+        r"Found 9 in sample \d+",
+        found,
+    )

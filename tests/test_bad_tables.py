@@ -1,0 +1,83 @@
+"""A bad table of checkpoints or targets stops before any job, with one message."""
+
+import re
+
+import pytest
+import yaml
+from refusals import GOOD, STUDY, message
+
+TABLES = {
+    "a table without lines": (
+        b"",
+        r"columns checkpoint, path, each once\. Missing: checkpoint, path",
+    ),
+    "a table without rows": (
+        b"checkpoint\tpath\n",
+        r"the table must have rows\. Found only a header",
+    ),
+    "a table of other columns": (
+        b"id\tfile\nc0\tc0.pt\n",
+        r"columns checkpoint, path, each once\. Missing: checkpoint, path; found id, file",
+    ),
+    "a column twice": (
+        b"checkpoint\tpath\tpath\nc0\tc0.pt\tc1.pt\n",
+        r"columns checkpoint, path, each once\. Missing: none; found checkpoint, path, path",
+    ),
+    "a table with commas": (
+        b"checkpoint,path\nc0,c0.pt\n",
+        r"must be tab-separated .* Missing: checkpoint, path; found checkpoint,path",
+    ),
+    "a table that is not UTF-8": (
+        b"checkpoint\tpath\nc0\tcaf\xe9.pt\n",
+        r"the table must be tab-separated text in UTF-8\. Reading it failed: 'utf-8' codec",
+    ),
+    "a table with a null byte": (
+        b"checkpoint\tpath\nc0\tc0\0.pt\n",
+        r"Checkpoints must exist\. Found nothing at: c0\0\.pt",
+    ),
+    "a quote without an end": (
+        b'checkpoint\tpath\nc0\t"c0.pt\nc1\tc0.pt\n',
+        r"the table must be tab-separated text in UTF-8\. .* unexpected end of data",
+    ),
+    "a row without a path": (
+        b"checkpoint\tpath\nc0\n",
+        r"must fill the columns checkpoint, path\. Found 'c0', '' in line 2",
+    ),
+    "an id twice": (
+        b"checkpoint\tpath\nc0\tc0.pt\nc0\tother.pt\n",
+        r"A checkpoint's id must be its own\. Found 'c0' twice",
+    ),
+    "an id with a path": (
+        b"checkpoint\tpath\n../../c0\tc0.pt\n",
+        r"A checkpoint's id becomes a file name.*Found '\.\./\.\./c0'",
+    ),
+    "a path to nothing": (
+        b"checkpoint\tpath\nc0\t$(touch ran)\n",
+        r"Checkpoints must exist\. Found nothing at: \$\(touch ran\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_bad_table(door, name):
+    content, expected = TABLES[name]
+    door.workspace.path("table.tsv").write_bytes(content)
+    assert re.search(expected, message(door.refuse({"checkpoints": "table.tsv"})))
+    assert not list(door.workspace.folder.rglob("ran"))
+
+
+def test_ids_that_differ_in_type_alone(door):
+    output = door.refuse({"checkpoints": {1: "c0.pt", "1": "c0.pt"}})
+    assert "Found '1' twice" in message(output)
+
+
+def test_tables_work(workspace):
+    workspace.path("checkpoints.tsv").write_text("checkpoint\tpath\nc0\tc0.pt\n")
+    workspace.path("targets.tsv").write_text("id\npatient-342\n")
+    tables = {
+        "checkpoints": "checkpoints.tsv",
+        "experiments": {"mine": {"targets": "targets.tsv"}},
+    }
+    text = yaml.safe_dump({"study": STUDY, **GOOD, **tables})
+    result = workspace.snakemake("-n", text=text)
+    assert result.returncode == 0, result.stdout
