@@ -249,6 +249,8 @@ def test_waves_change_no_bit(monkeypatch):
     for wave in (1, 2, 100):
         monkeypatch.setattr(slices, "_WAVE", wave)
         np.testing.assert_array_equal(project(gradients, spec, threads=2), expected)
+    monkeypatch.setattr(slices, "_WAVE_BYTES", 0)  # one result a thread
+    np.testing.assert_array_equal(project(gradients, spec, threads=3), expected)
 
 
 def test_a_forked_process_projects_on_threads_of_its_own():

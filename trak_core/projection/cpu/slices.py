@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 _DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
 _SPARSE_SLICE = 2**17  # the kinds whose work does not grow with proj_dim
-_WAVE = 4  # slices of one thread before all results are added up
+_WAVE = 4  # slices of one thread before all results are added up,
+_WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
 
 
 def slice_length(spec: ProjectionSpec) -> int:
@@ -96,7 +97,7 @@ def _work(left: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> No
         results[i] = call()
 
 
-def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
+def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) -> Iterator[T]:
     """Yield the calls' results in order, made in waves.
 
     This thread works too, and takes over what no other has begun: where the system has no second
@@ -105,7 +106,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int) -> Iterator[T]:
     if threads == 1:
         yield from (call() for call in calls)
         return
-    while wave := list(islice(calls, _WAVE * threads)):
+    while wave := list(islice(calls, wave_length)):
         left, results = deque(enumerate(wave)), dict[int, T]()
         others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
         at = 0
@@ -130,8 +131,8 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond arguments: for each thread four results, and a slice of the gradients where they
-    are not float32 or the slice has parts of several blocks.
+    Memory beyond arguments: for each thread a result, or up to four if all are within 64 MiB, and a
+    slice of the gradients where they are not float32 or the slice has parts of several blocks.
 
     Args:
         blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
@@ -154,7 +155,9 @@ def project_cpu(
 
     grid = range(offset // length * length, stop, length)
     results = _in_order(
-        (partial(slice_sums, max(offset, at), min(stop, at + length)) for at in grid), threads
+        (partial(slice_sums, max(offset, at), min(stop, at + length)) for at in grid),
+        threads,
+        max(threads, min(_WAVE * threads, _WAVE_BYTES // out.nbytes)),
     )
     if spec.kind is ProjectionKind.SJLT:
         # One factor on the whole sum (reference.py).
