@@ -117,7 +117,15 @@ def check_alone(page):
 SOURCE = Source("scores/mine.h5", "hash", {}, {})
 
 
-def facts(n_checkpoints=10, saturated=0.0, sd=0.1, smallest=1.0, power=1.0, **more):
+def facts(
+    n_checkpoints=10,
+    saturated=0.0,
+    sd=0.1,
+    smallest=1.0,
+    power=1.0,
+    model_output="image_classification",
+    **more,
+):
     spec = {
         "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
         "loss_weight_power": power,
@@ -126,7 +134,8 @@ def facts(n_checkpoints=10, saturated=0.0, sd=0.1, smallest=1.0, power=1.0, **mo
     source = replace(SOURCE, spec=spec)
     experiment = Experiment("mine", source, "relative", 100, saturated, targets, {})
     matrix = Matrix("c0", SOURCE, smallest, 1e3, 1.0, 100)
-    return Facts({"scoring": {"damping": 0}}, [experiment], [matrix], [], **more)
+    config = {"scoring": {"damping": 0}, "model_output": model_output}
+    return Facts(config, [experiment], [matrix], [], **more)
 
 
 def lds(ours, low, baseline, ceiling):

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pandas as pd
+import pytest
 import torch
 from pipeline import read_scores
 from small_run import ARGUMENTS, STUDY, margin
 from torch.utils.data import Subset
 
-from trak_core.stages.counterfactual import compare_removals
+from trak_core.artifacts import ArtifactError
+from trak_core.stages.counterfactual import compare_removals, mean_interval
 from trak_core.stages.removals import retrain_without
 from trak_core.subsets import training_seed
 
@@ -35,17 +37,18 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
             targets=group,
             **jobs,
         )
-    compare_removals(
-        counterfactual=tmp_path / "c.h5",
-        random=random,
-        top=top,
-        groups=groups,
-        n_removed=sizes,
-        draws=draws,
-        seeds=seeds,
-        spec=common,
-        code="code",
-    )
+    compared = {
+        "counterfactual": tmp_path / "c.h5",
+        "random": random,
+        "top": top,
+        "groups": groups,
+        "n_removed": sizes,
+        "draws": draws,
+        "seeds": seeds,
+        "spec": common,
+        "code": "code",
+    }
+    compare_removals(scores=run.scores, **compared)
     table = pd.read_hdf(tmp_path / "c.h5", "targets")
     assert len(table) == 2 * len(sizes) * len(targets)
 
@@ -73,5 +76,25 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     masks = pd.read_hdf(random, "masks").to_numpy()
     assert masks.sum(axis=1).tolist() == [150, 140, 140, 120, 120]
     summary = pd.read_hdf(tmp_path / "c.h5", "summary")
-    assert summary["removed"].tolist() == ["top", "top", "random", "random"]
+    assert summary["removed"].tolist() == ["top"] * 2 + ["random"] * 2 + ["difference"] * 2
     assert abs(summary["change"][1] - table[rows]["change"].mean()) < 1e-12
+    for column in ("change", "flips"):
+        top, random, difference = summary[column].to_numpy().reshape(3, 2)
+        assert np.abs(top - random - difference).max() < 1e-12
+    assert (summary["low"] <= summary["change"]).all()
+    assert (summary["change"] <= summary["high"]).all()
+    other = run.stages(tmp_path / "other", damping=1)
+    with pytest.raises(ArtifactError, match=r"1\.h5.*'scores'.*rule retrain_without_top rem"):
+        compare_removals(scores=other, **compared)
+
+
+def test_what_all_targets_share_by_chance_is_in_the_interval():
+    """The models that saw everything are the same for all targets: a lucky one shifts them all."""
+    lucky = np.array([[-1.0], [0.0], [0.3]]).repeat(50, axis=1)
+    low, high = mean_interval(lucky)
+    assert low < -0.9
+    assert high > 0.2
+    own = np.random.default_rng(0).standard_normal((3, 50)).mean(axis=0) * np.ones((3, 1))
+    low, high = mean_interval(own)
+    error = own[0].std() / np.sqrt(50)
+    assert abs((high - low) / (2 * 1.96 * error) - 1) < 0.15

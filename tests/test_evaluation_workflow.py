@@ -177,6 +177,14 @@ FULL = {
 }
 BAD = {
     "both": ({"evaluation.ground_truth": "x.h5"}, r"`subsets`, .* or `ground_truth`.*Found both"),
+    "settings without models": (
+        {"evaluation.subsets": None, "evaluation.sweep": None, "evaluation.experiments": ["few"]},
+        r"evaluation\.experiments is about scores measured against .* needs evaluation\.subsets",
+    ),
+    "a sweep without models": (
+        {"evaluation.subsets": None, "evaluation.trak": None, "evaluation.sweep": {}},
+        r"evaluation\.sweep is about scores measured against retrained models",
+    ),
     "unknown experiment": (
         {"evaluation.experiments": ["many"]},
         r"experiments of the study: few\. Found 'many'",

@@ -20,9 +20,12 @@ from trak_core.artifacts import (
     DIAGNOSTICS,
     EVALUATION,
     MISLABELLED,
+    SCORES,
     SELF_INFLUENCE,
     create,
+    open_artifact,
 )
+from trak_core.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,9 @@ def results(tmp_path_factory):
     return finished(tmp_path_factory.mktemp("report"))
 
 
-def tables(path, kind, attributes=None, **found):
-    with create(path, kind, {}, {"code": "0", "torch": "7.7"}, **(attributes or {})) as writer:
+def tables(path, kind, attributes=None, spec=(), **found):
+    made_by = {"code": "0", "torch": "7.7"}
+    with create(path, kind, dict(spec), made_by, **(attributes or {})) as writer:
         for key, rows in found.items():
             writer.table(key, pd.DataFrame(rows), [])
     return path
@@ -41,6 +45,8 @@ def tables(path, kind, attributes=None, **found):
 def measured(results):
     """The page of a study with all measurements, whose numbers are made up."""
     folder = results
+    with open_artifact(folder / "scores/mine.h5", SCORES) as file:
+        spec = {"scores": file.content_hash}
     rows = lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"]
     setting = {"loss_weight_power": 1.0, "combine": "product_of_averages", "proj_dim": 8}
     sweep = [
@@ -57,6 +63,7 @@ def measured(results):
             folder / "evaluation/mine.h5",
             EVALUATION,
             {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95},
+            spec,
             summary=rows,
             targets=[{"method": m, "proj_dim": 8, "target_id": t, "correlation": c}
                      for m, c in (("scores", 0.25), ("noise_ceiling", 0.75))
@@ -69,8 +76,10 @@ def measured(results):
         "counterfactuals": [tables(
             folder / "counterfactual/mine.h5",
             COUNTERFACTUAL,
+            spec=spec,
             summary=[{"removed": r, "n_removed": n, "change": c, "low": c - 1, "high": c + 1}
-                     for r, c in (("top", -3.5), ("random", -0.25)) for n in (5, 10)],
+                     for r, c in (("top", -3.5), ("random", -0.25), ("difference", -3.25))
+                     for n in (5, 10)],
             targets=[{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
         )],
         "mislabelled": [tables(
@@ -111,6 +120,7 @@ def test_measurements_stand_in_tables(measured):
     assert measured.row("best of the sweep")[0] == "2"
     assert measured.row("this config")[4:6] == ["0.310", "0.310"]
     assert measured.row("those that the scores call most helpful")[1] == f"{minus}3.5"
+    assert measured.row("the most helpful, beyond random ones")[1] == f"{minus}3.25"
     assert measured.row("self-influence") == ["0.875", "50 %"]
     assert "2 training examples got a wrong label" in measured.text
     assert measured.row("row-11") == ["11", "1.5", "1.57"]
@@ -134,3 +144,12 @@ def test_curves_are_drawn_and_described(measured):
         svg = base64.b64decode(source.partition(",")[2]).decode()
         # Namespaces are names, not addresses that anything asks for.
         assert not re.search(r'(href|src)="(?!#)', svg)
+
+
+def test_measurements_of_other_scores_are_refused(results):
+    for kind, key in ((EVALUATION, "evaluations"), (COUNTERFACTUAL, "counterfactuals")):
+        some = {table: [{"a": 1}] for table in kind.keys}
+        other = tables(results / "other/mine.h5", kind, spec={"scores": "another"}, **some)
+        found = r"other/mine\.h5 must be about the scores in scores/mine\.h5.*Found another"
+        with pytest.raises(InputError, match=found):
+            write(results, **{key: [other]})

@@ -90,21 +90,23 @@ def test_plurals():
 
 
 def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
-    head = "s\th:m:s\tmax_rss\n"
+    head = "s\th:m:s\tmax_rss\tcpu_time\n"
     for name, rows in {
-        "compute_features/c0/train.tsv": "2.5\t0:00:02\t100.5\n",
-        "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\n",
-        "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\n",
-        "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\n",
-        "compare_runs.tsv": "1\t0:00:01\t10\n1\t0:00:01\t30\n",
+        "compute_features/c0/train.tsv": "2.5\t0:00:02\t100.5\t2\n",
+        "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
+        "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
+        "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
+        "compare_runs.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
+        "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell, before the job
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(head + rows)
-    found = {t.rule: t for t in read_timings(tmp_path, {"c0", "c1", "train"})}
+    found = {t.rule: t for t in read_timings(tmp_path, {"c0", "c1", "train", "mine"})}
     features = found["compute_features"]
     assert (features.n_jobs, features.seconds, features.longest_seconds) == (2, 6.5, 4)
     assert features.peak_mib == 100.5
     assert found["retrain_subsets"].peak_mib is None
+    assert found["average_scores"].peak_mib is None
     assert (found["compare_runs"].n_jobs, found["compare_runs"].peak_mib) == (2, 30)
     assert read_timings(tmp_path / "nothing", set()) == []

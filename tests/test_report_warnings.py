@@ -31,6 +31,10 @@ def test_each_warning_comes_alone(change, title):
     assert titles(**change) == [title]
 
 
+def test_small_residuals_are_no_warning():
+    assert titles(saturated=1.0, model_output="regression") == []
+
+
 def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
     plain, lifted = (cautions(facts(saturated=0.9, power=p))[0].remedy for p in (1.0, 0.5))
     assert "Set scoring.loss_weight_power to 0.5" in plain

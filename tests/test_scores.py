@@ -232,11 +232,13 @@ def test_gradients_that_are_not_finite_name_samples_and_parameters(cases, tmp_pa
 
 
 def test_most_training_samples_fitted_exactly_is_said(capsys):
-    warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]))
+    warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]), "image_classification")
     assert "Warning: 67% of the training samples have a loss weight below 1e-3" in (
         capsys.readouterr().out
     )
-    warn_of_saturation(torch.tensor([1e-4, 0.2, 0.3]))
+    warn_of_saturation(torch.tensor([1e-4, 0.2, 0.3]), "image_classification")
+    # Residuals of labels in metres, say.
+    warn_of_saturation(torch.tensor([1e-4, -1e-5, 0.3]), "regression")
     assert not capsys.readouterr().out
 
 

@@ -26,6 +26,14 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
             "retrained elsewhere. Found both."
         )
+    # And `baselines`, but they have a default.
+    alone = [key for key in ("experiments", "trak", "sweep") if asked.get(key, []) != []]
+    if alone and not lds:
+        raise InputError(
+            f"evaluation.{alone[0]} is about scores measured against retrained models: it needs "
+            "evaluation.subsets, to retrain here ({} will do), or evaluation.ground_truth. Found "
+            "neither."
+        )
     named = list(asked.get("experiments", ()))
     if counterfactual:
         named.append(counterfactual["experiment"])

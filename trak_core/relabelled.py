@@ -33,7 +33,9 @@ class _Relabelled:
 
 def _like(old: Any, label: int) -> Any:
     """Return a label of the type of the one it replaces."""
-    return torch.full_like(old, label) if isinstance(old, torch.Tensor) else type(old)(label)
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, label)
+    return np.full_like(old, label) if isinstance(old, np.ndarray) else type(old)(label)
 
 
 def class_labels(split: Split) -> np.ndarray:

@@ -196,10 +196,11 @@ def _per_target(measured: Measured) -> Html:
 
 def _counterfactual(name: str, measured: Measured) -> Html:
     summary = sorted(measured.tables["summary"], key=lambda r: r["n_removed"])
-    labels = {"top": "those that the scores call most helpful", "random": "random ones"}
+    drawn = {"top": "those that the scores call most helpful", "random": "random ones"}
+    labels = {**drawn, "difference": "the most helpful, beyond random ones"}
     lines = [
         _with_interval(label, rows, "n_removed", "change", color)
-        for (removed, label), color in zip(labels.items(), (BLUE, GREY), strict=True)
+        for (removed, label), color in zip(drawn.items(), (BLUE, GREY), strict=True)
         if (rows := [r for r in summary if r["removed"] == removed])
     ]
     x = sorted({r["n_removed"] for r in summary})
@@ -207,7 +208,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
     columns = ("removed", "#how many", "#change of f", "#from", "#to")
     rows = [
         (
-            labels.get(r["removed"], r["removed"]),
+            labels[r["removed"]],
             f"{r['n_removed']:,}",
             *(number(r[column]) for column in ("change", "low", "high")),
             *([percent(r["flips"])] if flips else ()),
@@ -219,7 +220,8 @@ def _counterfactual(name: str, measured: Measured) -> Html:
         paragraph(
             "The test that needs no theory: take away the training examples that a target's scores "
             "call most helpful, retrain, and see how far its output falls, beside taking away as "
-            "many at random."
+            "many at random. All are compared with the same few models trained on everything; "
+            "their luck shifts every row but the last ones, where it cancels."
         ),
         charts(
             line_chart(
@@ -232,7 +234,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
             )
         ),
         table(
-            "Mean over targets, with a 95 % interval over them",
+            "Mean over targets and trainings, with a 95 % interval over both",
             (*columns, "#another class predicted") if flips else columns,
             rows,
         ),
@@ -270,8 +272,9 @@ def _self_influence(measured: Measured) -> Html:
     return joined([
         element("h3", "Self-influence"),
         paragraph(
-            "How much each training example pushes its own output: the largest are examples that "
-            "nothing else explains, among them wrong labels and oddities. Worth a look by eye."
+            "How much each training example pushes its own output, up or down: the largest are "
+            "examples that nothing else explains, among them wrong labels and oddities. Worth a "
+            "look by eye."
         ),
         table(
             f"The largest; all are in {measured.source.name}",

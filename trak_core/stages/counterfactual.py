@@ -1,14 +1,14 @@
 """What becomes of targets when their most helpful training samples go, or as many random ones."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, check_same, create, open_artifact
+from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, SCORES, check_same, create, open_artifact
 from trak_core.stages.software import software
 from trak_core.subsets import random_removals, top_removals
 
@@ -16,11 +16,25 @@ CONFIDENCE = 0.95
 _N_DRAWS = 1000
 
 
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    """Return the bootstrap interval of a mean over targets."""
-    drawn = np.random.default_rng(0).integers(len(values), size=(_N_DRAWS, len(values)))
+def mean_interval(changes: np.ndarray) -> tuple[float, float]:
+    """Return the bootstrap interval of a mean over trainings and targets.
+
+    Both are drawn anew: the models that saw everything are the same for all targets, and what they
+    have by chance must not look like an effect.
+
+    Args:
+        changes: Shape (seeds, targets).
+
+    Returns:
+        Ends of the percentile interval.
+
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+    """
+    random = np.random.default_rng(0)
+    seeds, targets = (random.integers(n, size=(_N_DRAWS, n)) for n in changes.shape)
+    means = changes[seeds[:, :, None], targets[:, None, :]].mean(axis=(1, 2))
     outside = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(values[drawn].mean(axis=1), [outside, 1 - outside])
+    low, high = np.quantile(means, [outside, 1 - outside])
     return float(low), float(high)
 
 
@@ -40,20 +54,46 @@ def _models(
         return outputs, predictions, file.content_hash
 
 
-def _mean_row(
-    table: pd.DataFrame, removed: str, size: int, quantities: Sequence[str]
-) -> dict[str, Any]:
-    """Return means over targets, and the interval of the mean change."""
-    rows = (table["removed"] == removed) & (table["n_removed"] == size)
-    own = {key: table[key].to_numpy()[rows.to_numpy()] for key in quantities}
-    low, high = _interval(own["change"])
-    means = {key: float(values.mean()) for key, values in own.items()}
-    return {"removed": removed, "n_removed": size, **means, "low": low, "high": high}
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """What a removal did: changes of f, and parts of flipped predictions, (seeds, targets)."""
+
+    change: np.ndarray
+    flips: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, outputs: np.ndarray, predictions: np.ndarray, everything: Sequence[np.ndarray]
+    ) -> Self:
+        """Compare models (draws, seeds, targets) with those of the same seed that saw all."""
+        flips = None
+        if predictions.dtype.kind != "f":
+            flips = (predictions != everything[1]).mean(axis=0)
+        return cls((outputs.astype(np.float64) - everything[0]).mean(axis=0), flips)
+
+    def beyond(self, other: Self) -> Self:
+        """Return what it did more than another one: the models that saw all cancel."""
+        flips = None
+        if self.flips is not None and other.flips is not None:
+            flips = self.flips - other.flips
+        return replace(self, change=self.change - other.change, flips=flips)
+
+    def row(self) -> dict[str, float]:
+        """Return means, and the interval of the mean change."""
+        low, high = mean_interval(self.change)
+        flips = {} if self.flips is None else {"flips": float(self.flips.mean())}
+        return {"change": float(self.change.mean()), **flips, "low": low, "high": high}
+
+    def targets(self) -> dict[str, np.ndarray]:
+        """Return each target's means over trainings."""
+        flips = {} if self.flips is None else {"flips": self.flips.mean(axis=0)}
+        return {"change": self.change.mean(axis=0), **flips}
 
 
 def compare_removals(
     *,
     counterfactual: Path,
+    scores: Path,
     random: Path,
     top: Sequence[Path],
     groups: Sequence[Sequence[Any]],
@@ -67,6 +107,7 @@ def compare_removals(
 
     Args:
         counterfactual: The file to write; ``docs/evaluation.md`` describes its tables.
+        scores: The experiment's scores, which said what is most helpful.
         random: Models trained on everything, and without random samples.
         top: Models without the most helpful samples of some targets, a file a group.
         groups: Ids of each group's targets.
@@ -77,7 +118,7 @@ def compare_removals(
         code: The stage's code digest.
 
     Raises:
-        ArtifactError: If the models were made for another config.
+        ArtifactError: If the models were made for another config, or for other scores.
     """
     targets = [target for group in groups for target in group]
     shared = {key: spec[key] for key in ("n_removed", "seeds", "seed", "arguments", "model_output")}
@@ -86,47 +127,47 @@ def compare_removals(
         random, targets, seeds, {**shared, "draws": draws}, "retrain_at_random"
     )
     hashes = [hash_]
-    is_class = predictions.dtype.kind != "f"
-    everything = outputs[0].mean(axis=0)
-    rows: list[dict[str, Any]] = []
-
-    def note(removed: str, size: int, j: int, values: np.ndarray, predicted: np.ndarray) -> None:
-        """Add the row of a target: values and classes of models (removals, seeds)."""
-        row = {
-            "removed": removed,
-            "n_removed": size,
-            "target_id": targets[j],
-            "output": float(everything[j]),
-            "change": float((values - outputs[0][:, j]).mean(dtype=np.float64)),
-        }
-        if is_class:
-            row["flips"] = float((predicted != predictions[0][:, j]).mean())
-        rows.append(row)
-
-    first = 0
+    everything = outputs[0], predictions[0]
+    sizes = random_removals(n_removed, draws)
+    removals = {}
+    for size in n_removed:
+        drawn = [i + 1 for i, (found, _) in enumerate(sizes) if found == size]
+        removals["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
+    with open_artifact(scores, SCORES) as file:
+        scores_hash = file.content_hash
+    without = {size: tuple(map(np.empty_like, everything)) for size in n_removed}
     for path, group in zip(top, groups, strict=True):
-        values, predicted, hash_ = _models(
-            path, targets, seeds, {**shared, "targets": list(group)}, "retrain_without_top"
-        )
+        expected = {**shared, "targets": list(group), "scores": scores_hash}
+        *models, hash_ = _models(path, targets, seeds, expected, "retrain_without_top")
         hashes.append(hash_)
         for i, (target, size) in enumerate(top_removals(group, n_removed)):
-            j = first + list(group).index(target)
-            note("top", size, j, values[i, :, j], predicted[i, :, j])
-        first += len(group)
-    sizes = random_removals(n_removed, draws)
+            j = targets.index(target)
+            for one, found in zip(without[size], models, strict=True):
+                one[:, j] = found[i, :, j]
     for size in n_removed:
-        which = [i + 1 for i, (found, _) in enumerate(sizes) if found == size]
-        for j in range(len(targets)):
-            note("random", size, j, outputs[which, :, j], predictions[which, :, j])
-    table = pd.DataFrame(rows)
-    quantities = ["change", "flips"] if is_class else ["change"]
+        removals["top", size] = _Removal.of(*(one[None] for one in without[size]), everything)
+        removals["difference", size] = removals["top", size].beyond(removals["random", size])
     summary = pd.DataFrame([
-        _mean_row(table, removed, size, quantities)
-        for removed in ("top", "random")
+        {"removed": removed, "n_removed": size, **removals[removed, size].row()}
+        for removed in ("top", "random", "difference")
         for size in n_removed
     ])
+    about = {"target_id": targets, "output": outputs[0].mean(axis=0, dtype=np.float64)}
+    table = pd.concat(
+        [
+            pd.DataFrame({
+                "removed": removed,
+                "n_removed": size,
+                **about,
+                **removals[removed, size].targets(),
+            })
+            for removed in ("top", "random")
+            for size in n_removed
+        ],
+        ignore_index=True,
+    )
     provenance = software(code, "cpu", "numpy", "pandas")
-    spec = {**spec, "retrained": hashes}
+    spec = {**spec, "scores": scores_hash, "retrained": hashes}
     with create(counterfactual, COUNTERFACTUAL, spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
         writer.table("targets", table, ["target_id"])

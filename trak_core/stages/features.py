@@ -152,7 +152,7 @@ def compute_features(
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            warn_of_saturation(weights)
+            warn_of_saturation(weights, spec["model_output"])
             writer.vector("loss_weights", weights.float().numpy())
             for numbers in curvature:
                 writer.vector("curvature", numbers.float().numpy())

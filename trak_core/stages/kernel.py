@@ -144,7 +144,7 @@ def compute_kernel(
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            warn_of_saturation(weights)
+            warn_of_saturation(weights, spec["model_output"])
             writer.vector("loss_weights", weights.float().numpy())
             for column in curvature:
                 writer.vector("curvature", column.float().numpy())

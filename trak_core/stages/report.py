@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trak_core.errors import InputError
 from trak_core.report.document import document
 from trak_core.report.elements import Html, element, joined
 from trak_core.report.examples import EACH, examples, targets_shown
-from trak_core.report.facts import Experiment, Facts
+from trak_core.report.facts import Experiment, Facts, Measured
 from trak_core.report.samples import drawn, printed
 from trak_core.stages.reported import (
     read_counterfactual,
@@ -48,6 +49,17 @@ def _examples(study: Path, experiments: list[Experiment], shown: list[int]) -> H
                     train[i] = show(train_split.samples[row_of[i]], f"training example {i}")
         parts.append(examples(experiment, ids, targets, train, pictures=draw is not None))
     return joined(parts)
+
+
+def _check_scores_of(name: str, measured: Measured, facts: Facts) -> None:
+    """Refuse what was measured of other scores than are shown; Snakemake may know nothing of it."""
+    (scores,) = (one.source for one in facts.experiments if one.name == name)
+    found = measured.source.spec["scores"]
+    if found != scores.content_hash:
+        raise InputError(
+            f"{measured.source.name} must be about the scores in {scores.name}, with the hash "
+            f"{scores.content_hash}. Found {found}. Delete it and run snakemake again."
+        )
 
 
 def write_report(
@@ -99,6 +111,8 @@ def write_report(
         self_influence=[read_self_influence(path, results) for path in self_influence],
         distortions=[read_distortion(path, results) for path in diagnostics],
     )
+    for measured in (*facts.evaluations.items(), *facts.counterfactuals.items()):
+        _check_scores_of(*measured, facts)
     text = document(facts, _examples(study, experiments, shown))
     with written_whole(report) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -134,8 +134,9 @@ def read_mislabelled(path: Path, results: Path) -> Measured:
 
 
 def read_self_influence(path: Path, results: Path) -> Measured:
-    """Return the training samples with the largest self-influence."""
+    """Return the training samples with the largest self-influence, whatever its sign."""
     with open_artifact(path, SELF_INFLUENCE) as file:
         source, train = _source(file, results), file.table("train")
-    largest = train.sort_values("self_influence", ascending=False, kind="stable").head(_LARGEST)
+    by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
+    largest = by_size.head(_LARGEST)
     return Measured(source, {"largest": _rows(largest)}, {})

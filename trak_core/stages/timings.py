@@ -43,10 +43,14 @@ def _measured(path: Path) -> list[tuple[float, float | None]]:
     """Return seconds and peak resident memory of a file's runs."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
-    return [(float(row["s"]), _memory(row.get("max_rss"))) for row in rows]
+    return [
+        # Without processor time Snakemake's only look found the shell, before the job's process.
+        (float(row["s"]), _number(row.get("max_rss")) if _number(row.get("cpu_time")) else None)
+        for row in rows
+    ]
 
 
-def _memory(text: str | None) -> float | None:
+def _number(text: str | None) -> float | None:
     # Jobs shorter than Snakemake's first look have "NA" or a dash.
     try:
         return float(text or "") or None

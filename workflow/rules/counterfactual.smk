@@ -48,6 +48,7 @@ use rule retrain_at_random as retrain_without_top with:
 
 rule compare_removals:
     input:
+        scores="<results>/scores/{experiment}.h5",
         random="<results>/removals/random.h5",
         top=[
             f"{folder}/removals/{{experiment}}/{i + 1}.h5"

@@ -9,6 +9,7 @@ with logged_to(snakemake.log[0]):
 
     compare_removals(
         counterfactual=Path(snakemake.output.counterfactual),
+        scores=Path(snakemake.input.scores),
         random=Path(snakemake.input.random),
         top=[Path(p) for p in snakemake.input.top],
         code=snakemake.params.code,

@@ -8,7 +8,7 @@ chunks end at the edge of a slice, on the chunks.
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
@@ -116,9 +116,11 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
                 yield results.pop(at)
                 at += 1
         finally:
-            for other in others:
-                if not other.cancel():
-                    other.result()
+            left.clear()  # after an error nobody needs the rest
+            begun = [other for other in others if not other.cancel()]
+            wait(begun)
+        for other in begun:
+            other.result()
         yield from (results.pop(i) for i in range(at, len(wave)))
 
 
