@@ -5,6 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from functools import partial
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -251,6 +254,24 @@ def test_waves_change_no_bit(monkeypatch):
         np.testing.assert_array_equal(project(gradients, spec, threads=2), expected)
     monkeypatch.setattr(slices, "_WAVE_BYTES", 0)  # one result a thread
     np.testing.assert_array_equal(project(gradients, spec, threads=3), expected)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_an_error_in_one_slice_ends_all(bad):
+    done = []
+
+    def call(i):
+        time.sleep(0.01)
+        done.append(i)
+        if i == bad:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(slices._in_order(map(partial, repeat(call), range(100)), 3, 100))
+    before = len(done)
+    assert before <= bad + 5
+    time.sleep(0.05)
+    assert len(done) == before  # no thread works on beside what the caller tries next
 
 
 def test_a_forked_process_projects_on_threads_of_its_own():

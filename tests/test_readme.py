@@ -5,11 +5,12 @@ import io
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
 import yaml
 from pages import follow
 from workspace import REPOSITORY, Workspace, jobs
@@ -39,13 +40,10 @@ def diabetes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("readme") / "study"
     config = yaml.safe_load(block("yaml diabetes.yaml"))
     workspace = Workspace.make(folder, "diabetes.py", config)
-    workspace.path("checkpoints").mkdir()
-    for run in (1, 2, 3):
-        torch.manual_seed(run)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
-        )
-        torch.save(model.state_dict(), workspace.path(f"checkpoints/run{run}.pt"))
+    training = workspace.path("train_diabetes.py")
+    training.write_text(block("python train_diabetes.py"))
+    assert f"$ .venv/bin/python {training.name}\n" in README
+    subprocess.run([sys.executable, training.name], cwd=folder, check=True, timeout=100)
     command = next(line for line in README.splitlines() if "--configfile diabetes.yaml" in line)
     arguments = shlex.split(command)[2:]
     assert arguments[:3] == ["--cores", "2", "--configfile"]

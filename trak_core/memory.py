@@ -132,7 +132,7 @@ def evaluation_need(
     n_checkpoints: int,
     sweep: Mapping[str, Sequence[Any]] | None,
 ) -> Need:
-    """Return what an evaluation holds: masks, subset sums, and one checkpoint's eigenvectors.
+    """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
     Args:
         proj_dim: k where features are looked at, else 0.
@@ -149,7 +149,7 @@ def evaluation_need(
     n_settings = pairs * sizes["damping"] * (1 + sizes["proj_dim"] if sweep else 1)
     sums = 8 * n_subsets * n_targets * (n_settings + 40)
     weights = 8 * n_train * (pairs + n_checkpoints)
-    solve = 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim
+    solve = 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim + 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
     what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"

@@ -189,6 +189,9 @@ def _per_target(measured: Measured) -> Html:
     return element(
         "details",
         element("summary", "Show the targets one by one"),
+        paragraph("The ceiling of a single target is a rough estimate: some come out above theirs.")
+        if top
+        else "",
         table("Rank correlation of each target", ("target", "#these scores", "#ceiling"), shown),
         paragraph(f"{plural(more, 'target')} more are in {measured.source.name}.") if more else "",
     )

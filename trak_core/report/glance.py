@@ -8,12 +8,14 @@ from trak_core.report.elements import Html, element, joined, number, paragraph, 
 from trak_core.report.facts import Facts, Measured
 from trak_core.report.words import OUTPUTS
 
+_NAMES = 8
+
 
 def glance(facts: Facts, cautions: Sequence[Caution]) -> Html:
     """Return what was asked, in numbers and words, and how far to trust the scores."""
     config = facts.config
     output = OUTPUTS[config["model_output"]]
-    n_targets = sum(len(one.targets) for one in facts.experiments)
+    n_targets = len({target["id"] for one in facts.experiments for target in one.targets})
     n_train = facts.experiments[0].n_train
     projection = facts.experiments[0].source.spec["projection"]
     exact = projection["kind"] == "exact"
@@ -71,10 +73,20 @@ def trust(facts: Facts) -> list[Html]:
                 class_="verdict",
             )
         ]
-    return [
+    verdicts = [
         element("p", *_verdict(name, measured), class_="verdict")
         for name, measured in facts.evaluations.items()
     ]
+    others = [one.name for one in facts.experiments if one.name not in facts.evaluations]
+    if others:
+        names = ", ".join(others[:_NAMES]) + (", ..." if len(others) > _NAMES else "")
+        verdicts.append(
+            paragraph(
+                f"Not measured: {plural(len(others), 'other experiment')} ({names}). There the "
+                "scores may predict better or worse."
+            )
+        )
+    return verdicts
 
 
 def _verdict(name: str, measured: Measured) -> list[Any]:

@@ -14,7 +14,7 @@ def reading(facts: Facts) -> Html:
         joined([
             element("b", "What it is about. "),
             f"Each target has one number f, the model output: here {output.name}. The larger f, "
-            f"the more {output.meaning}. Its unit: {output.unit}.",
+            f"{output.meaning}. Its unit: {output.unit}.",
         ]),
         joined([
             element("b", "Sign. "),
@@ -70,9 +70,8 @@ def _example(experiment: Experiment, output: str, *, relative: bool) -> Html:
         element("b", "Example. "),
         f"Target {about['id']} of experiment {experiment.name} has f = {number(about['margin'])} "
         f"({output}). Training sample {helpful['train_id']} has its largest score, "
-        f"+{plus}: had the model been trained without it, f would "
-        f"likely be lower. Sample {harmful['train_id']} has the lowest, {minus}: without it, "
-        "f would likely be higher. "
+        f"+{plus}: the estimate says that f would be lower, had the model been trained without it. "
+        f"Sample {harmful['train_id']} has the lowest, {minus}: without it f would be higher. "
         + (
             f"The ratio says that {stronger} counts {times} times as much as the other; "
             "how large either is by itself says nothing."

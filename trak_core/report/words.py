@@ -10,7 +10,7 @@ class Output:
     Attributes:
         name: With an article.
         unit: Of its numbers.
-        meaning: What a larger one says.
+        meaning: What a larger one says, after "the larger f, ".
     """
 
     name: str
@@ -23,25 +23,26 @@ _LOG_ODDS = (
 )
 OUTPUTS = {
     "image_classification": Output(
-        "the log-odds of the label", _LOG_ODDS, "the model is surer of the sample's own label"
+        "the log-odds of the label", _LOG_ODDS, "the surer the model is of the sample's own label"
     ),
     "text_classification": Output(
-        "the log-odds of the label", _LOG_ODDS, "the model is surer of the sample's own label"
+        "the log-odds of the label", _LOG_ODDS, "the surer the model is of the sample's own label"
     ),
     "language_modelling": Output(
-        "the log-odds of the whole text", _LOG_ODDS, "the model finds the text likelier"
+        "the log-odds of the whole text", _LOG_ODDS, "the likelier the model finds the text"
     ),
     "regression": Output(
-        "the prediction", "the label's own unit", "the model predicts a larger number"
+        "the prediction", "the label's own unit", "the larger the number that the model predicts"
     ),
     "segmentation": Output(
         "the mean log-odds of the pixels' labels",
-        _LOG_ODDS,
-        "the model is surer of the pixels' own labels",
+        f"{_LOG_ODDS}, of one pixel",
+        "the surer the model is of the pixels' own labels",
     ),
     "clip": Output(
         "the log-odds of the pair among others, both ways added up",
-        _LOG_ODDS,
-        "image and text fit each other better than they fit others",
+        "two log-odds, log(p / (1 - p)), added up: of the text among texts for this image, and of "
+        "the image among images for this text; 0 is a coin toss",
+        "the better image and text fit each other, beside others",
     ),
 }

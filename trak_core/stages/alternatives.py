@@ -83,6 +83,7 @@ def cosine_sums(
     train_ids: list[Any],
     target_ids: list[Any],
     expected: dict[str, Any],
+    block: int,
 ) -> np.ndarray:
     """Return the sums of cosines between embeddings, averaged over checkpoints.
 
@@ -92,6 +93,7 @@ def cosine_sums(
         train_ids: Ids of the training samples.
         target_ids: Ids of the targets.
         expected: See ``check_made_for``; with checkpoints: their ids, in order.
+        block: Training samples at once.
     """
     settings = {key: value for key, value in expected.items() if key != "checkpoints"}
     total = np.zeros((len(masks), len(target_ids)))
@@ -102,8 +104,15 @@ def cosine_sums(
             row = {target: i for i, target in enumerate(file.index("targets"))}
             there = [target for target in target_ids if target in row]
             check_same("targets", target_ids, there, path, EMBEDDINGS.rule)
-            train, pool = (_unit(file.matrix(key)[:]) for key in ("train", "targets"))
-        total += (masks @ train) @ pool[[row[i] for i in target_ids]].T
+            train, pool = file.matrix("train"), file.matrix("targets")
+            sums = np.zeros((len(masks), train.shape[1]))
+            for start in range(0, len(train_ids), block):
+                part = slice(start, start + block)
+                sums += masks[:, part] @ _unit(train[part])
+            # HDF5 reads rows in their own order.
+            rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
+            own = _unit(pool[rows])[place]
+        total += sums @ own.T
     return total / len(paths)
 
 

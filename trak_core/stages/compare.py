@@ -1,6 +1,6 @@
 """Put the scores of two runs side by side: rank correlations, and how many of the largest agree."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from trak_core.stages.software import software
 _MEANS = ("rank_correlation", "overlap_positive", "overlap_negative")
 
 
-def _values(file: Artifact, like: Artifact) -> np.ndarray:
-    """Return scores with rows and columns in another file's order, float64."""
+_BLOCK_BYTES = 2**28
+
+
+def _places(file: Artifact, like: Artifact) -> list[np.ndarray]:
+    """Return where another file's rows and columns stand in this one."""
     found = []
     for what, own, wanted in (
         ("training samples", file.index("scores"), like.index("scores")),
@@ -28,9 +31,24 @@ def _values(file: Artifact, like: Artifact) -> np.ndarray:
                 f"{file.path}: runs to be compared must have the same {what}. Found {len(own)}, "
                 f"such as {own[0]}; in {like.path} {len(wanted)}, such as {wanted[0]}."
             )
-        found.append([position[sample] for sample in wanted])
-    rows, columns = found
-    return file.matrix("scores")[:][np.ix_(rows, columns)].astype(np.float64)
+        found.append(np.array([position[sample] for sample in wanted]))
+    return found
+
+
+def _blocks(ours: Artifact, theirs: Artifact) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield some targets' scores in both files at a time, in the order of the first, float64."""
+    a, b = (file.matrix("scores") for file in (ours, theirs))
+    rows, columns = _places(theirs, ours)
+    n_train, n_targets = a.shape
+    # Ranking takes some hundred bytes a score.
+    block = max(1, _BLOCK_BYTES // (100 * n_train))
+    for start in range(0, n_targets, block):
+        # HDF5 reads columns in their own order.
+        own, place = np.unique(columns[start : start + block], return_inverse=True)
+        yield (
+            a[:, start : start + block].astype(np.float64),
+            b[:, own][np.ix_(rows, place)].astype(np.float64),
+        )
 
 
 def compare_runs(
@@ -58,19 +76,23 @@ def compare_runs(
                         f"{file.path}: runs to be compared must have kept all scores. Found top "
                         "influences only. Set scoring.scores to full."
                     )
-            a, b = _values(ours, ours), _values(theirs, ours)
+            found = [
+                (rank_correlations(a, b), top_overlap(a, b, top), top_overlap(-a, -b, top))
+                for a, b in _blocks(ours, theirs)
+            ]
+            correlations, positive, negative = map(np.concatenate, zip(*found, strict=True))
             hashes[experiment] = [ours.content_hash, theirs.content_hash]
             tables.append(
                 pd.DataFrame({
                     "experiment": experiment,
                     "target_id": ours.columns("scores"),
-                    "rank_correlation": rank_correlations(a, b),
-                    "overlap_positive": top_overlap(a, b, top),
-                    "overlap_negative": top_overlap(-a, -b, top),
+                    "rank_correlation": correlations,
+                    "overlap_positive": positive,
+                    "overlap_negative": negative,
                 })
             )
         mean = {key: np.mean(tables[-1][key].to_numpy()) for key in _MEANS}
-        means.append({"experiment": experiment, "n_targets": a.shape[1], **mean})
+        means.append({"experiment": experiment, "n_targets": len(correlations), **mean})
     targets = pd.concat(tables, ignore_index=True)
     experiments = pd.DataFrame(means)
     spec = {"scores": hashes, "top": top}

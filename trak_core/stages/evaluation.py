@@ -159,7 +159,7 @@ def evaluate_scores(
         if embeddings:
             key = ("embedding_cosine", "baseline", 0)
             methods[key] = cosine_sums(
-                embeddings, masks, train_ids, target_ids, expected_embeddings
+                embeddings, masks, train_ids, target_ids, expected_embeddings, block
             )
         methods |= simple_sums(baselines, masks, parts[0], block)
 

@@ -88,13 +88,17 @@ if hasattr(os, "register_at_fork"):  # threads don't come along
 
 
 def _work(left: deque[tuple[int, Callable[[], T]]], results: dict[int, T]) -> None:
-    """Make calls until none is left."""
+    """Make calls until none is left, or one fails."""
     while True:
         try:
             i, call = left.popleft()
         except IndexError:
             return
-        results[i] = call()
+        try:
+            results[i] = call()
+        except BaseException:
+            left.clear()
+            raise
 
 
 def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) -> Iterator[T]:
@@ -116,7 +120,6 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
                 yield results.pop(at)
                 at += 1
         finally:
-            left.clear()  # after an error nobody needs the rest
             begun = [other for other in others if not other.cancel()]
             wait(begun)
         for other in begun:
