@@ -10,7 +10,7 @@ run: .venv/complete
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
 test: .venv/complete
-	.venv/bin/python -m pytest --numprocesses $(CORES) --dist loadfile
+	.venv/bin/python -m pytest --numprocesses $(CORES) --dist loadfile --no-loadscope-reorder
 
 docs: .venv/complete
 	.venv/bin/python -m pdoc --docformat google --output-directory build/api trak_core '!trak_core.stages'

@@ -12,6 +12,14 @@ if not torch.cuda.is_available():
     # Before anything imports numba: the GPU's kernels then run in its simulator.
     os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
+# Files of minutes come first: no core may wait for one of them at the end.
+LONG = ("test_slurm", "test_workflow", "test_tutorial", "test_evaluation_workflow", "test_faults")
+
+
+def pytest_collection_modifyitems(items):
+    place = {name: i for i, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture(autouse=True)
 def fixed_randomness():
