@@ -50,8 +50,8 @@ def test_a_projection_that_distorts_too_much(measured, warned):
 
 def test_lds_is_read_against_its_ceiling():
     text = Page("".join(trust(facts(evaluations=lds(0.3, 0.2, 0.1, 0.6))))).text
-    assert "LDS 0.3 , 95 % interval 0.2 to 0.9" in text
-    assert "would reach about 0.6 (0.5 to 0.9)" in text
+    assert "LDS 0.30 , 95 % interval 0.20 to 0.90" in text
+    assert "would reach about 0.60 (0.50 to 0.90)" in text
     assert "The scores reach 50 % of that" in text
     above = Page("".join(trust(facts(evaluations=lds(0.7, 0.2, 0.1, 0.6))))).text
     assert "too uncertain here to compare" in above

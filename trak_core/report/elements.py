@@ -94,6 +94,11 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
+def fixed(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, with a true minus sign: for correlations."""
+    return f"{value:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+
+
 def percent(part: float, decimals: int = 0) -> str:
     """Return a part of 1 as a percentage."""
     return f"{100 * part:.{decimals}f}\N{NO-BREAK SPACE}%"

@@ -6,6 +6,7 @@ from trak_core.report.charts import BLUE, GREEN, GREY, ORANGE, Band, Line, chart
 from trak_core.report.elements import (
     Html,
     element,
+    fixed,
     joined,
     number,
     paragraph,
@@ -92,7 +93,7 @@ def _lds(name: str, measured: Measured) -> Html:
 
 def _three(row: Row, *columns: str) -> list[str]:
     """Return correlations with three decimals."""
-    return [f"{row[column]:.3f}".replace("-", "\N{MINUS SIGN}") for column in columns]
+    return [fixed(row[column], 3) for column in columns]
 
 
 def _with_interval(label: str, rows: Sequence[Row], x: str, y: str, color: str) -> Line:
@@ -182,7 +183,7 @@ def _per_target(measured: Measured) -> Html:
     ours = {r["target_id"]: r["correlation"] for r in rows if r["method"] == "scores"}
     top = {r["target_id"]: r["correlation"] for r in rows if r["method"] == "noise_ceiling"}
     shown = [
-        (str(i), number(found, 2), number(top[i], 2) if i in top else "not known")
+        (str(i), fixed(found, 2), fixed(top[i], 2) if i in top else "not known")
         for i, found in list(ours.items())[:_TARGETS]
     ]
     more = len(ours) - len(shown)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trak_core.report.cautions import Caution
-from trak_core.report.elements import Html, element, joined, number, paragraph, percent, plural
+from trak_core.report.elements import Html, element, fixed, joined, paragraph, percent, plural
 from trak_core.report.facts import Facts, Measured
 from trak_core.report.words import OUTPUTS
 
@@ -94,8 +94,8 @@ def _verdict(name: str, measured: Measured) -> list[Any]:
     best = measured.row("summary", kind="ceiling")
     assert ours is not None
     text: list[Any] = [
-        element("b", f"Experiment {name}: LDS {number(ours['lds'], 2)}"),
-        f", 95 % interval {number(ours['low'], 2)} to {number(ours['high'], 2)}",
+        element("b", f"Experiment {name}: LDS {fixed(ours['lds'], 2)}"),
+        f", 95 % interval {fixed(ours['low'], 2)} to {fixed(ours['high'], 2)}",
     ]
     if best is None:
         text.append(
@@ -104,8 +104,8 @@ def _verdict(name: str, measured: Measured) -> list[Any]:
         )
     else:
         text.append(
-            f"; a perfect method would reach about {number(best['lds'], 2)} "
-            f"({number(best['low'], 2)} to {number(best['high'], 2)}), because retraining itself "
+            f"; a perfect method would reach about {fixed(best['lds'], 2)} "
+            f"({fixed(best['low'], 2)} to {fixed(best['high'], 2)}), because retraining itself "
             "is noisy. "
         )
         if 0 < best["lds"] >= ours["lds"]:
