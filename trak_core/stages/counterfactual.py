@@ -90,6 +90,35 @@ class _Removal:
         return {"change": self.change.mean(axis=0), **flips}
 
 
+def _without_top(
+    top: Sequence[Path],
+    groups: Sequence[Sequence[Any]],
+    n_removed: Sequence[int],
+    seeds: int,
+    expected: dict[str, Any],
+) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], list[str]]:
+    """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
+    targets = [target for group in groups for target in group]
+    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in n_removed}
+    hashes = []
+    for path, group in zip(top, groups, strict=True):
+        own = {**expected, "targets": list(group)}
+        *models, hash_ = _models(path, targets, seeds, own, "retrain_without_top")
+        hashes.append(hash_)
+        for i, (target, size) in enumerate(top_removals(group, n_removed)):
+            j = targets.index(target)
+            outputs, predictions = (one[i : i + 1, :, j : j + 1] for one in models)
+            parts[size].append((outputs, predictions))
+    joined = {
+        size: (
+            np.concatenate([outputs for outputs, _ in found], axis=2),
+            np.concatenate([predictions for _, predictions in found], axis=2),
+        )
+        for size, found in parts.items()
+    }
+    return joined, hashes
+
+
 def compare_removals(
     *,
     counterfactual: Path,
@@ -126,26 +155,16 @@ def compare_removals(
     outputs, predictions, hash_ = _models(
         random, targets, seeds, {**shared, "draws": draws}, "retrain_at_random"
     )
-    hashes = [hash_]
     everything = outputs[0], predictions[0]
+    with open_artifact(scores, SCORES) as file:
+        scores_hash = file.content_hash
+    without, hashes = _without_top(top, groups, n_removed, seeds, {**shared, "scores": scores_hash})
     sizes = random_removals(n_removed, draws)
     removals = {}
     for size in n_removed:
         drawn = [i + 1 for i, (found, _) in enumerate(sizes) if found == size]
         removals["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
-    with open_artifact(scores, SCORES) as file:
-        scores_hash = file.content_hash
-    without = {size: tuple(map(np.empty_like, everything)) for size in n_removed}
-    for path, group in zip(top, groups, strict=True):
-        expected = {**shared, "targets": list(group), "scores": scores_hash}
-        *models, hash_ = _models(path, targets, seeds, expected, "retrain_without_top")
-        hashes.append(hash_)
-        for i, (target, size) in enumerate(top_removals(group, n_removed)):
-            j = targets.index(target)
-            for one, found in zip(without[size], models, strict=True):
-                one[:, j] = found[i, :, j]
-    for size in n_removed:
-        removals["top", size] = _Removal.of(*(one[None] for one in without[size]), everything)
+        removals["top", size] = _Removal.of(*without[size], everything)
         removals["difference", size] = removals["top", size].beyond(removals["random", size])
     summary = pd.DataFrame([
         {"removed": removed, "n_removed": size, **removals[removed, size].row()}
@@ -167,7 +186,7 @@ def compare_removals(
         ignore_index=True,
     )
     provenance = software(code, "cpu", "numpy", "pandas")
-    spec = {**spec, "scores": scores_hash, "retrained": hashes}
+    spec = {**spec, "scores": scores_hash, "retrained": [hash_, *hashes]}
     with create(counterfactual, COUNTERFACTUAL, spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
         writer.table("targets", table, ["target_id"])
