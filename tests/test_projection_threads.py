@@ -1,0 +1,74 @@
+"""Slices of a projection on several threads: the same bits, errors, forks."""
+
+import subprocess
+import sys
+import time
+from functools import partial
+from itertools import repeat
+
+import numpy as np
+import pytest
+from projections import KINDS, real_gradients, spec_of
+
+from trak_core.projection import project
+from trak_core.projection.cpu import slices
+from trak_core.projection.cpu.slices import slice_length
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blocks_batches_and_threads_change_no_bit(kind):
+    n = 2 * slice_length(spec_of(kind, 1, 8)) + 501
+    gradients = real_gradients(11, n)
+    spec = spec_of(kind, n + 77, 17)
+    whole = project(gradients, spec, offset=77)
+    blocks = np.split(gradients, [1, 1, 130, n // 2, n - 3], axis=1)
+    np.testing.assert_array_equal(project(blocks, spec, offset=77), whole)
+    np.testing.assert_array_equal(project(gradients, spec, offset=77, threads=3), whole)
+    parts = [project(part, spec, offset=77, threads=2) for part in np.split(gradients, [1, 9])]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_waves_change_no_bit(monkeypatch):
+    gradients = real_gradients(3, 7 * slice_length(spec_of("rademacher", 1, 8)) + 5)
+    spec = spec_of("rademacher", gradients.shape[1], 8)
+    expected = project(gradients, spec)
+    for wave in (1, 2, 100):
+        monkeypatch.setattr(slices, "_WAVE", wave)
+        np.testing.assert_array_equal(project(gradients, spec, threads=2), expected)
+    monkeypatch.setattr(slices, "_WAVE_BYTES", 0)  # one result a thread
+    np.testing.assert_array_equal(project(gradients, spec, threads=3), expected)
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_an_error_in_one_slice_ends_all(bad):
+    done = []
+
+    def call(i):
+        time.sleep(0.01)
+        done.append(i)
+        if i == bad:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        list(slices._in_order(map(partial, repeat(call), range(100)), 3, 100))
+    before = len(done)
+    assert before <= bad + 5
+    time.sleep(0.05)
+    assert len(done) == before  # no thread works on beside what the caller tries next
+
+
+def test_a_forked_process_projects_on_threads_of_its_own():
+    code = """
+import os, sys
+import numpy as np
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec
+spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
+rows = np.ones((2, 100_000), np.float32)
+expected = project(rows, spec, threads=2)
+child = os.fork()
+if not child:
+    os._exit(not (project(rows, spec, threads=2) == expected).all())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)
