@@ -42,7 +42,7 @@ def write_study(study: Path, n: int, m: int, checkpoints: list[str]) -> None:
     """Write a study of n training samples and m targets, and checkpoints of random weights."""
     import torch  # here alone: a process passes its peak memory on to those that it starts
 
-    from trak_core.study import Study
+    from trak_core.study.study import Study
 
     config = str(Path(__file__).parents[1] / "config")
     study.write_text(_STUDY.format(config=config, n=n, m=m))

@@ -106,7 +106,7 @@ def code_digest(module: str) -> str:
     functions do. Versions of other packages don't: they are in each artifact's ``provenance``.
 
     Args:
-        module: Dotted name, e.g. ``"trak_core.stages.features"``.
+        module: Dotted name, e.g. ``"trak_core.stages.compute_features"``.
 
     Returns:
         16 hexadecimal digits.

@@ -20,7 +20,7 @@ from trak_core.artifacts._format import (
     table_columns,
 )
 from trak_core.artifacts._seal import seal
-from trak_core.whole_file import does_not_fit, written_whole
+from trak_core.system.whole_file import does_not_fit, written_whole
 
 _Place = tuple[str, str, int]
 

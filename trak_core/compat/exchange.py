@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import FEATURES, check_same, create, open_artifact
-from trak_core.checkpoints import checkpoint_sha256
 from trak_core.compat.batches import stored
 from trak_core.compat.modelout_functions import (
     AbstractModelOutput,
@@ -31,8 +30,9 @@ from trak_core.gradients import check_labels, check_samples_apart
 from trak_core.model_outputs import MODEL_OUTPUTS
 from trak_core.provenance import code_digest, ids_digest, parameters_digest, study_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec, stream_of
-from trak_core.stages.software import software
-from trak_core.study import TRAIN
+from trak_core.study.checkpoints import checkpoint_sha256
+from trak_core.study.study import TRAIN
+from trak_core.system.software import software
 
 if TYPE_CHECKING:
     from trak_core.compat.featurizer import Featurizer

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.checkpoints import load_state_dict, state_dict_sha256
 from trak_core.compat.batches import integer
 from trak_core.compat.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from trak_core.compat.projectors import (
@@ -19,6 +18,7 @@ from trak_core.compat.projectors import (
 )
 from trak_core.compat.savers import AbstractSaver
 from trak_core.errors import InputError
+from trak_core.study.checkpoints import load_state_dict, state_dict_sha256
 
 Projector = AbstractProjector | ChunkedCudaProjector
 

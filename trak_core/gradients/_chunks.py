@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.faults import is_out_of_memory
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._per_sample import evaluation
 from trak_core.model_outputs import ModelOutput
+from trak_core.system.faults import is_out_of_memory
 
 T = TypeVar("T")
 

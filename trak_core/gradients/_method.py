@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from trak_core.faults import is_out_of_memory
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._per_sample import PerSample, evaluation
 from trak_core.gradients._precision import rounding
 from trak_core.gradients._vmap import per_sample_gradients
 from trak_core.model_outputs import ModelOutput
+from trak_core.system.faults import is_out_of_memory
 
 GradientMethod = Callable[[nn.Module, dict[str, nn.Parameter], ModelOutput, Samples], PerSample]
 

@@ -1,14 +1,14 @@
 """All sections in their order."""
 
-from trak_core.report.cautions import cautions, warnings_section
+from trak_core.report.conditions import projection
 from trak_core.report.elements import Html, section
 from trak_core.report.evaluation import evaluation
 from trak_core.report.facts import Facts
 from trak_core.report.glance import glance
+from trak_core.report.how_to_read import reading
 from trak_core.report.page import page
-from trak_core.report.projecting import projection
-from trak_core.report.reading import reading
-from trak_core.report.runs import what_was_run
+from trak_core.report.run import what_was_run
+from trak_core.report.warnings import cautions, warnings_section
 
 
 def document(facts: Facts, examples: Html) -> str:

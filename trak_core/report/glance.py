@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trak_core.report.cautions import Caution
 from trak_core.report.elements import Html, element, fixed, joined, paragraph, percent, plural
 from trak_core.report.facts import Facts, Measured
+from trak_core.report.warnings import Caution
 from trak_core.report.words import OUTPUTS
 
 _NAMES = 8

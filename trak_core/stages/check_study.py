@@ -22,9 +22,9 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model_outputs import ModelOutput
+from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
-from trak_core.stages.output import model_output as named_output
-from trak_core.study import Split, Study
+from trak_core.study.study import Split, Study
 
 _LABEL_SECONDS = 10.0
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trak_core.gradients import PerSample
-from trak_core.stages.device import find_device, takes_cuda
+from trak_core.models.device import find_device, takes_cuda
 
 
 def projecting_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ rule train_checkpoint:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.train"),
+        code=code_digest("trak_core.stages.train_checkpoint"),
         digest=study,
         study=config["study"],
         arguments=training_arguments,

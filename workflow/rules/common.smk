@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 from snakemake.utils import validate
 
-from trak_core.config import (
+from trak_core.config.schema import (
     check_config,
     check_diagnostics,
     check_exact,
@@ -15,7 +15,7 @@ from trak_core.config import (
     target_ids,
 )
 from trak_core.errors import InputError
-from trak_core.evaluation_config import check_evaluation
+from trak_core.config.demands import check_evaluation
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 from trak_core.spec import EXACT, EXACT_PROJECTION
 

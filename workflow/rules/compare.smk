@@ -33,7 +33,7 @@ rule compare_runs:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.compare"),
+        code=code_digest("trak_core.stages.compare_runs"),
         signature=[
             stat_signature(Path(config["compare"], "scores", f"{experiment}.h5"))
             for experiment in experiments

@@ -14,7 +14,7 @@ rule retrain_at_random:
         runtime=job_minutes,
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.removals"),
+        code=code_digest("trak_core.stages.retrain_without"),
         study=config["study"],
         settings=ordered(removals() | {"experiment": None, "targets": []}),
     message:
@@ -70,7 +70,7 @@ rule compare_removals:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.counterfactual"),
+        code=code_digest("trak_core.stages.compare_removals"),
         settings=ordered(
             {
                 "draws": evaluation["counterfactual"]["draws"],

@@ -18,7 +18,7 @@ rule compute_diagnostics:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.diagnostics"),
+        code=code_digest("trak_core.stages.compute_distortion"),
         signature=checkpoint_signature,
         spec=diagnostics_spec,
         study=config["study"],

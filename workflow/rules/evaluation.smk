@@ -17,7 +17,7 @@ rule retrain_subsets:
         runtime=job_minutes,
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.retrain"),
+        code=code_digest("trak_core.stages.retrain_subsets"),
         study=config["study"],
         settings=lambda wildcards: ordered(
             {
@@ -53,7 +53,7 @@ rule compute_embeddings:
         device=compute["device"],
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.embeddings"),
+        code=code_digest("trak_core.stages.compute_embeddings"),
         signature=checkpoint_signature,
         spec=lambda wildcards: ordered(
             expected_embeddings() | {"checkpoint": wildcards.checkpoint}
@@ -91,7 +91,7 @@ rule evaluate_scores:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.evaluation"),
+        code=code_digest("trak_core.stages.evaluate_scores"),
         signature=(
             stat_signature(Path(evaluation["ground_truth"]))
             if "ground_truth" in evaluation
@@ -138,7 +138,7 @@ rule compute_self_influence:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.self_influence"),
+        code=code_digest("trak_core.stages.compute_self_influence"),
         expected=ordered(expected_train_features()),
         settings=influence_settings,
     message:

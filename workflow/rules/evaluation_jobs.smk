@@ -1,6 +1,6 @@
 # What each job of an evaluation needs to know, as functions of its wildcards; no rules here.
-from trak_core.evaluation_config import check_sizes
-from trak_core.memory import evaluation_need
+from trak_core.config.demands import check_sizes
+from trak_core.config.budget import evaluation_need
 
 folder = config["results"]
 looks_at_features = bool(

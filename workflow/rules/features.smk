@@ -20,7 +20,7 @@ rule compute_features:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.features"),
+        code=code_digest("trak_core.stages.compute_features"),
         signature=checkpoint_signature,
         spec=features_spec,
         study=config["study"],
@@ -64,7 +64,7 @@ rule join_shards:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.shards"),
+        code=code_digest("trak_core.stages.join_shards"),
     message:
         "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
@@ -89,7 +89,7 @@ rule compute_normal_matrix:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.normal_matrix"),
+        code=code_digest("trak_core.stages.compute_normal_matrix"),
         expected=lambda wildcards: expected_features(wildcards.checkpoint, "train"),
         weighting=config["scoring"]["normal_matrix"],
     message:
@@ -119,7 +119,7 @@ rule compute_scores:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.scores"),
+        code=code_digest("trak_core.stages.compute_scores"),
         expected=lambda wildcards: expected_features(
             wildcards.checkpoint, wildcards.experiment
         ),

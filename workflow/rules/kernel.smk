@@ -18,7 +18,7 @@ rule compute_kernel:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.kernel"),
+        code=code_digest("trak_core.stages.compute_gramian"),
         signature=checkpoint_signature,
         spec=features_spec,
         study=config["study"],
@@ -48,7 +48,7 @@ rule compute_exact_scores:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.exact_scores"),
+        code=code_digest("trak_core.stages.compute_exact_scores"),
         expected=lambda wildcards: expected_features(
             wildcards.checkpoint, wildcards.experiment
         ),

@@ -81,7 +81,7 @@ rule find_mislabelled:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.mislabelled"),
+        code=code_digest("trak_core.stages.find_flipped"),
         expected=ordered(expected_train_features() | {"mislabelled": mislabelled}),
         settings=influence_settings,
     message:

@@ -51,7 +51,7 @@ rule write_report:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.report"),
+        code=code_digest("trak_core.stages.write_report"),
         digest=study,
         study=config["study"],
         config=reported_config,

@@ -17,7 +17,7 @@ rule average_scores:
         memory_mb=compute["memory_mb"],
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.average"),
+        code=code_digest("trak_core.stages.average_scores"),
         expected=expected_scores,
         settings=ordered(
             {
@@ -54,7 +54,7 @@ rule draw_influences:
         mem_mb=job_mb,
         runtime=job_minutes,
     params:
-        code=code_digest("trak_core.stages.figure"),
+        code=code_digest("trak_core.stages.draw_influences"),
         digest=study,
         study=config["study"],
     message:

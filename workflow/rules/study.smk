@@ -5,8 +5,8 @@ import json
 import subprocess
 import sys
 
-from trak_core.memory import check_memory
-from trak_core.record import read_record, write_record
+from trak_core.config.budget import check_memory
+from trak_core.system.record import read_record, write_record
 from trak_core.spec import ProjectionSpec
 
 look = code_digest("trak_core.stages.check_study")

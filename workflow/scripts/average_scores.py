@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.average import average_scores
+    from trak_core.stages.average_scores import average_scores
 
     average_scores(
         scores=Path(snakemake.output.scores),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.counterfactual import compare_removals
+    from trak_core.stages.compare_removals import compare_removals
 
     compare_removals(
         counterfactual=Path(snakemake.output.counterfactual),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.compare import compare_runs
+    from trak_core.stages.compare_runs import compare_runs
 
     pairs = zip(snakemake.input.ours, snakemake.input.theirs, strict=True)
     runs = [(Path(ours), Path(theirs)) for ours, theirs in pairs]

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.diagnostics import compute_diagnostics
+    from trak_core.stages.compute_distortion import compute_diagnostics
 
     compute_diagnostics(
         diagnostics=Path(snakemake.output.diagnostics),

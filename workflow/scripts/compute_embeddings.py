@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.embeddings import compute_embeddings
+    from trak_core.stages.compute_embeddings import compute_embeddings
 
     compute_embeddings(
         embeddings_file=Path(snakemake.output.embeddings),

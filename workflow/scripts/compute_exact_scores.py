@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.exact_scores import compute_exact_scores
+    from trak_core.stages.compute_exact_scores import compute_exact_scores
 
     compute_exact_scores(
         scores=Path(snakemake.output.scores),

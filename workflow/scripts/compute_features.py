@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.features import compute_features
+    from trak_core.stages.compute_features import compute_features
 
     compute_features(
         features=Path(snakemake.output.features),

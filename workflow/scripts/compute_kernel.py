@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.kernel import compute_kernel
+    from trak_core.stages.compute_gramian import compute_kernel
 
     compute_kernel(
         kernel=Path(snakemake.output.kernel),

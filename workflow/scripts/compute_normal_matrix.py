@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.normal_matrix import compute_normal_matrix
+    from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 
     compute_normal_matrix(
         normal_matrix_file=Path(snakemake.output.normal_matrix),

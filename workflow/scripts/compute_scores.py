@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.scores import compute_scores
+    from trak_core.stages.compute_scores import compute_scores
 
     compute_scores(
         scores=Path(snakemake.output.scores),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.self_influence import compute_self_influence
+    from trak_core.stages.compute_self_influence import compute_self_influence
 
     compute_self_influence(
         self_influence=Path(snakemake.output.self_influence),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.figure import draw_influences
+    from trak_core.stages.draw_influences import draw_influences
 
     draw_influences(
         figure=Path(snakemake.output.figure),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.evaluation import evaluate_scores
+    from trak_core.stages.evaluate_scores import evaluate_scores
 
     features = zip(
         snakemake.input.train, snakemake.input.targets, snakemake.input.normal_matrices, strict=True

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.mislabelled import find_mislabelled
+    from trak_core.stages.find_flipped import find_mislabelled
 
     find_mislabelled(
         mislabelled=Path(snakemake.output.mislabelled),

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.shards import join_shards
+    from trak_core.stages.join_shards import join_shards
 
     join_shards(
         features=Path(snakemake.output.features),

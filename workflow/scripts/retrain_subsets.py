@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.retrain import retrain_subsets
+    from trak_core.stages.retrain_subsets import retrain_subsets
 
     retrain_subsets(
         retrained=Path(snakemake.output.retrained),

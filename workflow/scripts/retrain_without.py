@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.removals import retrain_without
+    from trak_core.stages.retrain_without import retrain_without
 
     scores = snakemake.input.get("scores")
     retrain_without(

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.train import train_checkpoint
+    from trak_core.stages.train_checkpoint import train_checkpoint
 
     train_checkpoint(
         checkpoint=Path(snakemake.output.checkpoint),

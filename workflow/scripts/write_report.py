@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from trak_core.job import logged_to
+from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.report import write_report
+    from trak_core.stages.write_report import write_report
 
     write_report(
         report=Path(snakemake.output.report),

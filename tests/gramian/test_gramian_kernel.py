@@ -1,0 +1,250 @@
+"""Kernels over blocks of samples, and the exact scores that they give."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.gradients import per_sample_gradients, select_parameters
+from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.model_outputs import (
+    IGNORED,
+    LANGUAGE_MODELLING,
+    MODEL_OUTPUTS,
+    SEGMENTATION,
+    contrast,
+)
+from trak_core.projection import project
+from trak_core.scoring.exact import exact_similarities
+from trak_core.scoring.scores import similarities
+from trak_core.scoring.solve import damped_solve, extreme_eigenvalues, normal_matrix
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+
+def network(n_outputs):
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 2),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Flatten(),
+        nn.Linear(27, n_outputs),
+    ).eval()
+
+
+def batch(n, kind):
+    labels = torch.randint(0, 3, (n,)) if kind == "image_classification" else torch.randn(n)
+    return torch.randn(n, 1, 4, 4, dtype=torch.float64), labels
+
+
+def jacobian(model, parameters, kind, samples):
+    found = per_sample_gradients(model, parameters, MODEL_OUTPUTS[kind], samples)
+    return torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).double().numpy()
+
+
+@pytest.fixture(params=["image_classification", "regression"])
+def case(request):
+    """A model, its parameters, train samples, targets, and their gradients."""
+    kind = request.param
+    model = network(3 if kind == "image_classification" else 1).double()
+    parameters = select_parameters(model, None)
+    train, targets = batch(11, kind), batch(5, kind)
+    gradients = [jacobian(model, parameters, kind, part) for part in (train, targets)]
+    return model, parameters, MODEL_OUTPUTS[kind], train, targets, *gradients
+
+
+def cut(samples, *at):
+    return list(zip(*(tensor.tensor_split(at) for tensor in samples), strict=True))
+
+
+def test_kernels_are_the_products_of_the_gradients(case, monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    # All of it by one backward pass a block.
+    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
+    model, parameters, output, train, targets, j, j_t = case
+    kernel = train_gramian(model, parameters, output, [train])
+    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-6, atol=1e-9)
+    assert kernel.dtype == np.float64
+    cross = cross_gramian(model, parameters, output, [train], [targets])
+    np.testing.assert_allclose(cross, j @ j_t.T, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("at", [(4,), (1, 2, 9)])
+def test_blocks_change_nothing_but_rounding(case, at):
+    model, parameters, output, train, targets, *_ = case
+    whole = train_gramian(model, parameters, output, [train])
+    found = train_gramian(model, parameters, output, cut(train, *at))
+    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
+    np.testing.assert_array_equal(found, found.T)
+    whole = cross_gramian(model, parameters, output, [train], [targets])
+    found = cross_gramian(model, parameters, output, cut(train, *at), cut(targets, 2))
+    np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_only_the_chosen_parameters_count(case):
+    model, _, output, train, *_ = case
+    chosen = select_parameters(model, ["5.*"])
+    kind = next(k for k, v in MODEL_OUTPUTS.items() if v is output)
+    j = jacobian(model, chosen, kind, train)
+    kernel = train_gramian(model, chosen, output, [train])
+    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-6, atol=1e-9)
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_one_sample(case):
+    model, parameters, output, train, _, j, _ = case
+    kernel = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
+    np.testing.assert_allclose(kernel, j[:1] @ j[:1].T, rtol=1e-6)
+
+
+def test_what_is_refused(case):
+    model, parameters, output, train, *_ = case
+    with pytest.raises(InputError, match="at least one sample"):
+        train_gramian(model, parameters, output, [])
+    model.train()
+    with pytest.raises(InputError, match="evaluation mode"):
+        train_gramian(model, parameters, output, [train])
+
+
+class Writer(nn.Module):
+    """A causal transformer of one layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
+        return self.head(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = nn.Linear(3, 4), nn.Embedding(5, 4)
+
+    def forward(self, image, tokens):
+        found = self.image(image), self.text(tokens).mean(1)
+        return tuple(nn.functional.normalize(part, dim=-1) for part in found)
+
+
+def tokens_with_padding():
+    tokens = torch.randint(0, 5, (6, 7))
+    return tokens, torch.where(torch.arange(7) < torch.arange(2, 8)[:, None], tokens, IGNORED)
+
+
+KINDS = {
+    "language_modelling": (LANGUAGE_MODELLING, Writer, tokens_with_padding),
+    "segmentation": (
+        SEGMENTATION,
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)),
+        lambda: (torch.randn(6, 1, 3, 4), torch.randint(0, 3, (6, 3, 4))),
+    ),
+    "contrast": (
+        contrast(torch.randn(3, 4), torch.randn(3, 4), 2.0),
+        TwoTowers,
+        lambda: (torch.randn(6, 3), torch.randint(0, 5, (6, 4))),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_backward_pass_serves_every_model_output(kind, monkeypatch):
+    def refuse(*_):
+        raise AssertionError
+
+    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
+    output, make, draw = KINDS[kind]
+    model = make().eval().double()
+    samples = [x.double() if x.is_floating_point() else x for x in draw()]
+    parameters = select_parameters(model, None)
+    found = per_sample_gradients(model, parameters, output, samples)
+    j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
+    kernel = train_gramian(model, parameters, output, [samples])
+    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-9, atol=1e-12)
+
+
+RNG = np.random.default_rng(0)
+J, J_T = RNG.standard_normal((9, 20)), RNG.standard_normal((4, 20))
+
+
+def primal(j, j_t, weights, damping):
+    """The definition, in the space of the parameters."""
+    shift = damping * np.mean(weights * (j**2).sum(1))
+    return j @ np.linalg.solve((j.T * weights) @ j + shift * np.eye(j.shape[1]), j_t.T), shift
+
+
+@pytest.mark.parametrize("damping", [0.01, 2.0])
+@pytest.mark.parametrize(
+    "weights", [np.ones(9), RNG.random(9), np.array([0, 1, 0, 2, 3, 1, 1e-9, 1, 1])]
+)
+@pytest.mark.parametrize("n_params", [20, 6])
+def test_exact_scores_equal_the_formula(n_params, weights, damping):
+    j, j_t = J[:, :n_params], J_T[:, :n_params]
+    expected, shift = primal(j, j_t, weights, damping)
+    found, lambda_ = exact_similarities(j @ j.T, j @ j_t.T, weights, damping)
+    np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(lambda_, shift)
+
+
+def test_exact_scores_without_damping():
+    """With fewer samples than parameters, the limit of ever less damping."""
+    weights = 0.5 + RNG.random(9)
+    found, lambda_ = exact_similarities(J @ J.T, J @ J_T.T, weights, 0)
+    limit = J @ np.linalg.pinv((J.T * weights) @ J, rcond=1e-10) @ J_T.T
+    np.testing.assert_allclose(found, limit, rtol=1e-8)
+    assert lambda_ == 0
+
+
+@pytest.mark.parametrize(
+    ("j", "weights", "damping"),
+    [(J[:, :6], np.ones(9), 0), (J, np.r_[0, np.ones(8)], 0), (J[:, :6], np.ones(9), 1e-12)],
+)
+def test_noise_is_refused_in_words(j, weights, damping):
+    with pytest.raises(InputError, match=r"condition number .* Raise `scoring\.damping`"):
+        exact_similarities(j @ j.T, j @ j.T, weights, damping)
+
+
+def test_negative_damping():
+    with pytest.raises(InputError, match=r"at least 0\. Found -1"):
+        exact_similarities(J @ J.T, J @ J_T.T, np.ones(9), -1)
+
+
+@pytest.mark.parametrize("weights", [np.ones(11), np.linspace(0, 2, 11)])
+def test_projected_scores_converge_to_the_exact_ones(case, weights):
+    model, parameters, output, train, targets, j, j_t = case
+    kernel = train_gramian(model, parameters, output, [train])
+    cross = cross_gramian(model, parameters, output, [train], [targets])
+    exact, _ = exact_similarities(kernel, cross, weights, 2.0)
+    errors = []
+    for proj_dim in (64, 1024, 16384):
+        spec = ProjectionSpec(
+            kind=ProjectionKind.RADEMACHER,
+            n_params=j.shape[1],
+            proj_dim=proj_dim,
+            seed=0,
+            stream=0,
+        )
+        scale = spec.scale
+        phi, t = (scale * np.asarray(project(rows.astype(np.float32), spec)) for rows in (j, j_t))
+        phi, t = phi.astype(np.float64), t.astype(np.float64)
+        found, shift = exact_similarities(phi @ phi.T, phi @ t.T, weights, 2.0)
+        if proj_dim == 64:  # where the pipeline's own way is cheap
+            matrix, mean, _ = normal_matrix([(phi, weights)])
+            assert shift == pytest.approx(2 * mean)
+            solved = damped_solve(matrix, shift, extreme_eigenvalues(matrix), t.T)
+            np.testing.assert_allclose(similarities(phi, solved), found, rtol=1e-9, atol=1e-12)
+        errors.append(np.abs(found - exact).max() / np.abs(exact).max())
+    # The error of a projection falls like 1 / sqrt(k): by 4 from one to the next.
+    assert errors[1] < errors[0] / 1.6
+    assert errors[2] < errors[1] / 1.6
+    assert errors[2] < 0.05

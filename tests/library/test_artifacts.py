@@ -1,0 +1,213 @@
+import contextlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    NORMAL_MATRIX,
+    SCORES,
+    ArtifactError,
+    check_same,
+    create,
+    open_artifact,
+)
+
+IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}
+
+
+def write(path, ids=(3, 1, 2), values=None, kind=SCORES, spec=None):
+    ids = list(ids)
+    with create(path, kind, spec or {"b": 1, "a": [1, 2]}, {"numpy": "x"}, unit="log-odds") as file:
+        rows = file.matrix("scores", ids, ["t1", "t2"])
+        rows[:] = np.arange(6).reshape(3, 2) if values is None else values
+        file.vector("loss_weights", np.float32([1, 2, 3]))
+        file.vector("sample_ids", ids)
+        file.scalar("mean_squared_norm", 2.5)
+        for key in ("top_influences", "targets", "train"):
+            file.table(key, pd.DataFrame({"id": ids, "label": [1, 2, 3]}), ["id"])
+    return path
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_what_is_written_is_read(tmp_path, ids):
+    path = write(tmp_path / "deep/er/a.h5", ids)
+    with open_artifact(path, SCORES) as file:
+        assert file.spec == {"a": [1, 2], "b": 1}
+        assert file.index("scores") == ids
+        assert file.columns("scores") == ["t1", "t2"]
+        np.testing.assert_array_equal(file.matrix("scores")[:], [[0, 1], [2, 3], [4, 5]])
+        assert file.ids("sample_ids") == ids
+        assert file.vector("loss_weights").tolist() == [1, 2, 3]
+        assert file.scalar("mean_squared_norm") == 2.5
+    assert [p.name for p in path.parent.iterdir()] == ["a.h5"]
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_pandas_opens_matrices_and_tables(tmp_path, ids):
+    path = write(tmp_path / "a.h5", ids)
+    frame = pd.read_hdf(path, "scores")
+    assert frame.index.tolist() == ids
+    assert frame.columns.tolist() == ["t1", "t2"]
+    assert frame.dtypes.unique().tolist() == [np.float32]
+    assert pd.read_hdf(path, "scores", start=1, stop=3).index.tolist() == ids[1:]
+    assert pd.read_hdf(path, "targets")["id"].tolist() == ids
+    query = f"id == {ids[1]!r}"
+    assert pd.read_hdf(path, "targets", where=query)["label"].tolist() == [2]
+
+
+def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
+    with h5py.File(write(tmp_path / "a.h5")) as file:
+        assert file["scores/block0_values"].fletcher32
+        assert file.attrs["encoding-version"] == 1
+
+
+def test_the_same_content_is_the_same_bytes(tmp_path):
+    pair = [write(tmp_path / name).read_bytes() for name in ("a.h5", "b.h5")]
+    assert pair[0] == pair[1]
+    assert write(tmp_path / "c.h5", spec={"other": 1}).read_bytes() != pair[0]
+
+
+def test_an_exception_leaves_what_was_there(tmp_path):
+    path = write(tmp_path / "a.h5")
+    before = path.read_bytes()
+    with contextlib.suppress(KeyboardInterrupt), create(path, SCORES, {}, {}) as file:
+        file.matrix("scores", [1], [2])
+        raise KeyboardInterrupt
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.h5"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_never_written(tmp_path, bad):
+    values = np.zeros((3, 2))
+    values[1, 1] = bad
+    with pytest.raises(ArtifactError, match=r"'scores/block0_values' holds NaN or infinity"):
+        write(tmp_path / "a.h5", values=values)
+    assert not list(tmp_path.iterdir())
+
+
+def damage(path, how):
+    data = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "text":
+        path.write_text("not HDF5")
+    elif how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "value":
+        with h5py.File(path, "r+") as file:
+            file["scores/block0_values"][0, 0] = 9
+    elif how == "attribute":
+        with h5py.File(path, "r+") as file:
+            file.attrs["unit"] = "furlongs"
+    elif how == "incomplete":
+        with h5py.File(path, "r+") as file:
+            del file["train"]
+    elif how == "version":
+        with h5py.File(path, "r+") as file:
+            file.attrs["encoding-version"] = 2
+    elif how == "foreign":
+        with h5py.File(path, "w") as file:
+            file["x"] = 1
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("gone", "Found nothing"),
+        ("empty", "must be readable HDF5"),
+        ("text", "must be readable HDF5"),
+        ("truncated", "must be readable HDF5"),
+        ("value", "the file was changed or damaged"),
+        ("attribute", "the file was changed or damaged"),
+        ("incomplete", "Missing: train"),
+        ("version", "version 1. Found trak-scores, version 2"),
+        ("foreign", "must be trak-scores, version 1. Found None"),
+    ],
+)
+def test_bad_files_are_refused_by_name_with_the_way_out(tmp_path, how, message):
+    path = write(tmp_path / "a.h5")
+    damage(path, how)
+    with pytest.raises(ArtifactError) as error, open_artifact(path, SCORES):
+        pass
+    assert str(error.value).startswith(f"{path}: ")
+    assert message in str(error.value)
+    assert "rule average_scores remakes it" in str(error.value)
+
+
+def test_another_kind_is_refused(tmp_path):
+    path = write(tmp_path / "a.h5")
+    expected = r"must be trak-features, version 1\. Found trak-scores"
+    with pytest.raises(ArtifactError, match=expected), open_artifact(path, FEATURES):
+        pass
+
+
+def test_a_flipped_bit_is_found_or_harmless(tmp_path):
+    """At positions spread over the whole file; what is not found changes nothing that is read."""
+    path = tmp_path / "a.h5"
+    with create(path, FEATURES, {"a": 1}, {"b": 2}) as file:
+        rows = file.matrix("features", range(100), range(50))
+        rows[:] = np.random.default_rng(1).standard_normal((100, 50))
+        file.vector("sample_ids", [f"sample-{i}" for i in range(100)])
+        file.vector("outputs", np.arange(100, dtype=np.float32))
+    data = path.read_bytes()
+    expected = contents(path)
+    found = 0
+    for position in np.random.default_rng(0).integers(0, len(data), 200):
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << int(position) % 8
+        path.write_bytes(flipped)
+        try:
+            assert contents(path) == expected, position
+        except ArtifactError:
+            found += 1
+    assert found > 100
+
+
+def contents(path):
+    with open_artifact(path, FEATURES) as file:
+        return (
+            file.spec,
+            file.matrix("features")[:].tolist(),
+            file.index("features"),
+            file.columns("features"),
+            file.ids("sample_ids"),
+            file.vector("outputs").tolist(),
+        )
+
+
+def test_check_same_names_what_differs(tmp_path):
+    check_same("seed", {"a": 1}, {"a": 1}, tmp_path, "rule_name")
+    with pytest.raises(
+        ArtifactError, match=r"the settings\. Expected \{'b': 2\}, found \{'b': 3\}"
+    ):
+        check_same("settings", {"a": 1, "b": 2}, {"a": 1, "b": 3}, tmp_path, "rule_name")
+
+
+KEPT = Path(__file__).parents[1] / "data/artifacts"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "key", "shape", "total"),
+    [
+        ("features", FEATURES, "features", (342, 4), 100.47964784502983),
+        ("normal_matrix", NORMAL_MATRIX, "normal_matrix", (4, 4), 4413.66804107367),
+        ("checkpoint_scores", CHECKPOINT_SCORES, "similarities", (342, 2), 0.4368532412809145),
+        ("scores", SCORES, "scores", (342, 2), 0.7496946244430092),
+    ],
+)
+@pytest.mark.parametrize("version", sorted(p.name for p in KEPT.iterdir()))
+def test_files_of_every_version_are_read_forever(version, name, kind, key, shape, total):
+    path = KEPT / version / f"{name}.h5"
+    with open_artifact(path, kind) as file:
+        values = file.matrix(key)[:]
+    assert values.shape == shape
+    np.testing.assert_allclose(values.sum(dtype=np.float64), total)
+    np.testing.assert_array_equal(pd.read_hdf(path, key), values)

@@ -1,0 +1,192 @@
+import json
+import warnings
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint, read_state_dict
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def state():
+    return net().state_dict()
+
+
+def same(state, path):
+    model = net()
+    load_checkpoint(model, path)
+    assert not model.training
+    return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
+def test_pytorch_files(state, tmp_path, prefix, wrapper):
+    stored = {prefix + key: value for key, value in state.items()}
+    torch.save({wrapper: stored, "epoch": 3} if wrapper else stored, tmp_path / "a.pt")
+    assert same(state, tmp_path / "a.pt")
+
+
+class Wrapper(nn.Module):
+    """Its own parts are called what data parallelism and torch.compile call theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.ModuleDict({"_orig_mod": nn.Linear(2, 2), "module": nn.Linear(2, 3)})
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_a_model_with_a_part_called_module(tmp_path, prefix):
+    saved, model = Wrapper(), Wrapper()
+    torch.save({prefix + k: v for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
+    load_checkpoint(model, tmp_path / "a.pt")
+    for key, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+
+
+def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
+    del state["0.bias"]
+    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"Found missing in the checkpoint: 0\.bias\. Does"):
+        load_checkpoint(net(), tmp_path / "a.pt")
+    torch.save({}, tmp_path / "empty.pt")
+    with pytest.raises(InputError, match=r"missing in the checkpoint: 0\.weight"):
+        load_checkpoint(net(), tmp_path / "empty.pt")
+
+
+def test_safetensors(state, tmp_path):
+    save_file(state, tmp_path / "a.safetensors")
+    assert same(state, tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_hugging_face_folders(state, tmp_path, suffix, sharded):
+    save = save_file if suffix == "safetensors" else torch.save
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    (tmp_path / "config.json").write_text("{}")
+    if not sharded:
+        save(state, tmp_path / f"{stem}.{suffix}")
+    else:
+        keys = sorted(state)
+        files = {key: f"{stem}-0000{1 + (i > 2)}-of-00002.{suffix}" for i, key in enumerate(keys)}
+        for file in set(files.values()):
+            save({key: state[key] for key in keys if files[key] == file}, tmp_path / file)
+        index = {"metadata": {}, "weight_map": files}
+        (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    assert same(state, tmp_path)
+    before = checkpoint_sha256(tmp_path)
+    (tmp_path / "config.json").write_text('{"other": 1}')
+    assert checkpoint_sha256(tmp_path) == before
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON"])
+def test_a_folder_with_a_bad_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(InputError, match=r"index\.json: the index .* mapping `weight_map`"):
+        read_state_dict(tmp_path)
+
+
+def test_tied_parameters_are_needed_once(tmp_path):
+    weight = torch.randn(5, 3)
+    save_file({"embedding.weight": weight}, tmp_path / "a.safetensors")
+    model = Tied()
+    load_checkpoint(model, tmp_path / "a.safetensors")
+    assert torch.equal(model.head.weight, weight)
+
+
+def truncated(state, path):
+    torch.save(state, path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def whole_model(state, path):
+    torch.save(net(), path)
+
+
+def list_of_tensors(state, path):
+    torch.save(list(state.values()), path)
+
+
+def text(state, path):
+    path.write_text("not a checkpoint")
+
+
+def empty(state, path):
+    path.write_bytes(b"")
+
+
+def other_zip(state, path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a", "b")
+
+
+@pytest.mark.parametrize("write", [truncated, whole_model, list_of_tensors, text, empty, other_zip])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_what_is_no_checkpoint_is_explained(state, tmp_path, write, name):
+    write(state, tmp_path / name)
+    with pytest.raises(InputError, match=r"a\.\w+: a checkpoint must be a state dict"):
+        read_state_dict(tmp_path / name)
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
+    """Of the format that torch writes today; torch alone finds none in the weights."""
+    path = tmp_path / "a.pt"
+    torch.save(state, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as file:
+        entries = file.start_dir
+    generator = torch.Generator().manual_seed(0)
+    places = [
+        *torch.randint(len(data), (150,), generator=generator).tolist(),
+        *torch.randint(entries, len(data), (150,), generator=generator).tolist(),
+    ]
+    n_found = 0
+    for position in places:
+        flipped = bytearray(data)
+        flipped[position] ^= 1 << position % 8
+        path.write_bytes(flipped)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of odd pickle protocols
+                read = read_state_dict(path)
+        except InputError:
+            n_found += 1
+        else:
+            assert read.keys() == state.keys(), position
+            assert all(torch.equal(read[key], state[key]) for key in state), position
+    assert n_found > 100
+
+
+def test_no_file_and_no_weights(tmp_path):
+    with pytest.raises(InputError, match="Found nothing there"):
+        read_state_dict(tmp_path / "gone.pt")
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(InputError, match=r"must hold one of model\.safetensors.* Found notes\.txt"):
+        read_state_dict(tmp_path)
+
+
+def test_keys_that_do_not_fit_are_listed(state, tmp_path):
+    del state["0.bias"]
+    state["extra"] = torch.zeros(1)
+    state["2.weight"] = torch.zeros(3, 4)
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(InputError) as error:
+        load_checkpoint(net(), tmp_path / "a.pt")
+    assert "missing in the checkpoint: 0.bias; unknown to the model: extra" in str(error.value)
+    assert "of another shape: 2.weight (3, 4) for (2, 4)" in str(error.value)

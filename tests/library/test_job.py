@@ -1,0 +1,52 @@
+import subprocess
+import sys
+
+import pytest
+
+from trak_core.system import progress as blocks
+from trak_core.system.progress import blocks_with_progress
+
+
+def run(body, log):
+    code = (
+        f"from trak_core.system.job import logged_to\nwith logged_to({str(log)!r}):\n    {body}\n"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_everything_goes_to_the_log(tmp_path):
+    log = tmp_path / "a.log"
+    log.write_text("of an earlier run")
+    result = run("import os; print('python'); os.system('echo child; echo error >&2')", log)
+    assert result.returncode == 0
+    assert result.stdout == result.stderr == ""
+    assert sorted(log.read_text().split()) == ["child", "error", "python"]
+
+
+def test_an_input_error_is_one_message(tmp_path):
+    body = "from trak_core.errors import InputError; raise InputError('what to do')"
+    result = run(body, tmp_path / "a.log")
+    assert result.returncode == 1
+    assert (tmp_path / "a.log").read_text() == "Error: what to do\n"
+
+
+def test_a_defect_keeps_its_traceback(tmp_path):
+    assert run("raise KeyError('x')", tmp_path / "a.log").returncode == 1
+    assert "Traceback" in (tmp_path / "a.log").read_text()
+
+
+@pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])
+def test_blocks_cover_all_rows_in_order(n, size, capsys):
+    found = list(blocks_with_progress(n, size, "samples"))
+    assert [row for start, stop in found for row in range(start, stop)] == list(range(n))
+    assert max(stop - start for start, stop in found) <= size
+    assert capsys.readouterr().out.endswith(f"{n}/{n} samples, 0 s, 0 s left\n")
+
+
+def test_progress_is_a_line_now_and_then(monkeypatch, capsys):
+    clock = iter(range(0, 10**6, 4))
+    monkeypatch.setattr(blocks.time, "monotonic", lambda: next(clock))
+    list(blocks_with_progress(10, 1, "samples"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "[######..............] 3/10 samples, 12 s, 28 s left"
+    assert len(lines) == 4

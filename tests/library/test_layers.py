@@ -1,0 +1,87 @@
+"""Imports go down the layers only, and heavy packages stay where they belong."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "trak_core"
+LAYERS = [
+    {"errors"},
+    {"spec", "provenance"},
+    {"system"},
+    {"projection", "model_outputs", "study", "artifacts", "config"},
+    {"gradients", "trust", "scoring"},
+    {"gramian"},
+    {"models", "report"},
+    {"stages"},
+    {"compat"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "snakemake": set()}
+
+
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def part_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    part = part_of(path)
+    for name in imported(path):
+        root, _, rest = name.partition(".")
+        if root in ONLY_IN:
+            assert part in ONLY_IN[root], f"{part} may not import {root}"
+        other = rest.split(".")[0]
+        if root == "trak_core" and other and other != part:
+            assert RANK[other] < RANK[part], f"{part} may not import {other}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_modules_are_small(path):
+    assert len(path.read_text().splitlines()) <= 350
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("trak_core.provenance", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.config.budget", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.config.schema", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.config.demands", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.trust.correlations", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.scoring.exact", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.trust.distortion", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.stages.compute_normal_matrix", {"torch", "numba"}),
+        ("trak_core.stages.compute_scores", {"torch", "numba"}),
+        ("trak_core.stages.compute_exact_scores", {"torch", "numba"}),
+        ("trak_core.stages.compute_gramian", {"numba"}),
+        ("trak_core.stages.average_scores", {"torch", "numba"}),
+        ("trak_core.stages.evaluate_scores", {"torch", "numba"}),
+        ("trak_core.stages.compute_self_influence", {"torch", "numba"}),
+        ("trak_core.stages.find_flipped", {"torch", "numba"}),
+        ("trak_core.stages.compare_removals", {"torch", "numba"}),
+        ("trak_core.stages.compare_runs", {"torch", "numba"}),
+        ("trak_core.stages.join_shards", {"torch", "numba"}),
+    ],
+)
+def test_what_a_start_must_not_cost(module, absent):
+    """Every start of Snakemake and every scoring job would pay for these imports."""
+    code = f"import sys, {module}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not absent & set(result.stdout.split())

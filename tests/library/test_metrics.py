@@ -1,0 +1,155 @@
+"""Metrics against plain loops: scipy, pairs one by one, resampled rows written out."""
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from trak_core.errors import InputError
+from trak_core.study.draws import (
+    flipped_labels,
+    flipped_samples,
+    random_half,
+    random_removal,
+    training_seed,
+)
+from trak_core.trust.correlations import (
+    auc,
+    bootstrap_intervals,
+    noise_ceiling,
+    rank_correlations,
+    reliability,
+    top_overlap,
+)
+
+
+def tied(rng, shape):
+    """Numbers of which many are equal."""
+    return rng.integers(0, 12, shape).astype(float)
+
+
+@pytest.mark.parametrize("draw", [tied, lambda rng, shape: rng.standard_normal(shape)])
+@pytest.mark.parametrize("shape", [(2, 3), (37, 5), (100, 20)])
+def test_rank_correlations_are_scipys(draw, shape):
+    rng = np.random.default_rng(1)
+    a = draw(rng, shape)
+    b = a + draw(rng, shape)
+    b[0, 0] = b.max() + 1  # no column is constant
+    a[0] = a.max() + np.arange(shape[1]) + 1
+    expected = [spearmanr(a[:, j], b[:, j]).statistic for j in range(shape[1])]
+    assert np.abs(rank_correlations(a, b) - expected).max() < 1e-12
+
+
+def test_a_constant_column_orders_nothing():
+    a = np.array([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0]])
+    assert rank_correlations(a, a).tolist() == [1, 0]
+    assert rank_correlations(a, -a).tolist() == [-1, 0]
+
+
+def linear_study(rng, noise):
+    """Outputs that are sums of scores over random halves, plus noise: (scores, masks, outputs)."""
+    scores = rng.standard_normal((400, 30))
+    masks = np.stack([random_half(400, i, seed=5) for i in range(200)]).astype(float)
+    sums = masks @ scores
+    return scores, masks, sums + noise * sums.std() * rng.standard_normal((2, *sums.shape))
+
+
+def test_lds_of_a_linear_data_model_is_one_and_of_random_scores_nothing():
+    rng = np.random.default_rng(2)
+    scores, masks, outputs = linear_study(rng, noise=0)
+    mean = outputs.mean(axis=0)
+    # The sums differ in their last digits by the order of summation, so ranks hardly ever.
+    assert rank_correlations(masks @ scores, mean).mean() > 1 - 1e-9
+    random = rank_correlations(masks @ rng.standard_normal(scores.shape), mean)
+    # 30 targets, each with a deviation of 1 / sqrt(200).
+    assert abs(random.mean()) < 4 / np.sqrt(200 * 30)
+
+
+def resampled(prediction, truth, rows, targets):
+    """The mean over drawn targets of scipy's correlation over drawn rows."""
+    return np.mean([spearmanr(prediction[rows, j], truth[rows, j]).statistic for j in targets])
+
+
+def test_bootstrap_intervals_are_those_of_rows_written_out():
+    rng = np.random.default_rng(3)
+    outputs = tied(rng, (1, 25, 6))
+    predictions = [outputs[0] + tied(rng, (25, 6)), rng.standard_normal((25, 6))]
+    found = bootstrap_intervals(predictions, outputs, n_draws=40, confidence=0.8, seed=9)
+    rng = np.random.default_rng(9)
+    draws = [(rng.integers(25, size=25), rng.integers(6, size=6)) for _ in range(40)]
+    for prediction, interval in zip(predictions, found, strict=True):
+        means = [resampled(prediction, outputs[0], rows, targets) for rows, targets in draws]
+        assert np.abs(interval - np.quantile(means, [0.1, 0.9])).max() < 1e-12
+
+
+def test_a_prediction_has_the_same_interval_alone_and_beside_others():
+    rng = np.random.default_rng(4)
+    outputs = rng.standard_normal((2, 30, 5))
+    one, other = rng.standard_normal((2, 30, 5))
+    alone = bootstrap_intervals([one], outputs, n_draws=50)
+    beside = bootstrap_intervals([other, one], outputs, n_draws=50)
+    assert np.array_equal(alone, beside[1:])  # itself, and the noise ceiling
+
+
+@pytest.mark.parametrize("n_seeds", [2, 4])
+def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
+    rng = np.random.default_rng(5)
+    truth = rng.standard_normal((2000, 20))
+    outputs = truth + 1.5 * rng.standard_normal((n_seeds, 2000, 20))
+    reached = rank_correlations(truth, outputs.mean(axis=0))
+    ceiling = noise_ceiling(outputs).mean()
+    assert abs(ceiling - reached.mean()) < 0.01
+    low, high = bootstrap_intervals([truth[:500]], outputs[:, :500], n_draws=50)[-1]
+    assert low < ceiling < high
+
+
+def test_reliability_of_two_seeds_is_spearman_and_browns():
+    rng = np.random.default_rng(6)
+    truth = rng.standard_normal((40, 3))
+    outputs = truth + rng.standard_normal((2, 40, 3))
+    rho = rank_correlations(*outputs)
+    assert np.abs(reliability(outputs) - 2 * rho / (1 + rho)).max() < 1e-12
+    assert noise_ceiling(np.stack([truth, -truth])).tolist() == [0, 0, 0]
+    with pytest.raises(InputError, match=r"at least two seeds on each subset\. Found 1"):
+        noise_ceiling(outputs[:1])
+
+
+def test_auc_counts_pairs():
+    rng = np.random.default_rng(7)
+    values, positive = tied(rng, 60), rng.random(60) < 0.3
+    pairs = [(a > b) + 0.5 * (a == b) for a in values[positive] for b in values[~positive]]
+    assert abs(auc(values, positive) - np.mean(pairs)) < 1e-12
+    with pytest.raises(InputError, match=r"there must be both\. Found 0 positive ones of 60"):
+        auc(values, np.zeros(60, bool))
+
+
+def test_top_overlap_counts_common_rows():
+    rng = np.random.default_rng(8)
+    a, b = rng.standard_normal((2, 50, 4))
+    for top in (1, 7, 50, 80):
+        expected = [
+            len(set(np.argsort(a[:, j])[-top:]) & set(np.argsort(b[:, j])[-top:])) / min(top, 50)
+            for j in range(4)
+        ]
+        assert top_overlap(a, b, top).tolist() == expected
+
+
+def test_halves_are_of_one_size_and_their_own():
+    halves = np.stack([random_half(31, i, seed=0) for i in range(300)])
+    assert (halves.sum(axis=1) == 15).all()
+    assert len({half.tobytes() for half in halves}) == 300
+    # Every sample is in about half of them: within 4 standard deviations.
+    assert (abs(halves.mean(axis=0) - 15 / 31) < 4 * 0.5 / np.sqrt(300)).all()
+    assert not np.array_equal(halves[0], random_half(31, 0, seed=1))
+    assert (~random_removal(31, 4, draw=0, seed=0)).sum() == 4
+    seeds = {training_seed(0, subset, repeat) for subset in range(50) for repeat in range(3)}
+    assert len(seeds) == 150
+
+
+def test_flipped_labels_are_wrong_and_no_others():
+    labels = np.random.default_rng(9).choice([2, 3, 7], size=200)
+    flipped = flipped_samples(200, 0.05, seed=3)
+    given = flipped_labels(labels, 0.05, seed=3)
+    assert flipped.sum() == 10
+    assert np.array_equal(given != labels, flipped)
+    assert set(given) == {2, 3, 7}
+    assert flipped_samples(10, 0.001, seed=0).sum() == 1

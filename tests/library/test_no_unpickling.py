@@ -1,0 +1,139 @@
+"""Nothing that the workflow reads can run code: no unpickling, no eval, no shell."""
+
+import ast
+import contextlib
+import re
+import shutil
+from pathlib import Path
+
+import h5py
+import pandas as pd
+import pytest
+import torch
+import yaml
+from workspace import REPOSITORY, Workspace
+
+from trak_core.artifacts import SCORES, create, open_artifact
+from trak_core.artifacts._format import content_hash
+from trak_core.config import schema as config
+
+SOURCES = [
+    path
+    for folder in ("trak_core", "workflow", "config")
+    for path in sorted((REPOSITORY / folder).rglob("*.py"))
+]
+RULES = [REPOSITORY / "Snakefile", *sorted((REPOSITORY / "workflow/rules").glob("*.smk"))]
+# Calls, with the keyword argument that makes them safe where there is one.
+UNSAFE = {
+    **dict.fromkeys((
+        "eval",
+        "exec",
+        "compile",
+        "os.system",
+        "os.popen",
+        "np.load",
+        "yaml.load_all",
+    )),
+    **dict.fromkeys(("pd.read_hdf", "pd.read_pickle", "torch.jit.load", "yaml.unsafe_load")),
+    "torch.load": ("weights_only", "True"),
+    "yaml.load": ("Loader", "_UniqueKeyLoader"),
+}
+MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "tables"}
+
+
+def problems(path):
+    """Yield the line and text of what could run code that a file brings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            if MODULES & {name.split(".")[0] for name in names}:
+                yield node.lineno, ast.unparse(node)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).replace("numpy.", "np.").replace("pandas.", "pd.")
+            given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            unsafe = name in UNSAFE and UNSAFE[name] not in given.items()
+            if unsafe or {given.get("shell"), given.get("allow_pickle")} - {None, "False"}:
+                yield node.lineno, ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_nothing_runs_what_a_file_brings(path):
+    assert list(problems(path)) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from joblib import load",
+        "eval('1')",
+        "os.system('ls')",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "yaml.load(text, Loader=yaml.Loader)",
+        "subprocess.run('ls', shell=True)",
+        "pd.read_hdf(path, 'a')",
+        "from numpy import load\nimport numpy\nnumpy.load(path)",
+    ],
+)
+def test_the_check_sees(tmp_path, text):
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    assert list(problems(path))
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
+def test_rules_have_no_shell(path):
+    found = re.findall(r"\b(shell|run|eval|exec|pickle|system|wrapper)\s*[:(]", path.read_text())
+    assert found == (["run"] if path.name == "study.smk" else [])
+    if path.name == "study.smk":  # of arguments, not of a command line
+        assert "answer = subprocess.run(\n        [sys.executable," in path.read_text()
+
+
+def test_the_loader_of_configs_is_a_safe_one():
+    assert issubclass(config._UniqueKeyLoader, yaml.SafeLoader)
+
+
+def test_a_pickle_in_a_table_is_not_opened(tmp_path):
+    """pandas unpickles attributes of tables as it reads them; jobs read theirs without pandas."""
+    path, ran = tmp_path / "a.h5", tmp_path / "ran"
+    rows = pd.DataFrame({"id": [1, 2], "label": [3, 4]})
+    with create(path, SCORES, {}, {}) as file:
+        for key in SCORES.keys:
+            file.table(key, rows, ["id"])
+    with h5py.File(path, "r+") as file:
+        file["targets/table"].attrs["values_block_0_kind"] = f"cos\nmkdir\n(V{ran}\ntR.".encode()
+        file.attrs["content-hash"] = content_hash(file)
+    with open_artifact(path, SCORES) as file:
+        pd.testing.assert_frame_equal(file.table("targets"), rows)
+    assert not ran.exists()
+    # What reading a stranger's file by pandas would risk.
+    with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
+        pd.read_hdf(path, "targets")
+    assert ran.exists()
+
+
+def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
+    """By a real job: names with spaces, quotes and commands; results behind a symbolic link."""
+    settings = {
+        "model_output": "regression",
+        "checkpoints": {"c0": "my \"own\" 'c0' $(touch ran) `touch ran`; touch ran #.pt"},
+        "experiments": {"mine": {"targets": ["patient-342"]}},
+        "projection": {"proj_dim": 8},
+    }
+    workspace = Workspace.make(tmp_path / "a study", "diabetes.py", settings)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    torch.save(model.state_dict(), workspace.path(settings["checkpoints"]["c0"]))
+    shutil.move(workspace.path("diabetes.py"), workspace.path("my study $(touch ran).py"))
+    workspace.config["study"] = "my study $(touch ran).py"
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    workspace.path("results").symlink_to(elsewhere)
+    result = workspace.snakemake("results/normal_matrix/c0.h5")
+    assert result.returncode == 0, result.stdout
+    assert (elsewhere / "features/c0/train.h5").is_file()
+    assert (elsewhere / "normal_matrix/c0.h5").is_file()
+    assert not [p for p in tmp_path.rglob("*") if p.name == "ran"]
+    assert not Path("ran").exists()

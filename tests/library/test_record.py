@@ -1,0 +1,32 @@
+import pytest
+
+from trak_core.errors import InputError
+from trak_core.system.record import read_record, write_record
+
+KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
+
+
+def test_what_is_written_is_read(tmp_path):
+    write_record(tmp_path / "results/study.json", KNOWN)
+    assert read_record(tmp_path / "results/study.json") == KNOWN
+
+
+def test_a_damaged_record_is_as_good_as_none(tmp_path):
+    path = tmp_path / "study.json"
+    assert read_record(path) == {}
+    write_record(path, KNOWN)
+    data = path.read_bytes()
+    for position in range(len(data)):
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        path.write_bytes(flipped)
+        assert read_record(path) in ({}, KNOWN)
+    for text in ("[]", "3", "{}", '{"known": 3}', "[" * 10**5, data.decode()[:-1]):
+        path.write_text(text)
+        assert read_record(path) == {}
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"file: the results folder must .* Found File exists"):
+        write_record(tmp_path / "file/study.json", KNOWN)

@@ -1,0 +1,57 @@
+"""Samples of a study as batches: what can be stacked, and what is refused."""
+
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+
+from trak_core.errors import InputError
+from trak_core.study.study import Split
+
+
+def batch(*samples):
+    return Split(samples, list(range(len(samples)))).batch(0, len(samples))
+
+
+def test_tuples_stay_tuples():
+    x, y = batch((torch.zeros(3), 1), (torch.ones(3), 2))
+    assert torch.equal(x, torch.tensor([[0.0] * 3, [1.0] * 3]))
+    assert torch.equal(y, torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_dicts_stay_dicts(kind):
+    """Of tensors, arrays, numbers and lists of numbers; a tokenizer's result is a UserDict."""
+    one = kind(input_ids=[4, 5, 6], mask=np.ones(3), image=torch.zeros(2, 2), labels=1)
+    two = kind(input_ids=[7, 8, 9], mask=np.zeros(3), image=torch.zeros(2, 2), labels=0)
+    found = batch(one, two)
+    assert isinstance(found, dict)
+    assert list(found) == ["input_ids", "mask", "image", "labels"]
+    assert torch.equal(found["input_ids"], torch.tensor([[4, 5, 6], [7, 8, 9]]))
+    assert found["mask"].shape == (2, 3)
+    assert found["image"].shape == (2, 2, 2)
+    assert found["labels"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        (
+            [{"ids": [1, 2], "labels": 0}, {"ids": [1], "labels": 0}],
+            r"same shapes in every sample \(texts padded to one length\)\. Found list for ids",
+        ),
+        (
+            [(torch.zeros(3), 0), (torch.zeros(4), 0)],
+            r"Found \(3,\), \(4,\) for entry 0: stack expects",
+        ),
+        ([("a text", 0), ("another", 1)], r"tensors or numbers\. Found str for entry 0"),
+        ([(None, 0)], r"tensors or numbers, .* Found NoneType for entry 0"),
+        ([torch.zeros(3)], r"must be a tuple or a dict\. Found Tensor"),
+        ([{"x": 0, "labels": 1}, {"x": 0}], r"Found x, labels in sample 0, x in sample 1"),
+        ([(1, 2), (1, 2, 3)], r"Found entry 0, entry 1 in sample 0, entry 0, entry 1, entry 2 in"),
+    ],
+)
+def test_what_cannot_be_stacked(samples, message):
+    with pytest.raises(InputError, match=message):
+        batch(*samples)

@@ -1,0 +1,66 @@
+"""Sums over subsets from features: the same as sums of scores, formed as a matrix."""
+
+import numpy as np
+import pytest
+import torch
+
+from trak_core.compat.score_computers import BasicScoreComputer
+from trak_core.errors import InputError
+from trak_core.scoring.solve import damped_factor, damped_squares, normal_matrix
+from trak_core.trust.subset_sums import damped_sums, trak_sums, weighted_sums
+
+N, K, M, S = 90, 24, 5, 11
+
+
+@pytest.fixture
+def case():
+    rng = np.random.default_rng(0)
+    phi = rng.standard_normal((N, K)).astype(np.float32)
+    targets = rng.standard_normal((M, K))
+    masks = (rng.random((S, N)) < 0.5).astype(float)
+    return phi, targets, masks, rng.random((2, N))
+
+
+def blocks(phi, size):
+    for start in range(0, len(phi), size):
+        stop = min(start + size, len(phi))
+        yield start, stop, phi[start:stop]
+
+
+@pytest.mark.parametrize("dim", [K, 7])
+def test_damped_sums_are_sums_of_scores(case, dim):
+    phi, targets, masks, weights = case
+    curvature = np.linspace(0.1, 1, N)
+    matrix, squared, _ = normal_matrix([(phi[:, :dim], curvature)])
+    sums = weighted_sums(masks, weights, blocks(phi, 13))[:, :, :dim]
+    dampings = [0.1, 3]
+    found = damped_sums(sums, matrix, N, targets[:, :dim], dampings)
+    for i, damping in enumerate(dampings):
+        shifted = matrix + damping * squared * np.eye(dim)
+        scores = phi[:, :dim] @ np.linalg.inv(shifted) @ targets[:, :dim].T
+        for j, w in enumerate(weights):
+            expected = masks @ (scores * w[:, None])
+            assert np.abs(found[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
+
+
+def test_trak_is_what_compat_computes(case):
+    phi, targets, masks, weights = case
+    matrix = phi.astype(float).T @ phi
+    computer = BasicScoreComputer(torch.float32, "cpu")
+    features = computer.get_x_xtx_inv(torch.tensor(phi), computer.get_xtx(torch.tensor(phi)))
+    scores = torch.zeros(N, M)
+    computer.get_scores(features, torch.tensor(targets), accumulator=scores)
+    expected = masks @ (scores.numpy() * weights[0][:, None])
+    found = trak_sums(weighted_sums(masks, weights, blocks(phi, N))[0], matrix, targets)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    with pytest.raises(InputError, match=r"has an inverse\. Found eigenvalues .* 24 dimensions"):
+        trak_sums(np.zeros((S, K)), phi[:20].astype(float).T @ phi[:20], targets)
+
+
+def test_squares_are_the_diagonal_of_the_scores(case):
+    phi = case[0]
+    matrix, squared, _ = normal_matrix([(phi, np.ones(N))])
+    ends = tuple(np.linalg.eigvalsh(matrix)[[0, -1]])
+    found = damped_squares(damped_factor(matrix, squared, ends), phi)
+    expected = np.diagonal(phi @ np.linalg.inv(matrix + squared * np.eye(K)) @ phi.T)
+    assert np.abs(found - expected).max() < 1e-6 * expected.max()

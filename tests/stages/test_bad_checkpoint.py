@@ -1,0 +1,190 @@
+"""A bad checkpoint stops the job that reads it, with one message; none of its code runs."""
+
+import pickle
+import re
+import zipfile
+
+import pytest
+import torch
+import yaml
+from refusals import GOOD, STUDY
+from safetensors.torch import save_file
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.stages.compute_features import compute_features
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def net():
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
+
+
+def changed(**values):
+    state = {key: value.clone() for key, value in net().state_dict().items()}
+    return {**state, **{key.replace("_", "."): value for key, value in values.items()}}
+
+
+def saved(path, state):
+    torch.save(state, path)
+
+
+def cut(path):
+    saved(path, changed())
+    path.write_bytes(path.read_bytes()[:-300])
+
+
+def flipped(path):
+    state = changed()
+    saved(path, state)
+    data = bytearray(path.read_bytes())
+    data[data.index(state["0.weight"].numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+
+
+def marked_as_folder(path):
+    """torch alone returns memory that nothing was read into."""
+    saved(path, changed())
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
+    data[entry + 38] ^= 0x10
+    path.write_bytes(data)
+
+
+def bomb(path):
+    saved(path, changed())
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a/data/9", bytes(2**24))
+
+
+def index_outside(path):
+    path.mkdir()
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../a.pt"}}')
+
+
+def empty_folder(path):
+    path.mkdir()
+    (path / "notes.txt").write_text("")
+
+
+def cut_safetensors(path):
+    save_file(changed(), path)
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+NO_STATE = (
+    r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it fa"
+)
+
+CHECKPOINTS = {
+    "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
+    "an empty file": (lambda path: path.write_bytes(b""), NO_STATE),
+    "text": (lambda path: path.write_text("weights"), NO_STATE),
+    "a cut file": (cut, NO_STATE),
+    "a cut safetensors file": (cut_safetensors, NO_STATE),
+    "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
+    "a part marked as a folder": (marked_as_folder, r"a part is a folder: the file is damaged"),
+    "a bomb": (bomb, r"its parts are larger than the file: torch\.save never compresses"),
+    "a whole model": (lambda path: saved(path, net()), NO_STATE),
+    "a pickle that runs code": (lambda path: saved(path, Evil(path.with_name("ran"))), NO_STATE),
+    "a bare pickle that runs code": (
+        lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),
+        NO_STATE,
+    ),
+    "a list of tensors": (
+        lambda path: saved(path, list(changed().values())),
+        r"must be a state dict \(names to tensors\).* Found list with no keys",
+    ),
+    "keys that are numbers": (
+        lambda path: saved(path, {1: torch.zeros(1)}),
+        r"must be a state dict \(names to tensors\).* Found dict with 1",
+    ),
+    "keys missing, keys unknown": (
+        lambda path: saved(path, {"old.bias": torch.zeros(3)}),
+        r"missing in the checkpoint: 0\.weight, .*; unknown to the model: old\.bias",
+    ),
+    "another shape": (
+        lambda path: saved(path, changed(**{"0_weight": torch.zeros(32, 9)})),
+        r"of another shape: 0\.weight \(32, 9\) for \(32, 10\)",
+    ),
+    "quantized weights": (
+        lambda path: saved(path, changed(**{"0_weight": torch.ones(32, 10, dtype=torch.int8)})),
+        r"of another type: 0\.weight torch\.int8, torch\.strided for torch\.float32",
+    ),
+    "sparse weights": (
+        lambda path: saved(path, changed(**{"2_weight": torch.ones(1, 32).to_sparse()})),
+        r"of another type: 2\.weight torch\.float32, torch\.sparse_coo for torch\.float32",
+    ),
+    "complex weights": (
+        lambda path: saved(path, changed(**{"2_bias": torch.ones(1, dtype=torch.complex64)})),
+        r"of another type: 2\.bias torch\.complex64",
+    ),
+    "NaN in the weights": (
+        lambda path: saved(path, changed(**{"2_bias": torch.tensor([float("nan")])})),
+        r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take",
+    ),
+    "infinity in the weights": (
+        lambda path: saved(path, changed(**{"2_bias": torch.tensor([float("inf")])})),
+        r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take",
+    ),
+    "gradients that overflow": (
+        lambda path: saved(path, changed(**{"2_weight": torch.full((1, 32), 3e38)})),
+        r"Per-sample gradients must be finite\. Found NaN or infinity for the samples",
+    ),
+    "an empty folder": (empty_folder, r"must hold one of model\.safetensors.* Found notes\.txt"),
+    "an index that leaves its folder": (
+        index_outside,
+        r"the index of a checkpoint folder must .* '\.\./\.\./a\.pt' is not a file of this folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_bad_checkpoint(workspace, tmp_path, name):
+    write, expected = CHECKPOINTS[name]
+    path = tmp_path / ("c0.safetensors" if "safetensors" in name else "c0.pt")
+    write(path)
+    with pytest.raises(InputError) as error:
+        compute_features(
+            features=tmp_path / "out.h5",
+            checkpoint=path,
+            study=workspace.path(STUDY),
+            split="train",
+            shard=1,
+            n_shards=1,
+            spec={
+                "checkpoint": "c0",
+                "model_output": "regression",
+                "parameter_patterns": None,
+                "projection": {"kind": "rademacher", "proj_dim": 4, "seed": 0},
+                "dtype": "float32",
+                "targets": None,
+                "study": "digest",
+            },
+            code="code",
+            device="cpu",
+            batch_size=64,
+            memory_mb=500,
+            threads=1,
+        )
+    assert re.search(expected, str(error.value))
+    assert not (tmp_path / "out.h5").exists()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
+    """By a real job; more of them are among CHECKPOINTS."""
+    workspace.path("evil.pt").write_bytes(pickle.dumps({"weight": Evil(tmp_path / "ran")}))
+    text = yaml.safe_dump({"study": STUDY, **GOOD, "checkpoints": {"evil": "evil.pt"}})
+    output = workspace.fail("scores", text=text)
+    assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
+    assert not (tmp_path / "ran").exists()

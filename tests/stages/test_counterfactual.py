@@ -1,0 +1,100 @@
+"""Models retrained without the most helpful samples: the stages against a loop of trainings."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pipeline import read_scores
+from small_run import ARGUMENTS, STUDY, margin
+from torch.utils.data import Subset
+
+from trak_core.artifacts import ArtifactError
+from trak_core.stages.compare_removals import compare_removals, mean_interval
+from trak_core.stages.retrain_without import retrain_without
+from trak_core.study.draws import training_seed
+
+
+def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
+    sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
+    common = {
+        "n_removed": sizes,
+        "draws": draws,
+        "seeds": seeds,
+        "seed": 1,
+        "arguments": ARGUMENTS,
+        "model_output": "image_classification",
+        "study_digest": "digest",
+    }
+    jobs = {"study": STUDY, "code": "code", "batch_size": 64, "threads": 1, **common}
+    random = tmp_path / "random.h5"
+    retrain_without(retrained=random, scores=None, experiment=None, targets=[], **jobs)
+    groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
+    for group, path in zip(groups, top, strict=True):
+        retrain_without(
+            retrained=path,
+            scores=run.scores,
+            experiment={"experiment": "mine", "study": "digest"},
+            targets=group,
+            **jobs,
+        )
+    compared = {
+        "counterfactual": tmp_path / "c.h5",
+        "random": random,
+        "top": top,
+        "groups": groups,
+        "n_removed": sizes,
+        "draws": draws,
+        "seeds": seeds,
+        "spec": common,
+        "code": "code",
+    }
+    compare_removals(scores=run.scores, **compared)
+    table = pd.read_hdf(tmp_path / "c.h5", "targets")
+    assert len(table) == 2 * len(sizes) * len(targets)
+
+    target, size = targets[2], 30
+    column = read_scores(run.scores)[target].to_numpy()
+    gone = [i for i in np.argsort(-column) if column[i] > 0][:size]
+    image, label = run.study.split("mine", [target]).batch(0, 1)
+
+    def trained(rows, repeat):
+        data = Subset(run.train.samples, rows)
+        seed = training_seed(1, 0, repeat)
+        model = run.study.function("train")(**ARGUMENTS, seed=seed, data=data).eval()
+        with torch.no_grad():
+            logits = model(image)[0]
+        return margin(logits, label[0]).item(), int(logits.argmax())
+
+    everything = list(range(len(column)))
+    kept = [i for i in everything if i not in gone]
+    pairs = [(trained(everything, r), trained(kept, r)) for r in range(seeds)]
+    rows = (table["removed"] == "top") & (table["n_removed"] == size)
+    found = table[rows & (table["target_id"] == target)].iloc[0]
+    assert abs(found["change"] - np.mean([b[0] - a[0] for a, b in pairs])) < 1e-3
+    assert found["flips"] == np.mean([b[1] != a[1] for a, b in pairs])
+    assert abs(found["output"] - np.mean([a[0] for a, _ in pairs])) < 1e-3
+    masks = pd.read_hdf(random, "masks").to_numpy()
+    assert masks.sum(axis=1).tolist() == [150, 140, 140, 120, 120]
+    summary = pd.read_hdf(tmp_path / "c.h5", "summary")
+    assert summary["removed"].tolist() == ["top"] * 2 + ["random"] * 2 + ["difference"] * 2
+    assert abs(summary["change"][1] - table[rows]["change"].mean()) < 1e-12
+    for column in ("change", "flips"):
+        top, random, difference = summary[column].to_numpy().reshape(3, 2)
+        assert np.abs(top - random - difference).max() < 1e-12
+    assert (summary["low"] <= summary["change"]).all()
+    assert (summary["change"] <= summary["high"]).all()
+    other = run.stages(tmp_path / "other", damping=1)
+    with pytest.raises(ArtifactError, match=r"1\.h5.*'scores'.*rule retrain_without_top rem"):
+        compare_removals(scores=other, **compared)
+
+
+def test_what_all_targets_share_by_chance_is_in_the_interval():
+    """The models that saw everything are the same for all targets: a lucky one shifts them all."""
+    lucky = np.array([[-1.0], [0.0], [0.3]]).repeat(50, axis=1)
+    low, high = mean_interval(lucky)
+    assert low < -0.9
+    assert high > 0.2
+    own = np.random.default_rng(0).standard_normal((3, 50)).mean(axis=0) * np.ones((3, 1))
+    low, high = mean_interval(own)
+    error = own[0].std() / np.sqrt(50)
+    assert abs((high - low) / (2 * 1.96 * error) - 1) < 0.15

@@ -1,0 +1,278 @@
+"""Nothing wrong comes out of a damaged artifact: single bits, and cuts."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from damage_worker import SEAL_BYTES, contents
+from linear_study import SETTINGS, with_two_checkpoints
+from pipeline import run_exact_stages, run_stages
+
+from trak_core import artifacts
+from trak_core.artifacts import (
+    KINDS,
+    SCORES,
+    ArtifactError,
+    Kind,
+    create,
+    open_artifact,
+    verify,
+)
+from trak_core.stages.compute_distortion import compute_diagnostics
+
+# Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.
+FILES = {
+    "FEATURES": "features/c0/train.h5",
+    "FEATURE_SHARD": "features/c0/train-1.h5",
+    "NORMAL_MATRIX": "normal_matrix/c0.h5",
+    "CHECKPOINT_SCORES": "scores/mine/c0.h5",
+    "SCORES": "scores/mine.h5",
+    "KERNEL": "exact/kernels/c0/train.h5",
+    "EXACT_SCORES": "exact/scores/mine/c0.h5",
+    "DIAGNOSTICS": "diagnostics/c0.h5",
+    "RETRAINED": "retrained/0-3.h5",
+    "EMBEDDINGS": "embeddings/c0.h5",
+    "SELF_INFLUENCE": "self_influence.h5",
+    "EVALUATION": "evaluation/mine.h5",
+    "MISLABELLED": "mislabelled.h5",
+    "COUNTERFACTUAL": "counterfactual/mine.h5",
+    "COMPARISON": "comparison.h5",
+}
+ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
+
+
+def diagnose(results, study, checkpoint):
+    compute_diagnostics(
+        diagnostics=results / FILES["DIAGNOSTICS"],
+        checkpoint=checkpoint,
+        study=study,
+        spec={
+            **{key: SETTINGS[key] for key in ("model_output", "dtype", "study", "projection")},
+            **{"checkpoint": "c0", "parameter_patterns": None, "targets": None},
+            "diagnostics": {"samples": 10, "streams": 2},
+        },
+        code="code",
+        device="cpu",
+        batch_size=10,
+        memory_mb=100,
+        threads=1,
+    )
+
+
+def write_evaluations(results):
+    """Files of the frames and tables that an evaluation's stages write, of any numbers."""
+    rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
+    frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
+    for kind in ("RETRAINED", "EMBEDDINGS"):
+        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
+            for key in getattr(artifacts, kind).keys:
+                frame = file.matrix(key, range(40), range(30), dtype=frames.get(key, np.float32))
+                frame[:] = np.arange(1200).reshape(40, 30) % 2
+    for kind in ("SELF_INFLUENCE", "EVALUATION", "MISLABELLED", "COUNTERFACTUAL", "COMPARISON"):
+        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
+            for key in getattr(artifacts, kind).keys:
+                file.table(key, rows, ["target_id"])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("damage")
+    what = with_two_checkpoints(folder)
+    study, checkpoints, _ = what
+    run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
+    run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
+    run_exact_stages(folder / "exact", *what, model_output="regression")
+    diagnose(folder, study, checkpoints["c0"])
+    write_evaluations(folder)
+    return folder
+
+
+@pytest.fixture
+def copy(results, tmp_path):
+    def copied(name):
+        path = tmp_path / Path(name).name
+        path.write_bytes((results / name).read_bytes())
+        return path
+
+    return copied
+
+
+def data_bytes(path):
+    """Return a mask of the bytes that hold values of datasets."""
+    mask = np.zeros(path.stat().st_size, bool)
+
+    def visit(_, node):
+        if isinstance(node, h5py.Dataset):
+            if node.chunks:
+                chunks = [node.id.get_chunk_info(i) for i in range(node.id.get_num_chunks())]
+                places = [(chunk.byte_offset, chunk.size) for chunk in chunks]
+            else:
+                places = [(node.id.get_offset(), node.id.get_storage_size())]
+            for start, size in places:
+                mask[start : start + size] = True
+
+    with h5py.File(path) as file:
+        file.visititems(visit)
+    return mask
+
+
+def flips(path):
+    random = np.random.default_rng(0)
+    beside = np.flatnonzero(~data_bytes(path))
+    first = beside[beside < 4096]
+    positions = [
+        *random.integers(0, path.stat().st_size, ANYWHERE),
+        *random.choice(beside, BESIDE_DATA),
+        *random.choice(first, FIRST),
+    ]
+    return [[int(position), int(random.integers(8))] for position in positions]
+
+
+@pytest.fixture(scope="module")
+def outcomes(results, tmp_path_factory):
+    """What a reader makes of every flip, in a process that damage may crash or stop."""
+    folder = tmp_path_factory.mktemp("flips")
+    request = []
+    for kind, name in FILES.items():
+        path = folder / f"{kind}.h5"
+        path.write_bytes((results / name).read_bytes())
+        request.append([str(path), kind, flips(path)])
+    answer = subprocess.run(
+        [sys.executable, Path(__file__).parents[1] / "support/damage_worker.py"],
+        input=json.dumps(request),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    lines = [json.loads(line) for line in answer.stdout.splitlines()]
+    assert answer.returncode == 0, f"the reader crashed after {lines[-1:]}"
+    return {
+        (kind, sealed): [line[2:] for line in lines if line[:2] == [path, sealed]]
+        for path, kind, _ in request
+        for sealed in (True, False)
+    }
+
+
+def test_every_kind_of_file_is_damaged_here():
+    kinds = {name for name, value in vars(artifacts).items() if isinstance(value, Kind)}
+    assert kinds == set(FILES)
+    assert set(KINDS) <= {getattr(artifacts, kind) for kind in kinds}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_flipped_bit_is_found_by_the_seal(outcomes, results, kind):
+    size = (results / FILES[kind]).stat().st_size
+    tried = outcomes[kind, True]
+    assert len(tried) == 200
+    for position, bit, found in tried:
+        # In the seal's own mark it makes the file one without a seal: whole, by its content hash.
+        expected = "harmless" if size - SEAL_BYTES <= position < size - 32 else "found"
+        assert found == expected, (position, bit)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_flipped_bit_is_found_without_a_seal_or_changes_nothing(outcomes, kind):
+    tried = outcomes[kind, False]
+    assert {found for *_, found in tried} == {"found", "harmless"}, tried
+    assert sum(found == "found" for *_, found in tried) > 30
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_cut_short_is_found(copy, kind):
+    path = copy(FILES[kind])
+    data = path.read_bytes()
+    expected = contents(path, getattr(artifacts, kind))
+    random = np.random.default_rng(0)
+    for size in [0, 1, 511, len(data) - SEAL_BYTES - 1, *random.integers(0, len(data) - 99, 16)]:
+        path.write_bytes(data[:size])
+        with (
+            pytest.raises(ArtifactError, match="remakes it"),
+            open_artifact(path, getattr(artifacts, kind)),
+        ):
+            pass
+    # What the seal alone lost is whole by its content hash.
+    for size in (len(data) - 1, len(data) - SEAL_BYTES):
+        path.write_bytes(data[:size])
+        assert contents(path, getattr(artifacts, kind)) == expected
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_verify_knows_every_kind_of_file(copy, kind):
+    path = copy(FILES[kind])
+    expected = getattr(artifacts, kind)
+    assert verify(path).encoding_type == expected.encoding_type
+    assert verify(path).keys == expected.keys
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"every byte must be as it was written"):
+        verify(path)
+
+
+def test_verify_says_what_a_foreign_file_is(tmp_path):
+    path = tmp_path / "a.h5"
+    pd.DataFrame({"a": [1]}).to_hdf(path, key="a")
+    with pytest.raises(
+        ArtifactError, match=r"a\.h5: the file must be one of trak-features, .*None"
+    ):
+        verify(path)
+    path.write_text("text")
+    with pytest.raises(ArtifactError, match=r"a\.h5: .* must be readable HDF5"):
+        verify(path)
+    with pytest.raises(ArtifactError, match="Found nothing"):
+        verify(tmp_path / "b.h5")
+
+
+@pytest.mark.parametrize("key", ["top_influences", "targets", "train"])
+def test_a_table_is_read_as_pandas_reads_it(results, key):
+    path = results / FILES["SCORES"]
+    with open_artifact(path, SCORES) as file:
+        pd.testing.assert_frame_equal(
+            file.table(key), pd.read_hdf(path, key), check_index_type=False
+        )
+
+
+@pytest.mark.parametrize("key", ["scores", "top_influences", "targets", "train"])
+def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
+    path = copy(FILES["SCORES"])
+    values = "block0_values" if key == "scores" else "table"
+    with h5py.File(path) as file:
+        chunk = file[f"{key}/{values}"].id.get_chunk_info(0)
+    data = path.read_bytes()
+    for offset in (0, 5, 17):
+        flipped = bytearray(data)
+        flipped[chunk.byte_offset + offset] ^= 4
+        path.write_bytes(flipped)
+        with pytest.raises((OSError, RuntimeError), match=r"(?i)read"):
+            pd.read_hdf(path, key)
+
+
+def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
+    """Why docs/faults.md names a function for files that only pandas reads."""
+    path = copy(FILES["SCORES"])
+    data = path.read_bytes()
+    name = b"prediction"
+    assert name in data
+    path.write_bytes(data.replace(name, b"predictioo"))
+    assert "predictioo" in pd.read_hdf(path, "train").columns
+    with pytest.raises(ArtifactError, match="damaged"):
+        verify(path)
+
+
+def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs/faults.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    shutil.copytree(results, tmp_path / "results")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    path = tmp_path / "results" / FILES["KERNEL"]
+    path.write_bytes(path.read_bytes()[:-60] + b"x")
+    with pytest.raises(ArtifactError, match=r"kernels/c0/train\.h5"):
+        exec(code, {})

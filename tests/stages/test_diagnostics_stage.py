@@ -1,0 +1,283 @@
+"""Diagnostics of a checkpoint: the stage against dense float64 matrices, and in the workflow."""
+
+import copy
+import itertools
+from pathlib import Path
+
+import h5py
+import numpy as np
+import oracle
+import pandas as pd
+import pytest
+import torch
+import yaml
+from trained_cases import STUDIES, assert_close
+from workspace import REPOSITORY, Workspace
+
+from trak_core.artifacts import DIAGNOSTICS, open_artifact
+from trak_core.errors import InputError
+from trak_core.gradients import per_sample_gradients
+from trak_core.models.loaded import Subject
+from trak_core.models.sampled import SampledGradients
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.compute_distortion import compute_diagnostics
+from trak_core.study.study import Study
+
+STUDY = STUDIES / "small_digits.py"
+SAMPLES, STREAMS, PROJ_DIM = 12, 3, 32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.set_num_threads(1)
+    path = tmp_path_factory.mktemp("checkpoint") / "c0.pt"
+    model = Study.load(STUDY).function("train")(seed=0, steps=15)
+    torch.save(model.state_dict(), path)
+    return path
+
+
+def spec_of(kind="rademacher", samples=SAMPLES, name="c0", output="image_classification"):
+    return {
+        "checkpoint": name,
+        "model_output": output,
+        "parameter_patterns": None,
+        "projection": {"kind": kind, "proj_dim": PROJ_DIM, "seed": 0},
+        "dtype": "float64",
+        "targets": None,
+        "study": "digest",
+        "diagnostics": {"samples": samples, "streams": STREAMS},
+    }
+
+
+def diagnose(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **settings):
+    return diagnose_as(spec_of(**settings), folder, checkpoint, study, memory_mb, batch_size)
+
+
+def diagnose_as(spec, folder, checkpoint, study, memory_mb=100, batch_size=64):
+    file = folder / "diagnostics.h5"
+    compute_diagnostics(
+        diagnostics=file,
+        checkpoint=checkpoint,
+        study=study,
+        spec=spec,
+        code="code",
+        device="cpu",
+        batch_size=batch_size,
+        memory_mb=memory_mb,
+        threads=1,
+    )
+    return file
+
+
+def expected_errors(rows, kind, streams):
+    """Return errors of norms and inner products, (streams, n, n), and the predicted deviations."""
+    n, p = rows.shape
+    norms = np.linalg.norm(rows, axis=1)
+    exact, errors = rows @ rows.T, []
+    for stream in streams:
+        spec = ProjectionSpec(kind=kind, n_params=p, proj_dim=PROJ_DIM, seed=0, stream=stream)
+        projected = rows @ projection_matrix(spec) / np.sqrt(PROJ_DIM)
+        errors.append((projected @ projected.T - exact) / np.outer(norms, norms))
+    size = {"rademacher": 1, "sjlt": 1, "hadamard": PROJ_DIM, "normal": None}[kind]
+    variance = 1 + (exact / np.outer(norms, norms)) ** 2
+    for i, j in itertools.product(range(n), range(n)):
+        for s in range(0, p, size) if size else ():
+            a, b = (rows[row, s : s + size] / norms[row] for row in (i, j))
+            variance[i, j] -= (a @ a) * (b @ b) + (a @ b) ** 2
+    return np.array(errors), np.sqrt(variance / PROJ_DIM)
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
+def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, kind):
+    file = diagnose(tmp_path, checkpoint, kind=kind)
+    agreement = pd.read_hdf(file, "agreement")
+    by_stream = pd.read_hdf(file, "by_stream")
+    own = stream_of("c0")
+    assert by_stream.index.tolist() == [own, own + 1, own + 2]
+    study = Study.load(STUDY)
+    data = study.split("train", None)
+    with h5py.File(file) as h5:
+        ids = h5["sample_ids"][:].tolist()
+        assert h5.attrs["n_streams"] == STREAMS
+        assert h5.attrs["n_zero_gradients"] == 0
+    model = study.make_model()
+    model.load_state_dict(torch.load(checkpoint, weights_only=True))
+    samples = data.take(ids).samples
+    samples = [samples[i] for i in range(len(ids))]
+    rows = oracle.jacobian(copy.deepcopy(model).double().eval(), samples, "image_classification")[0]
+    errors, predicted = expected_errors(rows, kind, by_stream.index.tolist())
+
+    assert_close(pd.read_hdf(file, "kernel").to_numpy(), rows @ rows.T, 1e-5)
+    np.testing.assert_allclose(pd.read_hdf(file, "predicted_sd"), predicted, rtol=1e-4)
+    pairs = np.triu_indices(SAMPLES, 1)
+    of_kinds = {
+        "squared_norm": (np.diagonal(errors, axis1=1, axis2=2), np.diagonal(predicted)),
+        "inner_product": (errors[:, *pairs], predicted[pairs]),
+    }
+    for name, (error, sd) in of_kinds.items():
+        squares = (error**2).mean(axis=1)
+        np.testing.assert_allclose(by_stream[name], np.sqrt(squares), rtol=1e-3)
+        found = agreement.loc[name]
+        assert found["measured"] == pytest.approx(np.sqrt(squares.mean()), rel=1e-3)
+        spread = squares.std(ddof=1) / np.sqrt(STREAMS) / 2 / np.sqrt(squares.mean())
+        assert found["standard_error"] == pytest.approx(spread, rel=1e-2)
+        assert found["predicted"] == pytest.approx(np.sqrt((sd**2).mean()), rel=1e-4)
+    squared = (rows**2).sum(1)
+    norms = pd.read_hdf(file, "projected_squared_norms")
+    assert norms.columns.tolist() == by_stream.index.tolist()
+    expected = squared * (1 + np.diagonal(errors, axis1=1, axis2=2))
+    np.testing.assert_allclose(norms.to_numpy().T, expected, rtol=1e-4)
+    projected = pd.read_hdf(file, "projected_kernel").to_numpy()
+    exact = rows @ rows.T + errors[0] * np.sqrt(np.outer(squared, squared))
+    assert_close(projected, exact, 1e-5)
+
+
+def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_path):
+    first, second = (diagnose(tmp_path / str(i), checkpoint) for i in (1, 2))
+    assert first.read_bytes() == second.read_bytes()
+    with open_artifact(first, DIAGNOSTICS) as file:
+        ids = file.ids("sample_ids")
+        assert file.spec["sample"] == {"drawn": SAMPLES, "seed": 0}
+        assert file.spec["streams"] == STREAMS
+        assert file.spec["projection"]["stream"] == stream_of("c0")
+        for key in ("kernel", "predicted_sd", "projected_kernel"):
+            assert file.index(key) == file.columns(key) == ids
+        assert file.index("projected_squared_norms") == ids
+    train_ids = Study.load(STUDY).split("train", None).ids
+    positions = [train_ids.index(i) for i in ids]
+    assert positions == sorted(set(positions))
+    assert len(positions) == SAMPLES
+    # Another checkpoint: the same samples under streams of its own.
+    other = diagnose(tmp_path / "other", checkpoint, name="c1")
+    with open_artifact(other, DIAGNOSTICS) as file:
+        assert file.ids("sample_ids") == ids
+        assert not {stream_of("c0") + i for i in range(STREAMS)} & set(file.index("by_stream"))
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 5}, {"memory_mb": 2}])
+def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, other):
+    first = diagnose(tmp_path / "first", checkpoint)
+    second = diagnose(tmp_path / "second", checkpoint, **other)
+    for key in ("agreement", "by_stream", "kernel", "predicted_sd", "projected_kernel"):
+        found, expected = (pd.read_hdf(f, key).to_numpy() for f in (second, first))
+        assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 32])
+def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, block):
+    subject = Subject.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
+    data = subject.study.split("train", None)
+    samples = subject.batch(data, 0, SAMPLES)
+    size, ids = sum(p.numel() for p in subject.parameters.values()), data.ids[:SAMPLES]
+    gradients = SampledGradients(subject, samples, ids, per_sample_gradients, chunk=3)
+    all_at_once = gradients.peakedness(size, block, held=150)
+    assert not capsys.readouterr().out
+    for held in (1, 5, 8):
+        found = gradients.peakedness(size, block, held)
+        np.testing.assert_allclose(found, all_at_once, rtol=1e-5)
+    assert "1 of 12 gradients fit compute.memory_mb; each is computed 6.5 times on average" in (
+        capsys.readouterr().out
+    )
+
+
+LINEAR = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+x = torch.arange(60, dtype=torch.float32).reshape(20, 3).sin()
+x[{zero}] = 0
+
+
+def make_model():
+    return nn.Linear(3, 1, bias=False)
+
+
+def train_data():
+    return TensorDataset(x, torch.ones(20))
+
+
+target_data = train_data
+"""
+
+
+@pytest.fixture
+def linear(tmp_path):
+    """A model whose gradients are its inputs, some of them zero."""
+    torch.save({"weight": torch.ones(1, 3)}, tmp_path / "linear.pt")
+
+    def study(zero):
+        path = tmp_path / "linear.py"
+        path.write_text(LINEAR.format(zero=zero))
+        return {"study": path, "checkpoint": tmp_path / "linear.pt", "output": "regression"}
+
+    return study
+
+
+def test_samples_without_a_gradient_are_left_out_and_counted(linear, tmp_path, capsys):
+    file = diagnose(tmp_path, **linear("[3, 7]"), samples=20)
+    assert "left out 2 of 20 samples, whose gradients are zero: 3, 7." in capsys.readouterr().out
+    with open_artifact(file, DIAGNOSTICS) as artifact:
+        rows = [i for i in range(20) if i not in (3, 7)]
+        assert artifact.ids("sample_ids") == rows
+        assert artifact.file.attrs["n_zero_gradients"] == 2
+    x = np.sin(np.arange(60, dtype=np.float32).reshape(20, 3))[rows].astype(np.float64)
+    np.testing.assert_allclose(pd.read_hdf(file, "kernel"), x @ x.T, atol=1e-6)
+
+
+def test_hardly_any_gradient(linear, tmp_path):
+    with pytest.raises(InputError, match=r"Found 1 among the 20 drawn\. Raise diagnostics\.samp"):
+        diagnose(tmp_path, **linear("slice(1, 20)"), samples=20)
+    assert not list(tmp_path.rglob("*.h5*"))
+
+
+def test_not_a_number_names_samples(linear, tmp_path):
+    arguments = linear("[5]")
+    path = arguments["study"]
+    path.write_text(path.read_text().replace("= 0", "= float('nan')", 1))
+    with pytest.raises(InputError, match=r"must be finite\. Found .* for the samples 5\. Look"):
+        diagnose(tmp_path, **arguments, samples=20)
+    assert not list(tmp_path.rglob("*.h5*"))
+
+
+def test_a_budget_that_is_too_small_is_refused_by_the_job(checkpoint, tmp_path):
+    with pytest.raises(InputError, match=r"must hold diagnostics of 12 samples under 3 streams of"):
+        diagnose(tmp_path, checkpoint, memory_mb=0)
+    with pytest.raises(InputError, match=r"must hold the gradient of one sample"):
+        diagnose(tmp_path, checkpoint, memory_mb=1)
+    assert not list(tmp_path.rglob("*.h5"))
+
+
+def agrees(file):
+    for _, found in pd.read_hdf(file, "agreement").iterrows():
+        assert 0 < found["standard_error"] < 0.2 * found["measured"]
+        assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]
+
+
+def test_the_smoke_study_agrees_with_theory_and_what_runs_again(tmp_path):
+    """As the workflow makes it, and under the other kinds of projection."""
+    config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
+    config |= {
+        "results": "results",
+        "checkpoints": {"seed0": {"seed": 0}},
+        "diagnostics": {"samples": 60, "streams": 10},
+    }
+    digits = config["study"] = str(REPOSITORY / "config/digits.py")
+    study = Workspace.make(tmp_path / "study", "small_digits.py", config)
+    study.config["study"] = digits
+    file, trained = "results/diagnostics/seed0.h5", "results/checkpoints/seed0.pt"
+    assert study.run(file) == {"train_checkpoint": 1, "compute_diagnostics": 1}
+    agrees(study.path(file))
+    for kind in ("normal", "hadamard", "sjlt"):
+        spec = spec_of(kind, samples=60, name="seed0")
+        spec["projection"] |= config["projection"] | {"kind": kind}
+        spec["diagnostics"] = config["diagnostics"]
+        agrees(diagnose_as(spec, tmp_path / kind, study.path(trained), Path(digits)))
+
+    study.config["features_dtype"] = "float16"
+    study.config["compute"] = {"batch_size": 7, "memory_mb": 300, "threads": 2}
+    study.config["scoring"]["damping"] = 1
+    assert study.run("-n", file) == {}
+    study.config["diagnostics"] = {"samples": 61}
+    assert study.run("-n", "all")["compute_diagnostics"] == 1

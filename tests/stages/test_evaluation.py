@@ -1,0 +1,223 @@
+"""The stages of an evaluation against plain loops: own training, dense matrices, scipy."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pipeline import read_scores
+from small_run import (
+    COMMON,
+    N_TARGETS,
+    PROJ_DIM,
+    REPEATS,
+    STUDY,
+    SUBSETS,
+    Run,
+    loss_weights,
+    stored,
+)
+
+from trak_core.artifacts import ArtifactError
+from trak_core.compat.score_computers import BasicScoreComputer
+from trak_core.errors import InputError
+from trak_core.stages.compute_embeddings import compute_embeddings
+
+
+@pytest.fixture(scope="module")
+def evaluated(run):
+    embeddings = []
+    for checkpoint, path in run.checkpoints.items():
+        embeddings.append(run.folder / f"embeddings-{checkpoint}.h5")
+        compute_embeddings(
+            embeddings_file=embeddings[-1],
+            checkpoint=path,
+            study=STUDY,
+            spec={**COMMON, "checkpoint": checkpoint},
+            code="code",
+            device="cpu",
+            batch_size=7,
+            threads=1,
+        )
+    return run.evaluate(
+        run.folder / "evaluation.h5",
+        baselines=["random", "same_class", "gradient_dot", "embedding_cosine"],
+        trak=[20, PROJ_DIM],
+        sweep={"damping": [0.1], "loss_weight_power": [1], "combine": [], "proj_dim": [20]}
+        | {"combine": ["average_of_products", "product_of_averages"]},
+        embeddings=embeddings,
+    )
+
+
+def of_method(path, method, dim):
+    table = pd.read_hdf(path, "targets")
+    rows = table[(table["method"] == method) & (table["proj_dim"] == dim)]
+    return rows["correlation"].to_numpy()
+
+
+def test_retrained_models_are_those_of_the_studys_own_training(run):
+    masks, outputs = run.truth()
+    found = pd.concat([pd.read_hdf(path, "masks") for path in run.retrained])
+    assert found.index.tolist() == list(range(SUBSETS))
+    assert found.columns.tolist() == run.train.ids
+    assert np.array_equal(found.to_numpy(), masks)
+    found = pd.concat([pd.read_hdf(path, "outputs") for path in run.retrained])
+    assert found.index.tolist() == [i for i in range(SUBSETS) for _ in range(REPEATS)]
+    assert found.columns.tolist() == run.pool
+    values = found[run.targets].to_numpy().reshape(outputs.shape)
+    assert np.abs(values - outputs).max() < 1e-3
+
+
+def test_how_subsets_are_grouped_changes_no_byte(run, tmp_path):
+    whole = pd.read_hdf(run.retrain(3, 6, tmp_path), "outputs")
+    parts = pd.concat([pd.read_hdf(path, "outputs") for path in run.retrained])
+    assert whole.equals(parts.loc[3:6])
+
+
+def test_lds_of_the_scores_is_scipys(run, evaluated):
+    expected = run.lds(read_scores(run.scores))
+    assert np.abs(of_method(evaluated, "scores", PROJ_DIM) - expected).max() < 1e-12
+    summary = pd.read_hdf(evaluated, "summary")
+    row = summary[summary["kind"] == "scores"].iloc[0]
+    assert abs(row["lds"] - expected.mean()) < 1e-12
+    assert (summary["low"] <= summary["lds"]).all()
+    assert (summary["lds"] <= summary["high"]).all()
+
+
+def test_the_curve_ends_with_the_scores_and_begins_with_one_checkpoint(run, evaluated, tmp_path):
+    curve = pd.read_hdf(evaluated, "checkpoints").set_index("n_checkpoints")["lds"]
+    assert curve.index.tolist() == [1, 2, 3]
+    assert abs(curve[3] - run.lds(read_scores(run.scores)).mean()) < 1e-12
+    one = Run.__new__(Run)
+    one.__dict__ |= {**vars(run), "checkpoints": {"c0": run.checkpoints["c0"]}}
+    assert abs(curve[1] - run.lds(read_scores(one.stages(tmp_path))).mean()) < 1e-12
+
+
+def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path):
+    sweep = pd.read_hdf(evaluated, "sweep")
+    assert len(sweep) == 2 * 2 * 2 * 2
+    for i, row in sweep.sample(3, random_state=0).iterrows():
+        scores = run.stages(
+            tmp_path / str(i),
+            row["damping"],
+            row["combine"],
+            row["loss_weight_power"],
+            row["proj_dim"],
+        )
+        expected = run.lds(read_scores(scores))
+        assert abs(row["lds"] - expected.mean()) < 1e-12
+        assert abs(row["lds_chosen_by"] - expected[::2].mean()) < 1e-12
+        assert abs(row["lds_reported"] - expected[1::2].mean()) < 1e-12
+
+
+def test_the_best_setting_is_chosen_on_other_targets_than_it_is_reported_on(evaluated):
+    sweep, best = (pd.read_hdf(evaluated, key) for key in ("sweep", "best"))
+    assert best["setting"].tolist() == ["best", "config"]
+    assert best["lds_chosen_by"][0] == sweep["lds_chosen_by"].max()
+    own = best.iloc[1]
+    assert [own[key] for key in ("damping", "loss_weight_power", "proj_dim")] == [2, 0.5, PROJ_DIM]
+    assert (best["low"] <= best["high"]).all()
+
+
+@pytest.mark.parametrize("dim", [20, PROJ_DIM])
+def test_the_row_of_trak_is_compats_formula(run, evaluated, dim):
+    total = torch.zeros(len(run.train.ids), N_TARGETS)
+    computer = BasicScoreComputer(torch.float32, "cpu")
+    for phi, targets in zip(stored(run, "features"), stored(run, "features", "mine"), strict=True):
+        phi, targets = torch.tensor(phi[:, :dim]), torch.tensor(targets[:, :dim])
+        features = computer.get_x_xtx_inv(phi, computer.get_xtx(phi))
+        computer.get_scores(features, targets, accumulator=total)
+    scores = total.numpy() * np.mean(loss_weights(run), axis=0)[:, None]
+    assert np.abs(of_method(evaluated, "trak_0.3.2", dim) - run.lds(scores)).max() < 1e-12
+
+
+def test_baselines_are_what_they_say(run, evaluated):
+    dots = [
+        q[:, None] * (phi.astype(float) @ targets.astype(float).T)
+        for q, phi, targets in zip(
+            loss_weights(run),
+            stored(run, "features"),
+            stored(run, "features", "mine"),
+            strict=True,
+        )
+    ]
+    expected = run.lds(np.mean(dots, axis=0))
+    assert np.abs(of_method(evaluated, "gradient_dot", PROJ_DIM) - expected).max() < 1e-12
+
+    images, labels = run.train.batch(0, len(run.train.ids))
+    own_images, own_labels = run.study.split("mine", run.targets).batch(0, N_TARGETS)
+    expected = run.lds((labels[:, None] == own_labels).numpy())
+    assert np.abs(of_method(evaluated, "same_class", 0) - expected).max() < 1e-12
+
+    cosines = []
+    for path in run.checkpoints.values():
+        model = run.study.make_model()
+        model.load_state_dict(torch.load(path, weights_only=True))
+        body = model.eval()[:-1]  # all but the last linear layer
+        with torch.no_grad():
+            pair = [body(x).double() for x in (images, own_images)]
+        cosines.append(torch.cosine_similarity(pair[0][:, None], pair[1], dim=-1).numpy())
+    found = of_method(evaluated, "embedding_cosine", 0)
+    assert np.abs(found - run.lds(np.mean(cosines, axis=0))).max() < 1e-12
+    assert "random" in pd.read_hdf(evaluated, "summary")["method"].tolist()
+
+
+def test_an_evaluation_is_written_to_the_same_bytes(run, tmp_path):
+    first, second = (run.evaluate(tmp_path / name) for name in ("a.h5", "b.h5"))
+    assert first.read_bytes() == second.read_bytes()
+    with pd.HDFStore(first, "r") as store:
+        assert "sweep" not in store
+
+
+def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
+    """What a user would write with pandas, its columns in another order."""
+    masks, outputs = run.truth()
+    names = [f"subset-{i}" for i in range(SUBSETS)]
+    masks = pd.DataFrame(masks.astype(bool), index=names, columns=run.train.ids)
+    outputs = pd.DataFrame(
+        np.concatenate([outputs[:, r] for r in range(REPEATS)]),
+        index=names * REPEATS,
+        columns=run.targets,
+    )
+    for key, frame in zip(
+        ("masks", "outputs"), change(masks.iloc[:, ::-1], outputs.iloc[:, ::-1]), strict=True
+    ):
+        frame.to_hdf(path, key=key)
+    return path
+
+
+def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
+    path = user_file(run, tmp_path / "mine.h5")
+    found = run.evaluate(tmp_path / "e.h5", [path], expected_retrained=None)
+    expected = of_method(evaluated, "scores", PROJ_DIM)
+    assert np.abs(of_method(found, "scores", PROJ_DIM) - expected).max() < 1e-12
+    ceiling = [of_method(x, "noise_ceiling", 0) for x in (found, evaluated)]
+    assert np.abs(ceiling[0] - ceiling[1]).max() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, o: (m * 2, o), r"`masks` must hold 0 and 1 only\. Found 2"),
+        (lambda m, o: (m.iloc[:, 1:], o), r"columns of `masks` must be the study's ids, each once"),
+        (lambda m, o: (m, o.iloc[:, 1:]), r"columns of `outputs` must be the study's ids"),
+        (lambda m, o: (m.rename(columns={m.columns[0]: 9999}), o), r"Found others, such as 9999"),
+        (lambda m, o: (m, o.iloc[1:]), r"as many models of one as of any other.* 1 to 2 models"),
+        (lambda m, o: (m.iloc[1:], o), r"must be named by its subset.* Found 'subset-0'"),
+        (lambda m, o: (m, o * np.nan), r"frame 'outputs' must be whole and finite"),
+        (lambda m, o: (m, o.assign(x="text")), r"frame 'outputs' in pandas' fixed layout, of one"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::pandas.errors.PerformanceWarning")
+def test_a_users_ground_truth_that_is_not_what_it_must_be(run, tmp_path, change, message):
+    path = user_file(run, tmp_path / "mine.h5", lambda m, o: change(m.astype(int), o))
+    with pytest.raises(InputError, match=message):
+        run.evaluate(tmp_path / "e.h5", [path], expected_retrained=None)
+    assert not (tmp_path / "e.h5").exists()
+
+
+def test_models_retrained_for_another_config_are_refused(run, tmp_path):
+    expected = {"study": "digest", "seeds": REPEATS, "seed": 5}
+    with pytest.raises(ArtifactError, match=r"Expected \{'seed': 5\}, found \{'seed': 4\}"):
+        run.evaluate(tmp_path / "e.h5", expected_retrained=expected)
+    with pytest.raises(ArtifactError, match=r"'loss_weight_power': 1"):
+        run.evaluate(tmp_path / "e.h5", expected={"loss_weight_power": 1})

@@ -1,0 +1,324 @@
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from workspace import REPOSITORY
+
+from trak_core.artifacts import FEATURES, create
+from trak_core.config.budget import (
+    Need,
+    average_need,
+    check_memory,
+    diagnostics_need,
+    evaluation_need,
+    exact_need,
+    normal_matrix_need,
+    scores_need,
+)
+from trak_core.errors import InputError
+from trak_core.stages.average_scores import average_scores
+from trak_core.stages.compute_normal_matrix import compute_normal_matrix
+from trak_core.stages.compute_scores import compute_scores
+
+
+def test_rows_get_half_of_what_the_fixed_part_leaves():
+    assert Need("it", 0, 10**4).rows(100) == 100 * 2**20 // 2 // 10**4 // 1024 * 1024
+    assert Need("it", 60 * 2**20, 10**5).rows(100) == 40 * 2**20 // 2 // 10**5
+
+
+@pytest.mark.parametrize("memory_mb", [64, 333, 1000])
+def test_what_is_taken_never_exceeds_the_budget(memory_mb):
+    for proj_dim in (16, 1024, 1500):
+        for need in (normal_matrix_need(proj_dim), scores_need(proj_dim, 20)):
+            try:
+                taken = need.fixed_bytes + need.rows(memory_mb) * need.row_bytes
+            except InputError:
+                assert need.fixed_bytes > (memory_mb - 10) * 2**20
+            else:
+                assert taken <= memory_mb * 2**20
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"proj_dim": 8192}, r"^compute\.memory_mb must hold the normal matrix of proj_dim 8192: "),
+        (
+            {"n_targets": {"small": 3, "large": 10**5}},
+            r"^experiment large: compute\.memory_mb must hold the solve for proj_dim 512 and "
+            r"100000 targets: 1\d\d\d MiB\. Found 500\. Raise it",
+        ),
+        ({"top": 10**4, "n_targets": {"mine": 400}}, r"^experiment mine: .* scoring\.top 10000"),
+        (
+            {"proj_dim": None},
+            r"^experiment mine: .* exact scores of 50000 training samples, .*: 57450 MiB\. Found",
+        ),
+        ({"proj_dim": None, "n_train": 4000}, None),
+        ({"diagnostics": {"samples": 200, "streams": 8}}, None),
+        (
+            {"diagnostics": {"samples": 3000, "streams": 8}},
+            r"^compute\.memory_mb must hold diagnostics of 3000 samples under 8 streams of proj_dim"
+            r" 512: 918 MiB\. Found 500\. Raise it, lower diagnostics\.samples or ",
+        ),
+        ({"n_train": 10**7}, r"^experiment mine: .* the average for 10000000 training samples"),
+    ],
+)
+def test_a_budget_is_checked_for_every_job(change, message):
+    config = {
+        "proj_dim": 512,
+        "n_train": 50_000,
+        "n_targets": {"mine": 100},
+        "n_checkpoints": 10,
+        "scores": "full",
+        "top": 20,
+        "diagnostics": None,
+    }
+    if message is None:
+        check_memory(500, **{**config, **change})
+    else:
+        with pytest.raises(InputError, match=message):
+            check_memory(500, **{**config, **change})
+
+
+def test_the_average_counts_solved_targets_once_and_only_with_top_k():
+    sizes = {"n_train": 10, "n_targets": 1000, "top": 1}
+    needs = [
+        average_need(**sizes, n_checkpoints=n, solved_dim=k)
+        for n, k in ((1, None), (100, None), (1, 4096), (100, 4096))
+    ]
+    assert needs[0].fixed_bytes == needs[1].fixed_bytes
+    assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
+
+
+PEAK = """
+import re
+from pathlib import Path
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def printed(program):
+    """Return the KiB that a program prints, which has a process, and so a peak, of its own."""
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK + program],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(run.stdout)
+
+
+SOLVE = """
+import numpy as np
+from trak_core.scoring.exact import exact_similarities
+exact_similarities(np.eye(50), np.ones((50, 2)), np.ones(50), 2)
+before = peak()
+x = np.random.default_rng(0).standard_normal((1500, 20))
+exact_similarities(x @ x.T, x @ x[:300].T, np.ones(1500), 2)
+print(peak() - before)
+"""
+
+
+def test_exact_scores_hold_what_is_said():
+    need = exact_need(1500, 300).fixed_bytes
+    assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
+
+
+DIAGNOSE = """
+import numpy as np
+from trak_core.trust.distortion import (
+    inner_product_agreement, inner_product_sd, peakedness, squared_norm_agreement
+)
+
+def measure(x, features, block):
+    kernel = x.astype(np.float64) @ x.T.astype(np.float64)
+    sd = inner_product_sd(512, kernel, peakedness(x, x, block))
+    for agreement in (squared_norm_agreement, inner_product_agreement):
+        agreement(kernel, list(features), sd)
+
+rng = np.random.default_rng(0)
+measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), 1)
+x = rng.standard_normal((1200, 512), np.float32)
+before = peak()
+features = np.ones((8, 1200, 512), np.float32)
+for block in (1, 512):
+    measure(x, features, block)
+print(peak() - before)
+"""
+
+
+def test_diagnostics_hold_what_is_said():
+    need = diagnostics_need(1200, 512, 8).fixed_bytes
+    assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
+
+
+MEASURE = """
+import numpy as np
+from trak_core.trust.subset_sums import damped_sums, trak_sums, weighted_sums
+rng = np.random.default_rng(0)
+def measure(k, n_train, n_targets, n_subsets, block):
+    rows = rng.standard_normal((n_train, k), dtype=np.float32)
+    before = peak()
+    matrix = (rows.T @ rows).astype(float)
+    masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
+    blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
+    sums = weighted_sums(masks, [np.ones(n_train)] * 8, blocks)
+    targets = rng.standard_normal((n_targets, k))
+    damped_sums(sums, matrix, n_train, targets, [0.1, 1, 2])
+    trak_sums(sums[0], matrix, targets)
+    return peak() - before
+measure(20, 40, 3, 4, 10)
+print(measure(1000, 2000, 50, 100, 500))
+"""
+
+
+def test_an_evaluation_holds_what_is_said():
+    sweep = {"damping": [0.1, 1], "loss_weight_power": [1], "combine": ["x", "y"], "proj_dim": []}
+    need = evaluation_need(
+        proj_dim=1000, n_train=2000, n_targets=50, n_subsets=100, n_checkpoints=1, sweep=sweep
+    )
+    said = need.fixed_bytes + 500 * need.row_bytes
+    assert 0.3 * said < printed(MEASURE) * 1024 < said
+
+
+STAGES = """
+import re, sys
+from pathlib import Path
+import test_memory
+getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
+# Not ru_maxrss, which a process has from the one that started it.
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+EXPECTED = {
+    "projection": {"kind": "rademacher", "proj_dim": 256, "seed": 0},
+    "dtype": "float32",
+    "study": "",
+    "parameter_patterns": None,
+    "model_output": "image_classification",
+}
+
+
+def write_features(path, split, n_rows, digest):
+    rng = np.random.default_rng(n_rows)
+    spec = {**EXPECTED, "split": split, "checkpoint": {"id": "c", "sha256": ""}, "parameters": ""}
+    spec["targets_digest"] = digest
+    spec["projection"] = {**EXPECTED["projection"], "stream": 1, "n_params": 10**6}
+    with create(path, FEATURES, spec, {}) as writer:
+        rows = writer.matrix("features", range(n_rows), range(256))
+        for start in range(0, n_rows, 1000):
+            rows[start : start + 1000] = rng.standard_normal((1000, 256))[: n_rows - start]
+        writer.vector("sample_ids", np.arange(n_rows))
+        for key in ("labels", "predictions"):
+            writer.vector(key, np.zeros(n_rows, dtype=np.int64))
+        for key in ("outputs", "loss_weights"):
+            writer.vector(key, rng.random(n_rows, dtype=np.float32))
+
+
+def run_scoring(folder, n_train):
+    """All stages behind featurization, with a budget of 64 MiB."""
+    file = {name: folder / f"{name}.h5" for name in ("train", "mine", "matrix", "one", "scores")}
+    write_features(file["train"], "train", n_train, None)
+    write_features(file["mine"], "mine", 200, "digest")
+    common = {"code": "", "memory_mb": 64}
+    compute_normal_matrix(
+        normal_matrix_file=file["matrix"],
+        features=file["train"],
+        expected={**EXPECTED, "checkpoint": "c", "split": "train", "targets_digest": None},
+        weighting="plain",
+        **common,
+    )
+    to_targets = {**EXPECTED, "targets_digest": "digest"}
+    for keep in ("full", "top_k"):
+        compute_scores(
+            scores=file["one"],
+            train=file["train"],
+            targets=file["mine"],
+            normal_matrix=file["matrix"],
+            expected={**to_targets, "checkpoint": "c", "split": "mine"},
+            damping=2,
+            weighting="plain",
+            keep=keep,
+            **common,
+        )
+        settings = {"experiment": "mine", "weighting": "plain", "damping": 2, "checkpoints": ["c"]}
+        average_scores(
+            scores=file["scores"],
+            checkpoint_scores=[file["one"]],
+            features=[file["train"]] if keep == "top_k" else [],
+            expected={**to_targets, **settings},
+            combine="product_of_averages",
+            loss_weight_power=1,
+            top=5,
+            **common,
+        )
+
+
+NOISE = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_model():
+    return torch.nn.Linear(4, 1)
+
+def train_data():
+    return TensorDataset(torch.rand({n}, 4), torch.rand({n}))
+"""
+
+
+def run_features(folder, n_train):
+    """Featurization of two shards and their join, with a budget of 64 MiB."""
+    # Not above: scoring's peak must not hold torch.
+    import torch
+
+    from trak_core.stages.compute_features import compute_features
+    from trak_core.stages.join_shards import join_shards
+
+    torch.save(torch.nn.Linear(4, 1).state_dict(), folder / "c.pt")
+    (folder / "noise.py").write_text(NOISE.format(n=n_train))
+    shards = [folder / f"{i}-of-2.h5" for i in (1, 2)]
+    for number, shard in enumerate(shards, start=1):
+        compute_features(
+            features=shard,
+            checkpoint=folder / "c.pt",
+            study=folder / "noise.py",
+            split="train",
+            shard=number,
+            n_shards=2,
+            spec={
+                **EXPECTED,
+                "model_output": "regression",
+                "checkpoint": "c",
+                "targets": None,
+            },
+            code="",
+            device="cpu",
+            batch_size=1024,
+            memory_mb=64,
+            threads=1,
+        )
+    join_shards(features=folder / "train.h5", shards=shards, code="")
+
+
+@pytest.mark.parametrize("stages", ["run_scoring", "run_features"])
+def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
+    """Features of 20,000 samples are 20 MiB, of 100,000 are 98; their scores 15 and 76 MiB."""
+
+    def peak(n_train):
+        folder = tmp_path / str(n_train)
+        folder.mkdir()
+        output = subprocess.run(
+            [sys.executable, "-c", STAGES, stages, folder, str(n_train)],
+            cwd=REPOSITORY / "tests/support",
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return int(output.splitlines()[-1]) / 1024
+
+    small, large = peak(20_000), peak(100_000)
+    # Ids, labels and outputs of 80,000 more samples are kept: a few MiB.
+    assert large - small < 40, (small, large)

@@ -1,0 +1,306 @@
+"""Architectures in use, end to end: gradients, projection, scores, against plain autograd."""
+
+import re
+
+import models
+import numpy as np
+import pytest
+import torch
+from pipeline import read_scores, run_stages
+from torch.nn.functional import cross_entropy
+
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    check_samples_apart,
+    gradient_method,
+    looped_gradients,
+    per_sample_gradients,
+    select_parameters,
+)
+from trak_core.model_outputs import CLASSIFICATION
+from trak_core.models.named_output import model_output
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.check_study import check_study
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_normal_matrix import compute_normal_matrix
+from trak_core.study.study import Split
+
+N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
+
+STUDY = """
+import models, torch
+
+class Data:
+    def __init__(self, first, n):
+        self.first, self.n = first, n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return models.sample({name!r}, self.first + i, torch.{dtype})
+
+def make_model():
+    return getattr(models, {make!r})().to(torch.{dtype})
+
+def train_data():
+    return Data(0, {n_train})
+
+def target_data():
+    return Data({n_train}, {n_targets})
+"""
+# Name of the samples in models.sample, model, model output.
+CASES = {
+    "ResNet": ("resnet", "image_classification"),
+    "BERT, named inputs": ("bert", "text_classification"),
+    "BERT, positional inputs": ("PositionalBert", "text_classification"),
+    "GPT-2": ("gpt2", "language_modelling"),
+    "segmentation": ("Segmenter", "segmentation"),
+    "CLIP": ("clip", "clip"),
+}
+
+
+def f_and_q(model, output, sample, others):
+    """Return f and Q of one sample by their definitions, float64, nothing of ours."""
+    if isinstance(sample, dict):
+        named = {k: v[None] for k, v in sample.items() if k != "labels"}
+        returned, label = model(**named), sample.get("labels")
+    else:
+        returned, label = model(*(x[None] for x in sample[:-1])), sample[-1]
+    if output == "clip":
+        u, v, s = (
+            returned.image_embeds[0],
+            returned.text_embeds[0],
+            model.logit_scale.detach().exp(),
+        )
+        pairs = [(u, v) for u, v in others]
+        among_texts = torch.stack([s * (u @ w - u @ v) for _, w in pairs])
+        among_images = torch.stack([s * (w @ v - u @ v) for w, _ in pairs])
+        margins = -torch.stack([among_texts.logsumexp(0), among_images.logsumexp(0)])
+        return margins.sum(), (1 - torch.sigmoid(margins)).mean()
+    if output == "segmentation":
+        p = returned["out"][0].softmax(0).gather(0, label[None])[0]
+        return torch.log(p / (1 - p)).mean(), (1 - p).mean()
+    logits = returned if isinstance(returned, torch.Tensor) else returned.logits
+    if output == "language_modelling":
+        labels = torch.where(sample["attention_mask"].bool(), label, -100)
+        p = torch.exp(-cross_entropy(logits[0, :-1], labels[1:], reduction="sum"))
+    else:
+        p = logits[0].softmax(0)[label]
+    return torch.log(p / (1 - p)), 1 - p
+
+
+def doubled(sample):
+    if isinstance(sample, dict):
+        return {k: v.double() if v.is_floating_point() else v for k, v in sample.items()}
+    return tuple(v.double() if torch.is_tensor(v) and v.is_floating_point() else v for v in sample)
+
+
+class Case:
+    def __init__(self, name, dtype, folder, n_train=N_TRAIN):
+        make, self.output = CASES[name]
+        self.study, self.checkpoint = folder / "study.py", folder / "c0.pt"
+        self.name, self.dtype, self.n_train = make, dtype, n_train
+        text = STUDY.format(name=make, make=make, dtype=dtype, n_train=n_train, n_targets=N_TARGETS)
+        self.study.write_text(text)
+        self.model = getattr(models, make)().to(getattr(torch, dtype))
+        torch.save(self.model.state_dict(), self.checkpoint)
+
+    def features(self, folder, split="train", batch_size=64, memory_mb=500, parameters=None):
+        file = folder / f"{split}-{batch_size}.h5"
+        targets = None if split == "train" else list(range(N_TARGETS))
+        compute_features(
+            features=file,
+            checkpoint=self.checkpoint,
+            study=self.study,
+            split=split,
+            shard=1,
+            n_shards=1,
+            spec={
+                "checkpoint": "c0",
+                "model_output": self.output,
+                "parameter_patterns": parameters,
+                "projection": {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0},
+                "dtype": "float32",
+                "targets": targets,
+                "study": "digest",
+            },
+            code="code",
+            device="cpu",
+            batch_size=batch_size,
+            memory_mb=memory_mb,
+            threads=1,
+        )
+        return file
+
+    def expected(self, n):
+        """Return projected gradients, f and Q of the first samples by plain autograd, float64."""
+        model = self.model.double().eval()
+        samples = [doubled(models.sample(self.name, i, torch.float64)) for i in range(self.n_train)]
+        others = []
+        if self.output == "clip":
+            with torch.no_grad():
+                found = [model(**{k: v[None] for k, v in s.items()}) for s in samples]
+            others = [(r.image_embeds[0], r.text_embeds[0]) for r in found]
+        parameters = list(model.parameters())
+        rows, outputs, weights = [], [], []
+        for sample in samples[:n]:
+            f, q = f_and_q(model, self.output, sample, others)
+            gradients = torch.autograd.grad(f, parameters, materialize_grads=True)
+            rows.append(torch.cat([g.flatten() for g in gradients]))
+            outputs.append(f.item())
+            weights.append(q.item())
+        gradients = torch.stack(rows).numpy()
+        spec = ProjectionSpec(
+            kind="rademacher",
+            n_params=gradients.shape[1],
+            proj_dim=PROJ_DIM,
+            seed=0,
+            stream=stream_of("c0"),
+        )
+        projected = gradients @ projection_matrix(spec).astype(np.float64) / np.sqrt(PROJ_DIM)
+        return projected, np.array(outputs), np.array(weights)
+
+
+def read(file):
+    with open_artifact(file, FEATURES) as artifact:
+        vectors = ("outputs", "loss_weights", "labels", "predictions")
+        return artifact.matrix("features")[:], *(artifact.vector(key) for key in vectors)
+
+
+# How far features may be off, in units of the largest entry: a few roundings of the dtype.
+PRECISION = {"float32": 1e-5, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+@pytest.mark.parametrize("dtype", PRECISION)
+@pytest.mark.parametrize("name", CASES)
+def test_features_equal_plain_autograd(name, dtype, tmp_path):
+    case = Case(name, dtype, tmp_path)
+    features, outputs, weights, labels, predictions = read(case.features(tmp_path, batch_size=48))
+    expected, f, q = case.expected(16)
+    for found, wanted in ((features[:16], expected), (outputs[:16], f), (weights[:16], q)):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=PRECISION[dtype] * abs(wanted).max())
+    assert features.shape == (N_TRAIN, PROJ_DIM)
+    assert np.isfinite(features).all()
+    assert labels.shape == predictions.shape == (N_TRAIN,)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys):
+    case = Case(name, "float32", tmp_path)
+    whole = read(case.features(tmp_path, batch_size=64))
+    (tmp_path / "other").mkdir()
+    other = read(case.features(tmp_path / "other", batch_size=7))
+    (tmp_path / "tight").mkdir()
+    tight = read(case.features(tmp_path / "tight", memory_mb=1))
+    at_once = re.findall(r"^(\d+) samples at once", capsys.readouterr().out, flags=re.M)
+    assert [int(n) for n in at_once[:2]] == [64, 7]
+    assert int(at_once[2]) < 64
+    for found in (other, tight):
+        for a, b in zip(found, whole, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * abs(b).max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_vmap_takes_them_without_a_notice(name, tmp_path, capsys):
+    Case(name, "float32", tmp_path).features(tmp_path, split="mine")
+    assert "Notice" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["ResNet", "BERT, named inputs", "CLIP"])
+def test_scores(name, tmp_path):
+    """A target that is a training sample as well is its own largest influence."""
+    case = Case(name, "float32", tmp_path, n_train=200)
+    text = case.study.read_text()
+    case.study.write_text(text.replace("Data(200, 5)", "Data(0, 5)"))
+    final = run_stages(
+        tmp_path,
+        case.study,
+        {"c0": case.checkpoint},
+        list(range(N_TARGETS)),
+        model_output=case.output,
+        proj_dim=512,
+        damping=0.1,
+    )
+    scores = read_scores(final).to_numpy()
+    assert scores.shape == (200, N_TARGETS)
+    assert np.isfinite(scores).all()
+    assert (np.diag(scores) > 0).all()
+
+
+def test_only_the_head_of_bert(tmp_path):
+    case = Case("BERT, named inputs", "float32", tmp_path)
+    features, *_ = read(case.features(tmp_path, parameters=["classifier.*"]))
+    assert features.shape == (N_TRAIN, PROJ_DIM)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_look_beforehand_takes_them(name, tmp_path):
+    case = Case(name, "float32", tmp_path)
+    request = {
+        "study": case.study,
+        "model_output": case.output,
+        "parameters": None,
+        "training": None,
+        "splits": {"train": None, "mine": [0, 2]},
+        "shards": {"train": 1, "mine": 1},
+    }
+    sizes = check_study(**request, weighting="plain")
+    assert sizes["n_samples"] == {"train": N_TRAIN, "mine": 2}
+    if case.output in ("segmentation", "clip"):
+        with pytest.raises(InputError, match=r"normal_matrix can be curvature where .* to plain"):
+            check_study(**request, weighting="curvature")
+
+
+def test_batchnorm_that_was_left_without_statistics_is_named():
+    model = models.resnet()
+    model.layer2[0].bn2 = torch.nn.BatchNorm2d(16, track_running_stats=False)
+    with pytest.raises(InputError, match=r"that mixes samples: layer2\.0\.bn2 \(BatchNorm2d\)"):
+        check_samples_apart(model, CLASSIFICATION, (models.images(6), models.classes(6)))
+
+
+def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
+    pairs = Split([(torch.zeros(3), torch.ones(3))] * 2, [0, 1])
+    with pytest.raises(InputError, match=r"one parameter `logit_scale`, .* Found 0"):
+        model_output("clip", Pair(), pairs, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"shapes \(1, 3\), \(1, 3\) failed: TypeError"):
+        model_output("clip", torch.nn.Linear(3, 3), pairs, torch.device("cpu"))
+
+
+class Pair(torch.nn.Module):
+    def forward(self, image, text):
+        return image, text
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_both_kinds_of_attention_give_the_same(attention):
+    model = models.bert()
+    model.set_attn_implementation(attention)
+    ids, mask = models.texts(20)
+    assert 0 < int(mask.all(1).sum()) < 20  # texts with padding, and some without
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": models.classes(20)}
+    parameters = select_parameters(model, None)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
+    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
+    case = Case("segmentation", "float32", tmp_path)
+    features = case.features(tmp_path)
+    with open_artifact(features, FEATURES) as artifact:
+        spec = artifact.spec
+    expected = {"checkpoint": "c0", "projection": {}, "split": spec["split"]}
+    with pytest.raises(InputError, match=r"The model output segmentation has none; set scoring"):
+        compute_normal_matrix(
+            normal_matrix_file=tmp_path / "matrix.h5",
+            features=features,
+            expected=expected,
+            weighting="curvature",
+            code="code",
+            memory_mb=100,
+        )

@@ -1,0 +1,112 @@
+"""What a report is put together from: pictures, printed samples, numbers, timings."""
+
+import base64
+import io
+import re
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.pyplot import imread
+
+from trak_core.report.elements import Html, element, number, plural
+from trak_core.report.examples import targets_shown
+from trak_core.report.samples import drawn, printed
+from trak_core.report.timings import read_timings
+
+
+def decoded(picture):
+    found = re.search(r"data:image/(\w+);base64,([^\"]+)", picture)
+    data = base64.b64decode(found[2])
+    return found[1], imread(io.BytesIO(data), format=found[1])
+
+
+def test_a_picture_fills_its_tile(tmp_path):
+    quarters = np.array([[0, 1], [1, 0]])
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s, cmap="gray"), quarters, "x"))
+    assert kind == "png"
+    height, width = pixels.shape[:2]
+    assert abs(height - width) <= 2
+    for i in (0, 1):
+        for j in (0, 1):
+            found = pixels[height * (1 + 2 * i) // 4, width * (1 + 2 * j) // 4, 0]
+            assert found == quarters[i, j]
+
+
+def test_a_photograph_is_kept_small():
+    noise = np.random.default_rng(0).random((200, 200, 3))
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s), noise, "x"))
+    assert kind == "jpeg"
+    assert pixels.shape[2] == 3
+
+
+@pytest.mark.parametrize(
+    ("sample", "text"),
+    [
+        ((torch.tensor([1.5, 2.0]), torch.tensor(3)), "[1.5, 2]"),
+        ((torch.arange(20), torch.tensor(3)), "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...] (20)"),
+        ((torch.zeros(1, 2), [1, 2], 0), "[0, 0] (1 x 2); [1, 2]"),
+        ({"input_ids": torch.tensor([101, 7]), "labels": 1}, "input_ids: [101, 7]; labels: 1"),
+        ((2.25,), "2.25"),
+    ],
+)
+def test_samples_that_are_not_drawn_are_printed(sample, text):
+    assert printed(sample) == text
+
+
+@pytest.mark.parametrize(
+    ("n_experiments", "shown"), [(1, [20]), (7, [17] * 7), (120, [1] * 120), (150, [1] * 120)]
+)
+def test_many_targets_and_experiments_are_cut(n_experiments, shown):
+    assert targets_shown(n_experiments) == shown + [0] * (n_experiments - len(shown))
+
+
+def test_elements_escape_all_but_markup():
+    assert element("p", "<&\"'>", title='"x"') == (
+        '<p title="&quot;x&quot;">&lt;&amp;&quot;&#x27;&gt;</p>'
+    )
+    assert element("p", element("br"), class_=None) == "<p><br></p>"
+    assert not isinstance(Html("a") + "<", Html)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (-0.00344, "\N{MINUS SIGN}0.00344"),
+        (12.345, "12.3"),
+        (1234.5, "1,234"),
+        (123456.0, "123,456"),
+        (2e7, "2e+07"),
+        (1e-9, "1e\N{MINUS SIGN}09"),
+    ],
+)
+def test_numbers_read_well(value, text):
+    assert number(value) == text
+
+
+def test_plurals():
+    assert [plural(n, "target") for n in (0, 1, 2000)] == ["0 targets", "1 target", "2,000 targets"]
+
+
+def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
+    head = "s\th:m:s\tmax_rss\tcpu_time\n"
+    for name, rows in {
+        "compute_features/c0/train.tsv": "2.5\t0:00:02\t100.5\t2\n",
+        "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
+        "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
+        "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
+        "compare_runs.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
+        "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell, before the job
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(head + rows)
+    found = {t.rule: t for t in read_timings(tmp_path, {"c0", "c1", "train", "mine"})}
+    features = found["compute_features"]
+    assert (features.n_jobs, features.seconds, features.longest_seconds) == (2, 6.5, 4)
+    assert features.peak_mib == 100.5
+    assert found["retrain_subsets"].peak_mib is None
+    assert found["average_scores"].peak_mib is None
+    assert (found["compare_runs"].n_jobs, found["compare_runs"].peak_mib) == (2, 30)
+    assert read_timings(tmp_path / "nothing", set()) == []

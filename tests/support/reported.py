@@ -1,0 +1,152 @@
+"""A finished study to report on, whose texts look like markup; and numbers made up for one."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from pipeline import run_exact_stages, run_stages
+
+from trak_core.report.facts import Experiment, Facts, Matrix, Measured, Source
+from trak_core.stages.write_report import write_report
+
+# Ids and paths are a user's: they may look like markup, and must show as they are.
+HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "&amp;<b>'"]
+
+
+STUDY = """
+import torch
+from torch.utils.data import TensorDataset
+
+x = torch.linspace(-1, 1, 24 * 4).sin().reshape(24, 4) * torch.arange(1.0, 5)
+x[0] *= 3
+y = x.sum(1)
+
+def make_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+
+def train_data():
+    return TensorDataset(x[:20], y[:20])
+
+def target_data():
+    return TensorDataset(x[20:], y[20:])
+
+def train_ids():
+    return ["<script>alert(0)</script>"] + [f"row-{i}" for i in range(1, 20)]
+
+def target_ids():
+    return HOSTILE + ["plain"]
+"""
+
+
+DRAW = """
+def draw(axes, sample):
+    axes.imshow(sample[0].reshape(2, 2).numpy(), cmap="gray")
+    axes.set_title("<i>")
+"""
+
+
+def finished(folder):
+    """Scores of a study with two checkpoints, four targets, and everything a report reads."""
+    study = folder / "a<b>&'study.py"
+    study.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)))
+    checkpoints = {}
+    for name in ("c0", "c1"):
+        torch.manual_seed(int(name[1]))
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1))
+        checkpoints[name] = folder / f"{name}.pt"
+        torch.save(model.state_dict(), checkpoints[name])
+    settings = {"model_output": "regression", "damping": 0.5}
+    targets = [*HOSTILE, "plain"]
+    run_stages(folder / "results", study, checkpoints, targets, proj_dim=8, **settings)
+    run_exact_stages(folder / "exact", study, checkpoints, targets, **settings)
+    return folder / "results"
+
+
+def config_of(results):
+    return {
+        "study": str(results.parent / "a<b>&'study.py"),
+        "model_output": "regression",
+        "checkpoints": {"c0": "<u>c0</u>.pt", "c1": "c1.pt"},
+        "experiments": {"mine": {"targets": HOSTILE}},
+        "scoring": {"damping": 0.5},
+    }
+
+
+def write(results, study=None, exact=False, **more):
+    config = config_of(results)
+    report = results / "report.html"
+    matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
+    files = dict.fromkeys(
+        ("diagnostics", "evaluations", "counterfactuals", "mislabelled", "self_influence"), ()
+    )
+    write_report(
+        report=report,
+        scores=[results / "scores/mine.h5"],
+        normal_matrices=matrices,
+        study=Path(study or config["study"]),
+        config=config,
+        **(files | more),
+    )
+    return report.read_text()
+
+
+def check_alone(page):
+    """Nothing is fetched, run or left open; everything has a name for who can't see it."""
+    assert page.closed_in_order
+    names = {name for name, _ in page.elements}
+    assert not names & {"script", "iframe", "object", "embed", "base", "form", "link", "video"}
+    ids = [a["id"] for _, a in page.elements if "id" in a]
+    assert len(ids) == len(set(ids))
+    for name, attributes in page.elements:
+        assert not [key for key in attributes if key.startswith("on")], (name, attributes)
+        for key in ("src", "href", "srcset", "action", "data", "poster", "xlink:href"):
+            value = attributes.get(key)
+            assert value is None or value.startswith("data:image/") or value[1:] in ids, value
+    assert not re.search(r"url\(|@import", "".join(page.styles))
+    assert all(image["alt"] for image in page.all("img"))
+    assert all(cell.get("scope") for cell in page.all("th"))
+    assert page.all("html") == [{"lang": "en"}]
+    levels = [int(n[1]) for n, _ in page.elements if re.fullmatch(r"h[1-6]", n)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 2 for before, after in pairwise(levels))
+
+
+SOURCE = Source("scores/mine.h5", "hash", {}, {})
+
+
+def facts(
+    n_checkpoints=10,
+    saturated=0.0,
+    sd=0.1,
+    smallest=1.0,
+    power=1.0,
+    model_output="image_classification",
+    **more,
+):
+    spec = {
+        "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
+        "loss_weight_power": power,
+    }
+    targets = [{"id": i, "margin": float(i), "margin_sd": sd} for i in range(8)]
+    source = replace(SOURCE, spec=spec)
+    experiment = Experiment("mine", source, "relative", 100, saturated, targets, {})
+    matrix = Matrix("c0", SOURCE, smallest, 1e3, 1.0, 100)
+    config = {"scoring": {"damping": 0}, "model_output": model_output}
+    return Facts(config, [experiment], [matrix], [], **more)
+
+
+def lds(ours, low, baseline, ceiling):
+    summary = [
+        {"method": "scores", "kind": "scores", "proj_dim": 8, "lds": ours, "low": low, "high": 0.9},
+        {"method": "gradient_dot", "kind": "baseline", "proj_dim": 8, "lds": baseline}
+        | {"low": 0.0, "high": 0.5},
+    ]
+    if ceiling:
+        summary.append(
+            {"method": "noise_ceiling", "kind": "ceiling", "proj_dim": 0, "lds": ceiling}
+            | {"low": 0.5, "high": 0.9}
+        )
+    return {"mine": Measured(SOURCE, {"summary": summary}, {"n_subsets": 100})}

@@ -1,0 +1,86 @@
+"""A copy of the repository with a small study in it, where Snakemake runs for real."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+REPOSITORY = Path(__file__).parents[2]
+_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
+
+
+class Workspace:
+    """A folder that Snakemake runs in; ``config`` is written before every run."""
+
+    def __init__(self, folder: Path, config: dict, snakefile: str = "Snakefile") -> None:
+        self.folder, self.config, self.snakefile = folder, config, snakefile
+
+    @classmethod
+    def make(cls, folder: Path, study: str, config: dict) -> "Workspace":
+        folder.mkdir(parents=True)
+        for part in _PARTS:
+            source = REPOSITORY / part
+            if source.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.part")
+                shutil.copytree(source, folder / part, ignore=ignored)
+            else:
+                shutil.copy2(source, folder / part)
+        shutil.copy2(REPOSITORY / "tests/studies" / study, folder / study)
+        return cls(folder, {"study": study, **config})
+
+    def copy(self, folder: Path) -> "Workspace":
+        shutil.copytree(self.folder, folder, symlinks=True)
+        config = yaml.safe_load(yaml.safe_dump(self.config))
+        return Workspace(folder, config, self.snakefile)
+
+    def path(self, name: str) -> Path:
+        return self.folder / name
+
+    def snakemake(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess:
+        """Run Snakemake as a user would, with the config in a file."""
+        text = yaml.safe_dump(self.config, sort_keys=False) if text is None else text
+        self.path("study.yaml").write_text(text)
+        return subprocess.run(
+            [
+                *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml"),
+                *("--snakefile", self.snakefile),
+                *(arguments if "--cores" in arguments else ("--cores", "2", *arguments)),
+            ],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+            check=False,
+        )
+
+    def run(self, *arguments: str) -> dict[str, int]:
+        """Run to a good end and return how many jobs of each rule ran."""
+        result = self.snakemake(*(arguments or ("scores",)))
+        assert result.returncode == 0, result.stdout
+        return jobs(result.stdout)
+
+    def fail(self, *arguments: str, text: str | None = None) -> str:
+        """Run to a bad end and return what Snakemake printed."""
+        result = self.snakemake(*(arguments or ("scores",)), text=text)
+        assert result.returncode != 0, result.stdout
+        return result.stdout
+
+    def artifacts(self) -> dict[str, bytes]:
+        results = self.path("results")
+        return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
+
+
+def jobs(output: str) -> dict[str, int]:
+    """Read Snakemake's own table of jobs, and make sure that all of them ended well."""
+    rows = re.findall(r"^(\w+) +(\d+)$", output.split("Job stats:")[-1], flags=re.MULTILINE)
+    counts = {rule: int(n) for rule, n in rows}
+    total = counts.pop("total", 0)
+    if total:
+        assert f"{total} of {total} steps (100%) done" in output or "dry-run" in output, output
+    else:
+        assert "Nothing to be done" in output, output
+    return {rule: n for rule, n in counts.items() if rule not in ("all", "scores", "compare")}

@@ -1,0 +1,280 @@
+"""An evaluation under Snakemake: what runs, what runs again, and what is refused before any job."""
+
+import copy
+import re
+import shutil
+
+import pandas as pd
+import pytest
+import yaml
+from refusals import message
+from workspace import REPOSITORY, Workspace
+
+from trak_core.config.demands import check_evaluation, check_sizes
+from trak_core.errors import InputError
+
+CONFIG = {
+    "model_output": "image_classification",
+    "training": {"steps": 5},
+    "checkpoints": {f"c{i}": {"seed": i} for i in range(2)},
+    "experiments": {"few": {"targets": [1506, 1620, 744]}},
+    "projection": {"proj_dim": 32},
+    "evaluation": {
+        "subsets": {"count": 6, "seeds": 2, "per_job": 4},
+        "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
+        "trak": [16],
+        "sweep": {"damping": [1], "proj_dim": [16]},
+        "self_influence": True,
+        "mislabelled": {"fraction": 0.1},
+        "counterfactual": {"experiment": "few", "targets": 2, "per_job": 1, "seeds": 1},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated") / "study"
+    workspace = Workspace.make(folder, "small_digits.py", CONFIG)
+    assert workspace.run("all") == {
+        "train_checkpoint": 2,
+        "compute_features": 4,
+        "compute_normal_matrix": 2,
+        "compute_scores": 2,
+        "average_scores": 1,
+        "draw_influences": 1,
+        "retrain_subsets": 2,
+        "compute_embeddings": 2,
+        "evaluate_scores": 1,
+        "compute_self_influence": 1,
+        "train_mislabelled": 2,
+        "compute_mislabelled_features": 2,
+        "compute_mislabelled_normal_matrix": 2,
+        "find_mislabelled": 1,
+        "retrain_at_random": 1,
+        "retrain_without_top": 2,
+        "compare_removals": 1,
+        "write_report": 1,
+    }
+    return workspace
+
+
+@pytest.fixture
+def study(finished, tmp_path):
+    return finished.copy(tmp_path / "study")
+
+
+def test_every_artifact_holds_the_tables_that_its_page_describes(finished):
+    page = (REPOSITORY / "docs/evaluation.md").read_text()
+    results = finished.path("results")
+    for name, tables in {
+        "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
+        "self_influence.h5": ["train"],
+        "mislabelled.h5": ["train", "detection"],
+        "counterfactual/few.h5": ["summary", "targets"],
+    }.items():
+        heading = name.replace("few", "{experiment}")
+        section = page.split(f"`results/{heading}`")[1].split("\n## ")[0].replace("\n", " ")
+        for table in tables:
+            frame = pd.read_hdf(results / name, table)
+            columns = re.search(rf"`{table}`(?:\)?:| \|) (.*?)(?: \||$)", section).group(1)
+            described = re.findall(r"`(\w+)`", columns)
+            assert set(frame.columns) <= set(described), (name, table)
+            assert not frame.isna().to_numpy().any()
+    assert pd.read_hdf(results / "evaluation/few.h5", "summary")["method"].tolist() == [
+        *("scores", "trak_0.3.2", "gradient_dot", "embedding_cosine", "random", "same_class"),
+        "noise_ceiling",
+    ]
+    assert pd.read_hdf(results / "retrained/4-5.h5", "masks").shape == (2, 150)
+
+
+CHANGES = {
+    "nothing": ({}, {}),
+    "more halves": (
+        {"subsets": {"count": 10, "seeds": 2, "per_job": 4}},
+        # 4-5 becomes 4-7.
+        {"retrain_subsets": 2, "evaluate_scores": 1},
+    ),
+    "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
+    "other flips": (
+        {"mislabelled": {"fraction": 0.2}},
+        {
+            "train_mislabelled": 2,
+            "compute_mislabelled_features": 2,
+            "compute_mislabelled_normal_matrix": 2,
+            "find_mislabelled": 1,
+        },
+    ),
+    "more draws": (
+        {"counterfactual": CONFIG["evaluation"]["counterfactual"] | {"draws": 5}},
+        {"retrain_at_random": 1, "retrain_without_top": 2, "compare_removals": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_runs_again(study, name):
+    change, rules = CHANGES[name]
+    study.config["evaluation"] |= change
+    assert study.run("-n", "all") == (rules and rules | {"write_report": 1})
+
+
+def test_damping_reruns_no_retraining_of_halves(study):
+    study.config["scoring"] = {"damping": 1}
+    counts = study.run("-n", "all")
+    assert counts["evaluate_scores"] == counts["compute_self_influence"] == 1
+    assert counts["retrain_without_top"] == 2
+    assert not {"retrain_subsets", "retrain_at_random", "compute_embeddings"} & set(counts)
+
+
+def test_without_an_evaluation_nothing_of_it_runs(study):
+    del study.config["evaluation"]
+    assert study.run("-n", "all") == {"write_report": 1}
+
+
+def test_a_users_ground_truth_takes_the_place_of_retraining(study):
+    for key in ("masks", "outputs"):
+        frame = pd.read_hdf(study.path("results/retrained/0-3.h5"), key)
+        frame.to_hdf(study.path("mine.h5"), key=key)
+    study.config["evaluation"] = {"ground_truth": "mine.h5"}
+    assert study.run("all") == {"evaluate_scores": 1, "write_report": 1}
+    assert study.run("-n", "all") == {}
+    pd.DataFrame().to_hdf(study.path("mine.h5"), key="masks")
+    assert study.run("-n", "all") == {"evaluate_scores": 1, "write_report": 1}
+    study.config["evaluation"] = {"ground_truth": "other.h5"}
+    assert "evaluation.ground_truth must exist. Found nothing at other.h5" in message(
+        study.fail("-n", "all")
+    )
+
+
+def test_two_runs_compared_by_one_command(study):
+    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
+    assert study.run("compare", "--config", "compare=other") == {"compare_runs": 1}
+    table = pd.read_hdf(study.path("results/comparison.h5"), "experiments")
+    assert table["n_targets"].tolist() == [3]
+    assert table["overlap_positive"].tolist() == [1]
+    printed = study.path("results/logs/compare_runs.log").read_text()
+    assert "rank_correlation" in printed
+    assert "Found nothing at: nowhere/scores/few.h5" in message(
+        study.fail("-n", "compare", "--config", "compare=nowhere")
+    )
+
+
+def test_a_study_whose_training_takes_no_data(study):
+    path = study.path("small_digits.py")
+    path.write_text(path.read_text().replace("steps, data=None", "steps, part=None"))
+    assert re.search(
+        r"for an evaluation, train\(seed, steps, part=None\) must take the arguments under "
+        r"`training`, `seed` \(an integer\) and `data` .* got an unexpected keyword argument "
+        r"'data'",
+        message(study.fail("-n", "all")),
+    )
+
+
+FULL = {
+    **CONFIG,
+    "scoring": {"scores": "full"},
+    "projection": {"kind": "rademacher", "proj_dim": 32},
+}
+BAD = {
+    "both": ({"evaluation.ground_truth": "x.h5"}, r"`subsets`, .* or `ground_truth`.*Found both"),
+    "settings without models": (
+        {"evaluation.subsets": None, "evaluation.sweep": None, "evaluation.experiments": ["few"]},
+        r"evaluation\.experiments is about scores measured against .* needs evaluation\.subsets",
+    ),
+    "a sweep without models": (
+        {"evaluation.subsets": None, "evaluation.trak": None, "evaluation.sweep": {}},
+        r"evaluation\.sweep is about scores measured against retrained models",
+    ),
+    "unknown experiment": (
+        {"evaluation.experiments": ["many"]},
+        r"experiments of the study: few\. Found 'many'",
+    ),
+    "unknown counterfactual experiment": (
+        {"evaluation.counterfactual": {"experiment": "many"}},
+        r"Found 'many'",
+    ),
+    "no training": ({"training": None}, r"evaluation\.subsets trains models.*no `training`"),
+    "top_k": ({"scoring.scores": "top_k"}, r"scoring\.scores must be full\. Found top_k"),
+    "no classes": (
+        {"model_output": "regression"},
+        r"evaluation\.mislabelled needs labels that are classes.*Found regression",
+    ),
+    "exact": ({"projection": "exact"}, r"evaluation\.trak works on projected features"),
+    "too many columns": (
+        {"evaluation.trak": [64]},
+        r"evaluation\.trak takes the first columns.* 32, .* Found 64 with rademacher",
+    ),
+    "columns of another kind": (
+        {"projection.kind": "sjlt"},
+        r"fewer for rademacher and normal only\. Found 16 with sjlt",
+    ),
+    "columns of a sweep": (
+        {"evaluation.sweep": {"proj_dim": [33]}},
+        r"evaluation\.sweep\.proj_dim takes .* Found 33",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_evaluations_that_cannot_be(name):
+    change, expected = BAD[name]
+    config = copy.deepcopy(FULL)
+    check_evaluation(config)
+    for key, value in change.items():
+        *parents, last = key.split(".")
+        node = config
+        for parent in parents:
+            node = node[parent]
+        if value is None:
+            del node[last]
+        else:
+            node[last] = value
+    with pytest.raises(InputError, match=expected):
+        check_evaluation(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"trak": [200]}, r"trak must be at most 150, with 150 training samples\. Found 200"),
+        ({"counterfactual": {"n_removed": [150]}}, r"n_removed must be at most 149"),
+        (
+            {"counterfactual": {"experiment": "few", "targets": 4, "n_removed": [1]}},
+            r"targets must be at most the targets of its experiment\. Found 4; there are 3",
+        ),
+    ],
+)
+def test_evaluations_of_more_than_there_is(change, expected):
+    with pytest.raises(InputError, match=expected):
+        check_sizes({"trak": []} | change, 150, {"few": 3})
+
+
+def test_any_part_will_do_alone():
+    """But for settings of scores, which only retrained models can tell apart."""
+    for key, value in CONFIG["evaluation"].items():
+        beside = {"subsets": {}} if key in ("trak", "sweep") else {}
+        check_evaluation(FULL | {"evaluation": {"baselines": [], "trak": [], **beside, key: value}})
+
+
+def test_the_default_study_is_measured():
+    for name in ("config", "smoke"):
+        config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
+        asked = config["evaluation"]
+        assert {"subsets", "trak", "sweep", "mislabelled", "counterfactual"} <= set(asked)
+
+
+def test_models_without_other_samples_are_refused(study):
+    """A file that Snakemake thinks is right, made for other removals."""
+    study.config["evaluation"]["counterfactual"]["seeds"] = 2
+    output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
+    assert re.search(r"random\.h5: files .* today's config.*rule retrain_at_random", output)
+
+
+def test_a_comparison_follows_the_other_run(study):
+    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
+    command = ("compare", "--config", "compare=other")
+    assert study.run(*command) == {"compare_runs": 1}
+    assert study.run("-n", *command) == {}
+    path = study.path("other/scores/few.h5")
+    path.write_bytes(path.read_bytes())
+    assert study.run("-n", *command) == {"compare_runs": 1}

@@ -1,0 +1,202 @@
+"""A full disk or no memory: one error that says what to do, no half file, a rerun that is right."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Running, small_study
+from workspace import REPOSITORY
+
+MEMORY = Path("/sys/fs/cgroup/memory")  # version 1
+TRAIN = "results/features/c0/train.h5"
+
+
+@pytest.fixture
+def study(tmp_path):
+    return small_study(tmp_path / "study")
+
+
+def mount(*arguments):
+    return subprocess.run(("mount", *map(str, arguments)), capture_output=True, check=False)
+
+
+@pytest.fixture
+def small_disk(study):
+    """Results on a file system of 500 KiB; gives what makes it larger."""
+    results = study.path("results")
+    results.mkdir()
+    if os.geteuid() != 0 or mount("-t", "tmpfs", "-o", "size=500k", "tmpfs", results).returncode:
+        pytest.skip("mounting a small disk needs root on Linux, with the right to mount")
+    yield lambda: mount("-o", "remount,size=50m", results)
+    subprocess.run(("umount", "--lazy", results), check=True)
+
+
+def one_error(output, beginning):
+    """Make sure that the user reads one error, of ours, and nothing of Python's."""
+    assert len(re.findall(r"^\s*Error: ", output, flags=re.M)) == 1, output
+    assert re.search(rf"^\s*Error: {beginning}", output, flags=re.M), output
+    assert "Traceback (most recent call last)" not in output, output
+    assert "SEGV" not in output
+
+
+def nothing_half(study):
+    assert not study.path(TRAIN).exists()
+    assert not list(study.path("results").rglob(".*.part"))
+
+
+FULL = r"results/features/c0/train\.h5: the disk must hold the whole file\. Found: {}, with \d+ MiB"
+
+
+def test_a_full_disk(study, finished, small_disk):
+    one_error(study.fail("--cores", "1", "scores"), FULL.format("No space left on device"))
+    nothing_half(study)
+    small_disk()
+    study.run()
+    assert study.artifacts() == finished.artifacts()
+
+
+def test_a_limit_on_the_size_of_files(study, finished):
+    running = Running(study, TRAIN, limit="ulimit -f 600")  # of 512 bytes
+    assert running.finish() == 1
+    one_error(running.output, FULL.format("File too large"))
+    nothing_half(study)
+    study.run(TRAIN)
+    assert study.path(TRAIN).read_bytes() == finished.path(TRAIN).read_bytes()
+
+
+WRITERS = {
+    "torch": "import torch\n    with written_whole(path) as p, p.open('wb') as f:\n"
+    "        torch.save({'a': torch.zeros(10**5)}, f)",
+    "pandas": "import pandas\n    from trak_core.artifacts import SCORES, create\n"
+    "    with create(path, SCORES, {}, {}) as writer:\n"
+    "        writer.table('train', pandas.DataFrame({'id': range(10**5)}), ['id'])",
+    "matplotlib": "from matplotlib.figure import Figure\n    with written_whole(path) as p:\n"
+    "        Figure().savefig(p, format='png', dpi=400, pil_kwargs={'compress_level': 0})",
+    "text": "with written_whole(path) as p:\n        p.write_text('a' * 10**6)",
+    "h5py": "import h5py, numpy\n    with written_whole(path) as p, h5py.File(p, 'w') as f:\n"
+    "        f['a'] = numpy.zeros(10**6)",
+}
+
+
+def run_job(body, folder, kilobytes=None):
+    """Run a job's body as scripts do; return its exit status, log and terminal output."""
+    code = (
+        "import resource\nfrom pathlib import Path\nfrom trak_core.system.job import logged_to\n"
+        "from trak_core.system.whole_file import written_whole\n"
+        f"path = Path({str(folder / 'file')!r})\n"
+    )
+    if kilobytes is not None:
+        limit = kilobytes * 1000
+        code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    code += f"with logged_to({str(folder / 'log')!r}):\n    {body}\n"
+    result = subprocess.run(
+        (sys.executable, "-c", code),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return result.returncode, (folder / "log").read_text(), result.stdout
+
+
+@pytest.mark.parametrize("library", WRITERS)
+def test_whatever_library_writes_the_error_is_the_same(tmp_path, library):
+    status, log, _ = run_job(WRITERS[library], tmp_path, kilobytes=100)
+    assert status == 1
+    assert re.search(
+        r"^Error: \S*/file: the disk must hold the whole file\. Found: (File too large|the table "
+        r"train does not read as it was written), with \d+ MiB free\. Nothing is left of the "
+        r"file\. Make room, .* run snakemake again",
+        log,
+        flags=re.M,
+    ), log
+    assert "Traceback" not in log
+    assert [p.name for p in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_log_that_does_not_fit_sends_its_error_to_the_terminal(tmp_path):
+    status, log, terminal = run_job("print('x' * 2000, flush=True)", tmp_path, kilobytes=1)
+    assert status == 1
+    assert len(log) == 1000
+    assert re.fullmatch(
+        r"Error: the disk must hold what a job writes, its log too\. Found: File too large\. .*\n",
+        terminal,
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "bytearray(1 << 60)",
+        "import numpy; numpy.empty(1 << 55)",
+        "import torch; torch.empty(1 << 55)",
+    ],
+)
+def test_every_library_s_lack_of_memory_is_explained(tmp_path, body):
+    status, log, _ = run_job(body, tmp_path)
+    assert status == 1
+    assert re.fullmatch(
+        r"Error: the job's memory must hold its work\. It ran out: \S.* Lower "
+        r"compute\.memory_mb, .*--set-resources RULE:mem_mb=.*\n",
+        log,
+    ), log
+
+
+HUNGRY = """
+import resource, sys
+import numpy as np
+_small = train_data
+
+def train_data():
+    if "compute_features" in sys.argv[0]:
+        if LIMITED:
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + 2**28,) * 2)
+        np.ones(10**8)
+    return _small()
+"""
+
+
+def hungry(study, limited):
+    """Let the study take 800 MB for its training data."""
+    path = study.path("diabetes.py")
+    path.write_text(path.read_text() + HUNGRY.replace("LIMITED", str(limited)))
+
+
+def test_a_job_out_of_memory_says_what_to_change(study):
+    hungry(study, True)
+    output = study.fail(TRAIN)
+    one_error(output, r"the job's memory must hold its work\. It ran out: Unable to allocate 763")
+    assert "Lower compute.memory_mb" in output
+    nothing_half(study)
+
+
+@pytest.fixture
+def control_group():
+    """A group of processes with 700 MB; the kernel kills the largest when they take more."""
+    group = MEMORY / f"trak-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(700 * 10**6))
+    except OSError:
+        pytest.skip("the kernel's OOM killer is tested as root with control groups, version 1")
+    yield group
+    with contextlib.suppress(OSError):
+        group.rmdir()
+
+
+def test_the_oom_killer_leaves_no_half_file(study, finished, control_group):
+    good = study.path("diabetes.py").read_text()
+    hungry(study, False)
+    running = Running(study, TRAIN, limit=f"echo $$ > {control_group}/cgroup.procs")
+    assert running.finish() == 1
+    assert re.search(r"SIGKILL: 9|exit status 137", running.output), running.output
+    nothing_half(study)
+    study.path("diabetes.py").write_text(good)
+    study.run(TRAIN)
+    assert study.path(TRAIN).read_bytes() == finished.path(TRAIN).read_bytes()

@@ -1,0 +1,303 @@
+"""Snakemake for real: what runs, what runs again, and that it gives the same numbers.
+
+The studies are small: three checkpoints, two experiments.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from workspace import Workspace
+
+ALL_FEATURES = 9  # three checkpoints x (train, two experiments)
+TRAINED = {
+    "model_output": "image_classification",
+    "training": {"steps": 5},
+    "checkpoints": {f"c{i}": {"seed": i} for i in range(3)},
+    "experiments": {"few": {"targets": [1506, 1620]}, "one": {"targets": [1506]}},
+    "projection": {"proj_dim": 32, "seed": 0},
+    "scoring": {"damping": 2, "top": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    workspace = Workspace.make(tmp_path_factory.mktemp("base") / "t", "small_digits.py", TRAINED)
+    assert workspace.run("all") == {
+        "train_checkpoint": 3,
+        "compute_features": ALL_FEATURES,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+        "draw_influences": 2,
+        "write_report": 1,
+    }
+    return workspace
+
+
+@pytest.fixture
+def study(trained, tmp_path):
+    return trained.copy(tmp_path / "study")
+
+
+def edit(workspace, module):
+    path = workspace.path(f"trak_core/{module}")
+    path.write_text(path.read_text() + "\n_EDITED = 1\n")
+
+
+def test_a_second_run_has_nothing_to_do(study):
+    assert study.run("all") == {}
+    # Nor has one after changes that decide no numbers.
+    study.config["checkpoints"] = dict(reversed(study.config["checkpoints"].items()))
+    study.config["scoring"] = dict(reversed(study.config["scoring"].items()))
+    study.config["compute"] = {
+        "batch_size": 7,
+        "memory_mb": 200,
+        "threads": 2,
+        "runtime_minutes": 5,
+    }
+    assert study.run("all") == {}
+
+
+def test_a_trained_checkpoint_that_changed(study):
+    path = study.path("results/checkpoints/c1.pt")
+    state = torch.load(path, weights_only=True)
+    time.sleep(0.01)
+    torch.save({k: v * 2 for k, v in state.items()}, path)
+    before = study.artifacts()
+    assert study.run() == {
+        "compute_features": 3,
+        "compute_normal_matrix": 1,
+        "compute_scores": 2,
+        "average_scores": 2,
+    }
+    after = study.artifacts()
+    assert {k for k in before if before[k] != after[k]} == {
+        "features/c1/train.h5",
+        "features/c1/few.h5",
+        "features/c1/one.h5",
+        "normal_matrix/c1.h5",
+        "scores/few/c1.h5",
+        "scores/one/c1.h5",
+        "scores/few.h5",
+        "scores/one.h5",
+    }
+
+
+def test_a_checkpoint_added(study):
+    study.config["checkpoints"]["c3"] = {"seed": 3}
+    assert study.run() == {
+        "train_checkpoint": 1,
+        "compute_features": 3,
+        "compute_normal_matrix": 1,
+        "compute_scores": 2,
+        "average_scores": 2,
+    }
+
+
+def test_a_checkpoint_removed(study):
+    """Its files stay, and do no harm; the README says how to find them."""
+    del study.config["checkpoints"]["c2"]
+    assert study.run() == {"average_scores": 2}
+    assert study.path("results/features/c2/train.h5").exists()
+
+
+def test_damping_changed(study):
+    study.config["scoring"]["damping"] = 1.5
+    assert study.run() == {"compute_scores": 6, "average_scores": 2}
+
+
+def test_combination_changed(study):
+    study.config["scoring"]["combine"] = "average_of_products"
+    study.config["scoring"]["loss_weight_power"] = 0.5
+    assert study.run() == {"average_scores": 2}
+
+
+def test_an_experiment_added(study):
+    study.config["experiments"]["new"] = {"targets": [1620]}
+    assert study.run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+
+
+def test_targets_changed(study):
+    study.config["experiments"]["one"]["targets"] = [1620]
+    assert study.run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+
+
+def test_projection_seed_changed(study):
+    study.config["projection"]["seed"] = 1
+    assert study.run() == {
+        "compute_features": ALL_FEATURES,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "rules"),
+    [
+        (
+            "projection/philox.py",
+            {
+                "compute_features": ALL_FEATURES,
+                "compute_normal_matrix": 3,
+                "compute_scores": 6,
+                "average_scores": 2,
+            },
+        ),
+        (
+            "scoring/solve.py",
+            {"compute_normal_matrix": 3, "compute_scores": 6, "average_scores": 2},
+        ),
+        ("scoring/scores.py", {"compute_scores": 6, "average_scores": 2}),
+        ("stages/average_scores.py", {"average_scores": 2}),
+        ("stages/draw_influences.py", {}),
+    ],
+)
+def test_a_module_edited(study, module, rules):
+    edit(study, module)
+    assert study.run() == rules
+
+
+def test_figures_and_report_are_made_again_from_new_scores_or_new_code(study):
+    study.config["scoring"]["top"] = 2
+    assert study.run("all") == {"average_scores": 2, "draw_influences": 2, "write_report": 1}
+    edit(study, "stages/draw_influences.py")
+    assert study.run("all") == {"draw_influences": 2, "write_report": 1}
+    edit(study, "report/page.py")
+    assert study.run("all") == {"write_report": 1}
+
+
+def without_timings(workspace):
+    """The report but for its table of seconds and memory, all that may differ between runs."""
+    text = workspace.path("results/report.html").read_text()
+    before, found, after = re.split(r"(<h3>Time and memory</h3>.*?<h3>)", text, flags=re.S)
+    assert "compute_features" in found
+    return before + after
+
+
+def test_shards_of_one_split_changed(study):
+    study.config["experiments"]["few"]["shards"] = 2
+    assert study.run() == {
+        "compute_feature_shard": 6,
+        "join_shards": 3,
+        "compute_scores": 3,
+        "average_scores": 1,
+    }
+
+
+def test_parameters_changed(study):
+    study.config["parameters"] = ["*.weight"]
+    assert study.run() == {
+        "compute_features": ALL_FEATURES,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+    }
+
+
+def test_a_comment_in_a_module_or_in_the_study_reruns_nothing(study):
+    for name in ("trak_core/gradients/_vmap.py", "small_digits.py"):
+        path = study.path(name)
+        path.write_text(path.read_text() + "\n# a comment\n")
+    assert study.run() == {}
+
+
+def test_the_study_edited(study):
+    path = study.path("small_digits.py")
+    path.write_text(path.read_text().replace("lr=1e-2", "lr=2e-2"))
+    assert study.run()["train_checkpoint"] == 3
+
+
+def test_files_touched(study):
+    """Snakemake compares the content of files below 1 MB: touching those reruns nothing."""
+    for path in study.path("results/checkpoints").iterdir():
+        path.touch()
+    study.path("Snakefile").touch()
+    study.path("workflow/scripts/compute_features.py").touch()
+    assert study.run() == {}
+
+
+def test_one_core_or_two_and_a_new_start_give_the_same_bytes(trained, tmp_path):
+    again = Workspace.make(tmp_path / "again", "small_digits.py", TRAINED)
+    again.run("--cores", "1", "all")
+    expected, found = trained.artifacts(), again.artifacts()
+    assert len(expected) == 20
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    for name in ("few", "one"):
+        figure = f"results/figures/{name}.png"
+        assert again.path(figure).read_bytes() == trained.path(figure).read_bytes()
+    assert without_timings(again) == without_timings(trained)
+
+
+def test_shards_give_the_same_scores(trained, tmp_path):
+    config = {**TRAINED, "compute": {"shards": 3, "batch_size": 11}}
+    config["experiments"] = {"few": {"targets": [1506, 1620], "shards": 2}}
+    sharded = Workspace.make(tmp_path / "sharded", "small_digits.py", config)
+    assert sharded.run() == {
+        "train_checkpoint": 3,
+        "compute_feature_shard": 15,
+        "join_shards": 6,
+        "compute_normal_matrix": 3,
+        "compute_scores": 3,
+        "average_scores": 1,
+    }
+    assert not list(sharded.path("results/shards").rglob("*.h5"))
+    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (trained, sharded)]
+    assert pair[0].index.equals(pair[1].index)
+    expected, found = (frame.to_numpy() for frame in pair)
+    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    assert sharded.run() == {}
+
+
+def test_every_stage_opens_in_pandas(trained):
+    results = trained.path("results")
+    frames = {
+        "features/c0/train.h5": ("features", (150, 32)),
+        "features/c0/few.h5": ("features", (2, 32)),
+        "normal_matrix/c0.h5": ("normal_matrix", (32, 32)),
+        "scores/few/c0.h5": ("similarities", (150, 2)),
+        "scores/few.h5": ("scores", (150, 2)),
+    }
+    for name, (key, shape) in frames.items():
+        assert pd.read_hdf(results / name, key).shape == shape
+    assert pd.read_hdf(results / "scores/few.h5", "scores", start=10, stop=12).shape == (2, 2)
+
+
+def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
+    """SIGKILL for Snakemake and all its jobs, in the midst of featurization."""
+    study = Workspace.make(tmp_path / "killed", "small_digits.py", TRAINED)
+    study.path("study.yaml").write_text(yaml.safe_dump(study.config))
+    command = (sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "2")
+    process = subprocess.Popen(
+        [*command, "scores"],
+        cwd=study.folder,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    # The last one or two may not be in the records yet; those run again, to the same bytes.
+    while len(list(study.path("results").glob("features/*/*.h5"))) < 4:
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = study.artifacts()
+    assert 0 < len(finished) < 20
+
+    assert "--unlock" in study.fail()
+    assert study.snakemake("--unlock").returncode == 0
+    counts = study.run()
+    assert counts["compute_features"] < ALL_FEATURES
+    after = study.artifacts()
+    assert {name: after[name] for name in finished} == finished
+    assert after == trained.artifacts()

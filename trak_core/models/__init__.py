@@ -1,0 +1,1 @@
+"""A study's model under one checkpoint, on one device."""

@@ -1,0 +1,143 @@
+"""What gradients are taken of: a study's model under one checkpoint, and a look at its samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    check_labels,
+    check_samples_apart,
+    count_classes,
+    select_parameters,
+)
+from trak_core.model_outputs import ModelOutput
+from trak_core.models.named_output import CLIP, N_OTHERS, OTHERS_SEED, model_output
+from trak_core.provenance import ids_digest, parameters_digest
+from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint
+from trak_core.study.study import TRAIN, Split, Study
+
+# Samples that are looked at before the expensive work.
+_FEW = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model with a checkpoint's weights, on its device.
+
+    Attributes:
+        study: Where its samples come from.
+        model: The study's model.
+        parameters: Those to differentiate.
+        output: The model output f.
+        device: Where the model is.
+    """
+
+    study: Study
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    output: ModelOutput
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls, study: Path, checkpoint: Path, spec: Mapping[str, Any], device: torch.device
+    ) -> "Subject":
+        """Make the study's model and load its weights.
+
+        Args:
+            study: The study's Python file.
+            checkpoint: File or folder with the weights.
+            spec: From the config: model_output and parameter_patterns count here.
+            device: Where to compute.
+
+        Returns:
+            The model with its weights, and the samples' source.
+
+        Raises:
+            InputError: If study or checkpoint are not what they must be.
+        """
+        loaded = Study.load(study)
+        model = loaded.make_model()
+        load_checkpoint(model, checkpoint)
+        model.to(device)
+        parameters = select_parameters(model, spec["parameter_patterns"])
+        pairs = loaded.split(TRAIN, None) if spec["model_output"] == CLIP else None
+        output = model_output(spec["model_output"], model, pairs, device)
+        return cls(loaded, model, parameters, output, device)
+
+    def batch(self, split: Split, start: int, stop: int) -> Batch:
+        """Return the samples from ``start`` to ``stop`` on the model's device."""
+        batch = as_batch(split.batch(start, stop), self.output)
+        return batch.mapped(lambda tensor: tensor.to(self.device))
+
+    def few(self, split: Split, start: int, stop: int) -> tuple[Batch, int | None]:
+        """Take the first few samples from ``start`` on and check their labels.
+
+        Returns:
+            The samples, and how many classes a label may be of (see ``count_classes``).
+
+        Raises:
+            InputError: If the model cannot take them, or cannot have been trained with such labels.
+        """
+        stop = min(start + _FEW, stop)
+        few = self.batch(split, start, stop)
+        n_classes = count_classes(self.model, self.output, few, self.device)
+        check_labels(few.labels, self.output, n_classes, split.ids[start:stop])
+        return few, n_classes
+
+    def check_apart(self, few: Batch, at_once: int) -> None:
+        """Make sure that samples don't count for each other, of as many as will be together.
+
+        Raises:
+            InputError: If they do; it names the layer.
+        """
+        check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
+
+    def file_spec(
+        self, spec: Mapping[str, Any], checkpoint: Path, split: str, projection: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return what a file says of itself: all that decides its numbers.
+
+        Args:
+            spec: From the config: checkpoint (id), model_output, parameter_patterns, dtype, targets
+                (ids; None for train), study (digest).
+            checkpoint: File or folder with the weights.
+            split: ``train``, or the name of an experiment.
+            projection: What becomes of the gradients.
+        """
+        found = {
+            "projection": dict(projection),
+            "parameters": parameters_digest({n: p.shape for n, p in self.parameters.items()}),
+            "model_output": spec["model_output"],
+            "checkpoint": {"id": spec["checkpoint"], "sha256": checkpoint_sha256(checkpoint)},
+            "split": split,
+            "dtype": spec["dtype"],
+            "study": spec["study"],
+            "parameter_patterns": spec["parameter_patterns"],
+            "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
+        }
+        if spec.get("mislabelled"):
+            found["mislabelled"] = spec["mislabelled"]
+        if spec["model_output"] == CLIP:
+            found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
+        return found
+
+
+def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
+    """Say when most training samples are fitted so well that their scores all but vanish."""
+    if model_output == "regression":  # a residual, in a unit that no bound here can know
+        return
+    saturated = (loss_weights.abs() < 1e-3).float().mean().item()
+    if saturated > 0.5:
+        print(
+            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
+            "are fitted almost exactly and get scores near 0. A loss_weight_power below 1, or an "
+            "earlier checkpoint, ranks them better.",
+            flush=True,
+        )

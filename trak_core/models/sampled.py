@@ -1,0 +1,110 @@
+"""Gradients of a few samples under one checkpoint, and what is made of them some at a time."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from trak_core.gradients import Batch, GradientMethod, check_finite, in_chunks
+from trak_core.models.loaded import Subject
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec
+from trak_core.stages.projecting import gradient_blocks
+from trak_core.system.progress import with_progress
+from trak_core.trust.distortion import peakedness
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledGradients:
+    """Gradients of n samples, computed whenever they are asked for.
+
+    Attributes:
+        subject: What they are gradients of.
+        samples: The samples.
+        ids: Their ids.
+        method: From ``gradient_method``.
+        chunk: Samples differentiated at once.
+    """
+
+    subject: Subject
+    samples: Batch
+    ids: Sequence[object]
+    method: GradientMethod
+    chunk: int
+
+    def _each(
+        self, use: Callable[[list[Tensor]], T], start: int, stop: int
+    ) -> Iterator[tuple[int, int, T]]:
+        """Yield start and stop of chunks of samples, and what ``use`` makes of their gradients."""
+
+        def used(first: int, last: int) -> T:
+            batch = self.samples.rows(slice(start + first, start + last))
+            what = self.subject.model, self.subject.parameters, self.subject.output
+            result = self.method(*what, batch)
+            check_finite(result, self.ids[start + first : start + last])
+            return use(gradient_blocks(result))
+
+        for first, last, made in in_chunks(used, stop - start, self.chunk):
+            yield start + first, start + last, made
+
+    def features(self, projections: Sequence[ProjectionSpec], threads: int) -> np.ndarray:
+        """Project them by several matrices.
+
+        Args:
+            projections: Of one proj_dim k.
+            threads: For the projection.
+
+        Returns:
+            Scaled features, shape (len(projections), n, k), float32.
+        """
+
+        def projected(blocks: list[Tensor]) -> list[np.ndarray]:
+            return [
+                project(blocks, projection, scale=True, threads=threads).cpu().numpy()
+                for projection in projections
+            ]
+
+        n = len(self.ids)
+        features = np.empty((len(projections), n, projections[0].proj_dim), np.float32)
+        chunks = self._each(projected, 0, n)
+        for first, last, rows in with_progress(chunks, n, "samples projected"):
+            features[:, first:last] = rows
+        return features
+
+    def peakedness(self, size: int, block: int, held: int) -> np.ndarray:
+        """Return the peakedness of all pairs (see ``trak_core.trust.distortion``), shape (n, n).
+
+        Args:
+            size: Entries p of a gradient.
+            block: See ``lossless_block``.
+            held: Samples whose gradients are kept while the others' go by; changes nothing but the
+                time.
+        """
+        n = len(self.ids)
+        peaks = np.empty((n, n))
+        starts = range(0, n, held)
+        if len(starts) > 1:
+            print(
+                f"Notice: beside those in work, {held} of {n} gradients fit compute.memory_mb; "
+                f"each is computed {(len(starts) + 1) / 2:.3g} times on average.",
+                flush=True,
+            )
+        for start in starts:
+            stop = min(start + held, n)
+            kept = np.empty((stop - start, size), np.float32)
+            for first, last, rows in self._each(_whole, start, stop):
+                kept[first - start : last - start] = rows
+            peaks[start:stop, start:stop] = peakedness(kept, kept, block)
+            for first, last, rows in self._each(_whole, stop, n):
+                part = peakedness(kept, rows, block)
+                peaks[start:stop, first:last], peaks[first:last, start:stop] = part, part.T
+        return peaks
+
+
+def _whole(blocks: list[Tensor]) -> np.ndarray:
+    """Return whole gradients, shape (batch, p)."""
+    return np.concatenate([block.float().cpu().numpy() for block in blocks], axis=1)

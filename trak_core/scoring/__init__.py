@@ -1,0 +1,1 @@
+"""Formulas between features and scores; arrays only."""

@@ -1,0 +1,222 @@
+"""Average the checkpoints of an experiment into its scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    EXACT_SCORES,
+    FEATURES,
+    SCORES,
+    Artifact,
+    check_same,
+    create,
+    open_artifact,
+)
+from trak_core.config.budget import average_need
+from trak_core.scoring.scores import (
+    Extremes,
+    combined,
+    largest,
+    most_frequent,
+    powered,
+    similarities,
+)
+from trak_core.spec import EXACT, Combine
+from trak_core.stages._splits import check_together
+from trak_core.system.progress import blocks_with_progress
+from trak_core.system.software import software
+
+Rows = Callable[[int, int], np.ndarray]
+Summary = Callable[[np.ndarray], np.ndarray]
+
+
+def _rows(part: Artifact, features: Artifact | None) -> Rows:
+    """Return how to get rows of A_c: as stored, or from the solved targets."""
+    if features is None:
+        stored = part.matrix("similarities")
+        return lambda start, stop: stored[start:stop]
+    check_same(
+        "training features",
+        part.spec.get("train_features"),
+        features.content_hash,
+        features.path,
+        "compute_features",
+    )
+    # Read again for every block: one checkpoint's solved targets are in memory at a time.
+    solved, phi = part.matrix("solved_targets"), features.matrix("features")
+    return lambda start, stop: similarities(phi[start:stop], solved[:])
+
+
+def _mean(numbers: np.ndarray) -> np.ndarray:
+    return numbers.mean(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def _sd(numbers: np.ndarray) -> np.ndarray:
+    return numbers.std(axis=0, dtype=np.float64).astype(np.float32)
+
+
+def _by_blocks(
+    parts: Sequence[Artifact], key: str, n_samples: int, block: int, *summaries: Summary
+) -> list[np.ndarray]:
+    """Return summaries over the checkpoints of what each says of every sample."""
+    blocks: list[list[np.ndarray]] = [[] for _ in summaries]
+    for start in range(0, n_samples, block):
+        values = np.stack([part.vector(key, start, start + block) for part in parts])
+        for summary, done in zip(summaries, blocks, strict=True):
+            done.append(summary(values))
+    return [np.concatenate(done) for done in blocks]
+
+
+def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
+    """Return ids and labels with what the checkpoints make of them.
+
+    ``margin`` and ``margin_sd`` are mean and standard deviation of the model output over the
+    checkpoints; ``prediction`` is the mean, or the most frequent class.
+    """
+    ids = parts[0].ids(f"{side}_ids")
+    labels = parts[0].vector(f"{side}_labels")
+    is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
+    common = most_frequent if is_class else _mean
+    (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, common)
+    margins, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
+    return pd.DataFrame({
+        "id": ids,
+        "label": labels,
+        "prediction": predictions,
+        "margin": margins,
+        "margin_sd": spreads,
+    })
+
+
+def _influences(
+    helpful: Extremes, harmful: Extremes, train: pd.DataFrame, targets: pd.DataFrame
+) -> pd.DataFrame:
+    """Return for each target the training samples with the largest scores of either sign.
+
+    ``harmful`` are the largest of the negated scores.
+    """
+    # (target, sign, rank): the order of the table.
+    rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
+    sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
+    kept = sizes > 0
+    target, sign, rank = np.nonzero(kept)
+    signs = np.array([1, -1])[sign]
+    train_rows = rows[kept]
+    return pd.DataFrame({
+        "target_id": targets["id"].to_numpy()[target],
+        "rank": rank + 1,
+        "sign": signs,
+        "train_id": train["id"].to_numpy()[train_rows],
+        "train_label": train["label"].to_numpy()[train_rows],
+        "score": (signs * sizes[kept]).astype(np.float32),
+    })
+
+
+def _unit(weighting: str, power: float, model_output: str) -> str:
+    """Return the scores' unit in plain words (spec of the scores, "What a score says")."""
+    if weighting == "curvature" and power == 1:
+        return f"that of the model output ({model_output})"
+    return "relative: order and ratios within a target mean something, the absolute size does not"
+
+
+def average_scores(
+    *,
+    scores: Path,
+    checkpoint_scores: Sequence[Path],
+    features: Sequence[Path],
+    expected: dict[str, Any],
+    combine: str,
+    loss_weight_power: float,
+    top: int,
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Combine A_c and loss weights over all checkpoints, block of rows by block of rows.
+
+    Args:
+        scores: The file to write.
+        checkpoint_scores: One file a checkpoint.
+        features: Their training features, where only the solved targets were kept; else empty.
+        expected: See ``check_made_for``; experiment in place of split, and weighting, damping,
+            checkpoints (ids, in order).
+        combine: ``product_of_averages`` or ``average_of_products``.
+        loss_weight_power: In (0, 1].
+        top: Influences of either sign kept for each target.
+        code: The stage's code digest.
+        memory_mb: Budget for arrays; changes nothing.
+
+    Raises:
+        InputError: If the files don't belong together, or exceed the budget.
+    """
+    with ExitStack() as stack:
+        is_exact = expected["projection"]["kind"] == EXACT
+        kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
+        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
+        check_together(parts, expected, kind.rule)
+        rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
+        n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
+        block = average_need(
+            n_train=n_train,
+            n_targets=n_targets,
+            n_checkpoints=len(parts),
+            top=top,
+            solved_dim=expected["projection"]["proj_dim"] if phis else None,
+        ).rows(memory_mb)
+        train, targets = (_samples(parts, side, block) for side in ("train", "target"))
+        (train["loss_weight"],) = _by_blocks(parts, "loss_weights", n_train, block, _mean)
+
+        def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for part, part_rows in zip(parts, rows, strict=True):
+                weights = part.vector("loss_weights", start, stop)
+                yield part_rows(start, stop), powered(weights, loss_weight_power)
+
+        spec = {
+            **expected,
+            "combine": combine,
+            "loss_weight_power": loss_weight_power,
+            "model_output": parts[0].spec["model_output"],
+            "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
+            "checkpoints": [part.spec["checkpoint"] for part in parts],
+        }
+        with create(
+            scores,
+            SCORES,
+            spec,
+            software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
+            unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),
+            sign=(
+                "positive: the training sample pushes the target's model output up; scores of a "
+                "subset add up to a prediction of how the output moves when trained on it"
+            ),
+            n_checkpoints=len(parts),
+            checkpoints=" ".join(expected["checkpoints"]),
+            damping=float(expected["damping"]),
+            combine=combine,
+            loss_weight_power=float(loss_weight_power),
+        ) as writer:
+            values = None
+            if not phis:
+                ids = train["id"].tolist(), targets["id"].tolist()
+                values = writer.matrix("scores", *ids, chunks=(1024, 64))
+            helpful = harmful = None
+            for start, stop in blocks_with_progress(n_train, block, "training samples"):
+                mean = combined(checkpoints(start, stop), Combine(combine)).astype(np.float32)
+                if values is not None:
+                    values[start:stop] = mean
+                helpful = largest(helpful, start, mean, top)
+                harmful = largest(harmful, start, -mean, top)
+            for key, table in (("targets", targets), ("train", train)):
+                writer.table(key, table, ["id"])
+            assert helpful is not None
+            assert harmful is not None
+            influences = _influences(helpful, harmful, train, targets)
+            # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
+            searchable = ["target_id", "rank", "train_id", "score"]
+            writer.table("top_influences", influences, searchable)

@@ -1,0 +1,193 @@
+"""What becomes of targets when their most helpful training samples go, or as many random ones."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, SCORES, check_same, create, open_artifact
+from trak_core.study.draws import random_removals, top_removals
+from trak_core.system.software import software
+
+CONFIDENCE = 0.95
+_N_DRAWS = 1000
+
+
+def mean_interval(changes: np.ndarray) -> tuple[float, float]:
+    """Return the bootstrap interval of a mean over trainings and targets.
+
+    Both are drawn anew: the models that saw everything are the same for all targets, and what they
+    have by chance must not look like an effect.
+
+    Args:
+        changes: Shape (seeds, targets).
+
+    Returns:
+        Ends of the percentile interval.
+
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
+    """
+    random = np.random.default_rng(0)
+    seeds, targets = (random.integers(n, size=(_N_DRAWS, n)) for n in changes.shape)
+    means = changes[seeds[:, :, None], targets[:, None, :]].mean(axis=(1, 2))
+    outside = (1 - CONFIDENCE) / 2
+    low, high = np.quantile(means, [outside, 1 - outside])
+    return float(low), float(high)
+
+
+def _models(
+    path: Path, targets: Sequence[Any], seeds: int, expected: dict[str, Any], rule: str
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Return outputs and predictions, each (subsets, seeds, targets), and the file's hash."""
+    with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
+        found = {key: file.spec.get(key) for key in expected}
+        check_same("settings of today's config", expected, found, path, rule)
+        column = {target: i for i, target in enumerate(file.columns("outputs"))}
+        columns = [column[target] for target in targets]
+        outputs, predictions = (
+            file.matrix(key)[:][:, columns].reshape(-1, seeds, len(columns))
+            for key in ("outputs", "predictions")
+        )
+        return outputs, predictions, file.content_hash
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    """What a removal did: changes of f, and parts of flipped predictions, (seeds, targets)."""
+
+    change: np.ndarray
+    flips: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls, outputs: np.ndarray, predictions: np.ndarray, everything: Sequence[np.ndarray]
+    ) -> Self:
+        """Compare models (draws, seeds, targets) with those of the same seed that saw all."""
+        flips = None
+        if predictions.dtype.kind != "f":
+            flips = (predictions != everything[1]).mean(axis=0)
+        return cls((outputs.astype(np.float64) - everything[0]).mean(axis=0), flips)
+
+    def beyond(self, other: Self) -> Self:
+        """Return what it did more than another one: the models that saw all cancel."""
+        flips = None
+        if self.flips is not None and other.flips is not None:
+            flips = self.flips - other.flips
+        return replace(self, change=self.change - other.change, flips=flips)
+
+    def row(self) -> dict[str, float]:
+        """Return means, and the interval of the mean change."""
+        low, high = mean_interval(self.change)
+        flips = {} if self.flips is None else {"flips": float(self.flips.mean())}
+        return {"change": float(self.change.mean()), **flips, "low": low, "high": high}
+
+    def targets(self) -> dict[str, np.ndarray]:
+        """Return each target's means over trainings."""
+        flips = {} if self.flips is None else {"flips": self.flips.mean(axis=0)}
+        return {"change": self.change.mean(axis=0), **flips}
+
+
+def _without_top(
+    top: Sequence[Path],
+    groups: Sequence[Sequence[Any]],
+    n_removed: Sequence[int],
+    seeds: int,
+    expected: dict[str, Any],
+) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], list[str]]:
+    """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
+    targets = [target for group in groups for target in group]
+    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in n_removed}
+    hashes = []
+    for path, group in zip(top, groups, strict=True):
+        own = {**expected, "targets": list(group)}
+        *models, hash_ = _models(path, targets, seeds, own, "retrain_without_top")
+        hashes.append(hash_)
+        for i, (target, size) in enumerate(top_removals(group, n_removed)):
+            j = targets.index(target)
+            outputs, predictions = (one[i : i + 1, :, j : j + 1] for one in models)
+            parts[size].append((outputs, predictions))
+    joined = {
+        size: (
+            np.concatenate([outputs for outputs, _ in found], axis=2),
+            np.concatenate([predictions for _, predictions in found], axis=2),
+        )
+        for size, found in parts.items()
+    }
+    return joined, hashes
+
+
+def compare_removals(
+    *,
+    counterfactual: Path,
+    scores: Path,
+    random: Path,
+    top: Sequence[Path],
+    groups: Sequence[Sequence[Any]],
+    n_removed: Sequence[int],
+    draws: int,
+    seeds: int,
+    spec: dict[str, Any],
+    code: str,
+) -> None:
+    """Put models without some samples beside those of the same seed that saw everything.
+
+    Args:
+        counterfactual: The file to write; ``docs/evaluation.md`` describes its tables.
+        scores: The experiment's scores, which said what is most helpful.
+        random: Models trained on everything, and without random samples.
+        top: Models without the most helpful samples of some targets, a file a group.
+        groups: Ids of each group's targets.
+        n_removed: How many samples were to go.
+        draws: Random removals of each number.
+        seeds: Trainings on each subset.
+        spec: What decides the numbers, and was to decide the models'.
+        code: The stage's code digest.
+
+    Raises:
+        ArtifactError: If the models were made for another config, or for other scores.
+    """
+    targets = [target for group in groups for target in group]
+    shared = {key: spec[key] for key in ("n_removed", "seeds", "seed", "arguments", "model_output")}
+    shared["study"] = spec["study_digest"]
+    outputs, predictions, hash_ = _models(
+        random, targets, seeds, {**shared, "draws": draws}, "retrain_at_random"
+    )
+    everything = outputs[0], predictions[0]
+    with open_artifact(scores, SCORES) as file:
+        scores_hash = file.content_hash
+    without, hashes = _without_top(top, groups, n_removed, seeds, {**shared, "scores": scores_hash})
+    sizes = random_removals(n_removed, draws)
+    removals = {}
+    for size in n_removed:
+        drawn = [i + 1 for i, (found, _) in enumerate(sizes) if found == size]
+        removals["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
+        removals["top", size] = _Removal.of(*without[size], everything)
+        removals["difference", size] = removals["top", size].beyond(removals["random", size])
+    summary = pd.DataFrame([
+        {"removed": removed, "n_removed": size, **removals[removed, size].row()}
+        for removed in ("top", "random", "difference")
+        for size in n_removed
+    ])
+    about = {"target_id": targets, "output": outputs[0].mean(axis=0, dtype=np.float64)}
+    table = pd.concat(
+        [
+            pd.DataFrame({
+                "removed": removed,
+                "n_removed": size,
+                **about,
+                **removals[removed, size].targets(),
+            })
+            for removed in ("top", "random")
+            for size in n_removed
+        ],
+        ignore_index=True,
+    )
+    provenance = software(code, "cpu", "numpy", "pandas")
+    spec = {**spec, "scores": scores_hash, "retrained": [hash_, *hashes]}
+    with create(counterfactual, COUNTERFACTUAL, spec, provenance, confidence=CONFIDENCE) as writer:
+        writer.table("summary", summary, [])
+        writer.table("targets", table, ["target_id"])
+    print(summary.to_string(index=False))

@@ -1,0 +1,197 @@
+"""How far the projection keeps norms and inner products of gradients under one checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trak_core.artifacts import DIAGNOSTICS, Writer, create
+from trak_core.config.budget import diagnostics_need
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    Batch,
+    check_labels,
+    evaluation,
+    gradient_method,
+    n_params,
+    sample_bytes,
+    samples_that_fit,
+)
+from trak_core.gramian import train_gramian
+from trak_core.models.device import device_name, full_precision
+from trak_core.models.loaded import Subject
+from trak_core.models.sampled import SampledGradients
+from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.finite import check_finite_kernel
+from trak_core.stages.projecting import compilers, projecting_device
+from trak_core.study.study import TRAIN, Split
+from trak_core.system.software import software
+from trak_core.trust.distortion import (
+    Agreement,
+    inner_product_agreement,
+    inner_product_sd,
+    inner_products,
+    lossless_block,
+    squared_norm_agreement,
+)
+
+# Of the draw of samples.
+_SEED = 0
+
+
+def _drawn(data: Split, n: int) -> Split:
+    """Draw n samples uniformly and in their order, the same ones under every checkpoint."""
+    order = torch.randperm(len(data.ids), generator=torch.Generator().manual_seed(_SEED))
+    return data.take([data.ids[i] for i in sorted(order[:n].tolist())])
+
+
+def _projections(spec: dict[str, Any], size: int) -> list[ProjectionSpec]:
+    """Return the checkpoint's own projection, and those of the stream numbers that follow it."""
+    own = stream_of(spec["checkpoint"])
+    streams = [(own + i) % 2**32 for i in range(spec["diagnostics"]["streams"])]
+    return [ProjectionSpec(**spec["projection"], n_params=size, stream=s) for s in streams]
+
+
+def _room(
+    subject: Subject, few: Batch, samples: Batch, batch_size: int, left_bytes: int
+) -> tuple[int, int]:
+    """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
+    left_bytes -= sum(tensor.nbytes for _, tensor in samples.tensors())
+    kept_bytes = 4 * n_params(subject.parameters)
+    work_bytes = sample_bytes(subject.model, subject.parameters, subject.output, few)
+    left_mb = max(0, left_bytes // 2**20)
+    chunk = min(batch_size, samples_that_fit(work_bytes + kept_bytes, subject.device, left_mb))
+    in_work = chunk * work_bytes if subject.device.type == "cpu" else 0
+    return chunk, max(1, (left_bytes - in_work) // kept_bytes)
+
+
+def _kernel(subject: Subject, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
+    """Return the exact inner products of gradients, by the engine."""
+    half = max(1, chunk // 2)  # two blocks are in the model at a time
+    blocks = [samples.rows(slice(i, i + half)) for i in range(0, len(samples), half)]
+    with evaluation(subject.model):
+        kernel = train_gramian(subject.model, subject.parameters, subject.output, blocks)
+    check_finite_kernel(kernel, ids, ids)
+    return kernel
+
+
+def _not_zero(kernel: np.ndarray, ids: Sequence[object]) -> np.ndarray:
+    """Return the positions of gradients that aren't zero: no error is relative to 0."""
+    positive = np.diagonal(kernel) > 0
+    zero = [str(ids[i]) for i in np.flatnonzero(~positive).tolist()]
+    if len(ids) - len(zero) < 2:
+        raise InputError(
+            "Projection diagnostics need at least two samples whose gradients aren't zero. Found "
+            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Raise diagnostics.samples, or "
+            "leave diagnostics out."
+        )
+    if zero:
+        print(
+            f"Notice: left out {len(zero)} of {len(ids)} samples, whose gradients are zero: "
+            f"{', '.join(zero[:8])}{' and more' if len(zero) > 8 else ''}.",
+            flush=True,
+        )
+    return np.flatnonzero(positive)
+
+
+def _write(
+    writer: Writer, key: str, index: Sequence[Any], columns: Sequence[Any], values: np.ndarray
+) -> None:
+    writer.matrix(key, index, columns, dtype=np.float64)[:] = values
+
+
+def _write_agreements(writer: Writer, found: dict[str, Agreement], streams: list[int]) -> None:
+    """Write what was measured beside what was predicted, and each stream's errors; print both."""
+    kinds, columns = list(found), ["measured", "standard_error", "predicted"]
+    numbers = np.array([(a.measured, a.standard_error, a.predicted) for a in found.values()])
+    _write(writer, "agreement", kinds, columns, numbers)
+    by_stream = np.transpose([a.by_stream for a in found.values()])
+    _write(writer, "by_stream", streams, kinds, by_stream)
+    for kind, (measured, error, predicted) in zip(kinds, numbers, strict=True):
+        print(f"{kind}: error {measured:.3g} +- {error:.2g}, predicted {predicted:.3g}", flush=True)
+
+
+def compute_diagnostics(
+    *,
+    diagnostics: Path,
+    checkpoint: Path,
+    study: Path,
+    spec: dict[str, Any],
+    code: str,
+    device: str,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+) -> None:
+    """Compare squared norms and inner products of projected gradients with the exact ones.
+
+    The training samples are the same for every checkpoint, so that checkpoints differ by their
+    gradients alone; those with a zero gradient are left out. Each stream is a projection matrix.
+    The numbers don't depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding.
+
+    Args:
+        diagnostics: The file to write.
+        checkpoint: File or folder with the weights.
+        study: The study's Python file.
+        spec: From the config: checkpoint (id), model_output, parameter_patterns, projection, dtype,
+            targets (None), study (digest), diagnostics (samples, streams).
+        code: The stage's code digest.
+        device: ``cpu`` or ``cuda``, for gradients and projection.
+        batch_size: Samples differentiated at once, at most.
+        memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
+            free memory instead.
+        threads: For torch and the projection.
+
+    Raises:
+        InputError: If study, checkpoint or gradients are not what they must be, if fewer than two
+            gradients aren't zero, or if the budget doesn't hold it.
+    """
+    torch.set_num_threads(threads)
+    subject = Subject.load(study, checkpoint, spec, full_precision(projecting_device(device)))
+    size = n_params(subject.parameters)
+    projections = _projections(spec, size)
+    own, streams = projections[0], [p.stream for p in projections]
+    n_drawn = spec["diagnostics"]["samples"]
+    need = diagnostics_need(n_drawn, own.proj_dim, len(streams))
+    need.check(memory_mb)
+    where = device_name(subject.device)
+    print(f"{n_drawn} training samples, {size} parameters, {len(streams)} streams on {where}")
+    data = _drawn(subject.study.split(TRAIN, None), n_drawn)
+    few, n_classes = subject.few(data, 0, n_drawn)
+    samples = subject.batch(data, 0, n_drawn)
+    check_labels(samples.labels, subject.output, n_classes, data.ids)
+    left_bytes = memory_mb * 2**20 - need.fixed_bytes
+    chunk, held = _room(subject, few, samples, batch_size, left_bytes)
+    subject.check_apart(few, chunk)
+    kernel = _kernel(subject, samples, data.ids, chunk)
+    rows = _not_zero(kernel, data.ids)
+    kernel, ids = kernel[np.ix_(rows, rows)], [data.ids[i] for i in rows.tolist()]
+    method = gradient_method(subject.model, subject.parameters, subject.output, few)
+    samples = samples.rows(torch.from_numpy(rows))
+    gradients = SampledGradients(subject, samples, ids, method, chunk)
+    features = gradients.features(projections, threads)
+    block = lossless_block(own)
+    peaks = np.zeros_like(kernel) if block is None else gradients.peakedness(size, block, held)
+    predicted_sd = inner_product_sd(own.proj_dim, kernel, peaks)
+    found = {
+        "squared_norm": squared_norm_agreement(kernel, list(features), predicted_sd),
+        "inner_product": inner_product_agreement(kernel, list(features), predicted_sd),
+    }
+    as_projected = {**own.as_dict(), "scale": "1/sqrt(proj_dim)"}
+    file_spec = {
+        **subject.file_spec(spec, checkpoint, TRAIN, as_projected),
+        "sample": {"drawn": n_drawn, "seed": _SEED},
+        "streams": len(streams),
+    }
+    provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
+    counts = {"n_streams": len(streams), "n_zero_gradients": n_drawn - len(ids)}
+    with create(diagnostics, DIAGNOSTICS, file_spec, provenance, **counts) as writer:
+        _write_agreements(writer, found, streams)
+        _write(writer, "kernel", ids, ids, kernel)
+        _write(writer, "predicted_sd", ids, ids, predicted_sd)
+        _write(writer, "projected_kernel", ids, ids, inner_products(features[0]))
+        squared_norms = np.einsum("sij,sij->is", features, features, dtype=np.float64)
+        _write(writer, "projected_squared_norms", ids, streams, squared_norms)
+        writer.vector("sample_ids", ids)

@@ -1,0 +1,69 @@
+"""Exact scores of an experiment under one checkpoint: the kernels solved, without a projection."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts import EXACT_SCORES, KERNEL, check_same, create, open_artifact
+from trak_core.config.budget import exact_need
+from trak_core.scoring.exact import exact_similarities
+from trak_core.stages._splits import check_splits, normal_weights, write_samples
+from trak_core.system.software import software
+
+
+def compute_exact_scores(
+    *,
+    scores: Path,
+    train: Path,
+    targets: Path,
+    expected: dict[str, Any],
+    damping: float,
+    weighting: str,
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Solve the n x n kernel for the targets.
+
+    Writes A_c = (K_c W_c + lambda_c I)^-1 K_c,t, lambda_c = damping * mean_i w_i K_c[i, i]: what
+    the scores of a projection converge to as its dimensions grow, in the same kind of file.
+
+    Args:
+        scores: The file to write.
+        train: The checkpoint's kernel of the training samples.
+        targets: Its kernel between them and the experiment's targets.
+        expected: See ``check_made_for``; its split is the experiment.
+        damping: Relative damping, at least 0.
+        weighting: ``plain`` or ``curvature``.
+        code: The stage's code digest.
+        memory_mb: Budget for arrays; changes nothing.
+
+    Raises:
+        InputError: If the files don't belong together, if the damped kernel is singular, or if the
+            solve exceeds the budget.
+    """
+    with open_artifact(train, KERNEL) as train_file, open_artifact(targets, KERNEL) as target_file:
+        shared = check_splits(train_file, target_file, expected, KERNEL.rule)
+        train_ids, target_ids = target_file.index("kernel"), target_file.columns("kernel")
+        check_same("training samples", train_file.index("kernel"), train_ids, targets, KERNEL.rule)
+        exact_need(len(train_ids), len(target_ids)).check(memory_mb)
+        weights = normal_weights(train_file, weighting)
+        print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
+        similarities, lambda_ = exact_similarities(
+            train_file.matrix("kernel")[:], target_file.matrix("kernel")[:], weights, damping
+        )
+        spec = {
+            **shared,
+            "experiment": expected["split"],
+            "targets_digest": expected["targets_digest"],
+            "weighting": weighting,
+            "damping": damping,
+            "lambda": lambda_,
+            "train_kernel": train_file.content_hash,
+        }
+        made_from = [train_file.provenance, target_file.provenance]
+        provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
+        with create(scores, EXACT_SCORES, spec, provenance) as writer:
+            values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
+            values[:] = similarities.astype(np.float32)
+            write_samples(writer, train_file, target_file)

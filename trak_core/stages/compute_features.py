@@ -1,0 +1,158 @@
+"""Project the per-sample gradients of one split under one checkpoint."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    check_finite,
+    check_labels,
+    gradient_method,
+    in_chunks,
+    n_params,
+    sample_bytes,
+    samples_that_fit,
+)
+from trak_core.models.device import device_name
+from trak_core.models.loaded import Subject, warn_of_saturation
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.stages.projecting import compilers, gradient_blocks, projecting_device
+from trak_core.study.flipped import relabelled
+from trak_core.study.study import TRAIN
+from trak_core.system.progress import with_progress
+from trak_core.system.software import software
+
+
+def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
+    """Return the rows in the dtype they are stored in; float16 must hold them."""
+    if dtype == "float32":
+        return rows
+    with np.errstate(over="ignore", under="ignore"):
+        stored = rows.astype(np.float16)
+    # Rounding alone costs 5e-4 at most; more is lost where entries fall below 6e-5 or overflow.
+    exact = rows.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
+    if lost.any():
+        found = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+        size = np.abs(rows[lost])
+        raise InputError(
+            "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
+            "entries of 6e-5 to 65504. Found entries from "
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(found)}. "
+            "Set features_dtype to float32."
+        )
+    return stored
+
+
+def compute_features(
+    *,
+    features: Path,
+    checkpoint: Path,
+    study: Path,
+    split: str,
+    shard: int,
+    n_shards: int,
+    spec: dict[str, Any],
+    code: str,
+    device: str,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+) -> None:
+    """Fold gradients and projection over the samples of one split, or of one shard of it.
+
+    The numbers don't depend on ``n_shards``, ``batch_size``, ``memory_mb`` or ``threads``, to
+    float32 rounding.
+
+    Args:
+        features: The file to write.
+        checkpoint: File or folder with the weights.
+        study: The study's Python file.
+        split: ``train``, or the name of an experiment.
+        shard: Which shard, from 1.
+        n_shards: How many there are; 1 for the whole split.
+        spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
+            dtype, targets (ids; None for train), study (digest); and mislabelled (``fraction`` and
+            ``seed``) where some labels are to be flipped.
+        code: The stage's code digest.
+        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
+        batch_size: Samples differentiated at once, at most.
+        memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
+            don't fit. On CUDA its free memory counts.
+        threads: For torch and the projection.
+
+    Raises:
+        InputError: If study, checkpoint or gradients are not what they must be.
+    """
+    torch.set_num_threads(threads)
+    subject = Subject.load(study, checkpoint, spec, projecting_device(device))
+    model, parameters, output = subject.model, subject.parameters, subject.output
+    data = subject.study.split(split, spec["targets"])
+    if spec.get("mislabelled"):
+        data = relabelled(data, **spec["mislabelled"])
+    start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
+    projection = ProjectionSpec(
+        **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
+    )
+    as_stored = {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"}
+    file_spec = subject.file_spec(spec, checkpoint, split, as_stored)
+    if n_shards > 1:
+        file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
+    kind = FEATURES if n_shards == 1 else FEATURE_SHARD
+    where = device_name(subject.device)
+    provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
+    print(
+        f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
+        f"to {projection.proj_dim} dimensions, gradients on {where}",
+        flush=True,
+    )
+    ids = data.ids[start:stop]
+    few, n_classes = subject.few(data, start, stop)
+    needed_bytes = sample_bytes(model, parameters, output, few)
+    chunk = min(batch_size, samples_that_fit(needed_bytes, subject.device, memory_mb))
+    subject.check_apart(few, chunk)
+    method = gradient_method(model, parameters, output, few)
+    print(f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each", flush=True)
+
+    def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
+        """Return the features of some samples to be stored, and what goes with each sample."""
+        batch = subject.batch(data, start + first, start + last)
+        check_labels(batch.labels, output, n_classes, ids[first:last])
+        result = method(model, parameters, output, batch)
+        check_finite(result, ids[first:last])
+        blocks = gradient_blocks(result)
+        projected = project(blocks, projection, scale=True, threads=threads).cpu().numpy()
+        numbers = vmap(output.label_number)(batch.labels)
+        columns = [column.cpu() for column in (numbers, *result.columns())]
+        return _stored(projected, spec["dtype"], ids[first:last]), columns
+
+    results: list[list[Tensor]] = []
+    with create(features, kind, file_spec, provenance) as writer:
+        rows = writer.matrix(
+            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
+        )
+        chunks = in_chunks(computed, len(ids), chunk)
+        for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
+            rows[first:last] = stored
+            results.append(columns)
+        labels, outputs, predictions, weights, *curvature = (
+            torch.cat(parts) for parts in zip(*results, strict=True)
+        )
+        writer.vector("sample_ids", list(ids))
+        writer.vector("labels", labels.numpy())
+        writer.vector("outputs", outputs.float().numpy())
+        writer.vector("predictions", predictions.numpy())
+        if split == TRAIN:
+            warn_of_saturation(weights, spec["model_output"])
+            writer.vector("loss_weights", weights.float().numpy())
+            for numbers in curvature:
+                writer.vector("curvature", numbers.float().numpy())

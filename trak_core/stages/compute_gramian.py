@@ -1,0 +1,150 @@
+"""Inner products of gradients under one checkpoint, without a projection."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trak_core.artifacts import KERNEL, create
+from trak_core.config.budget import kernel_need
+from trak_core.gradients import (
+    Batch,
+    check_labels,
+    columns_of,
+    evaluation,
+    in_chunks,
+    sample_bytes,
+    samples_that_fit,
+)
+from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.models.device import device_name, find_device, full_precision
+from trak_core.models.loaded import Subject, warn_of_saturation
+from trak_core.spec import EXACT_PROJECTION
+from trak_core.stages.finite import check_finite_kernel, refuse
+from trak_core.study.study import TRAIN, Split
+from trak_core.system.progress import with_progress
+from trak_core.system.software import software
+
+
+def _looked_at(subject: Subject, split: Split) -> tuple[Batch, Batch, int]:
+    """Return all samples, their labels checked; a few of them; and what one takes in the model."""
+    few, n_classes = subject.few(split, 0, len(split.ids))
+    samples = subject.batch(split, 0, len(split.ids))
+    check_labels(samples.labels, subject.output, n_classes, split.ids)
+    # The engine never holds a sample's whole gradient, but that of one parameter at a time.
+    largest = max(subject.parameters.items(), key=lambda item: item[1].numel())
+    return samples, few, sample_bytes(subject.model, dict([largest]), subject.output, few)
+
+
+def _at_once(subject: Subject, looks: Sequence[tuple[Batch, Batch, int]], left_mb: int) -> int:
+    """Return how many samples fit beside what is held, once they are known not to mix."""
+    inputs = [tensor.nbytes for samples, _, _ in looks for _, tensor in samples.tensors()]
+    needed_bytes = max(size for *_, size in looks)
+    fit = samples_that_fit(needed_bytes, subject.device, left_mb - sum(inputs) // 2**20)
+    for _, few, _ in looks:
+        subject.check_apart(few, fit)
+    return fit
+
+
+def _blocks(samples: Batch, start: int, size: int) -> list[Batch]:
+    stops = range(start, len(samples), size)
+    return [samples.rows(slice(i, i + size)) for i in stops]
+
+
+def _kernel(subject: Subject, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
+    """Return the kernel, block of rows by block of rows; without targets, of train with itself."""
+    what = subject.model, subject.parameters, subject.output
+    kernel = np.empty((len(train), len(train if targets is None else targets)))
+
+    def fill(first: int, last: int) -> None:
+        rows, size = train.rows(slice(first, last)), last - first
+        if targets is not None:
+            kernel[first:last] = cross_gramian(*what, [rows], _blocks(targets, 0, size))
+            return
+        kernel[first:last, first:last] = train_gramian(*what, [rows])
+        if last < len(train):
+            right = cross_gramian(*what, [rows], _blocks(train, last, size))
+            kernel[first:last, last:] = right
+            kernel[last:, first:last] = right.T
+
+    for _ in with_progress(in_chunks(fill, len(train), chunk), len(train), "training samples"):
+        pass
+    return kernel
+
+
+def compute_kernel(
+    *,
+    kernel: Path,
+    checkpoint: Path,
+    study: Path,
+    split: str,
+    spec: dict[str, Any],
+    code: str,
+    device: str,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+) -> None:
+    """Compute K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
+
+    J are the gradients of the model output, which are never formed as a whole. The numbers don't
+    depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding of the model's precision.
+
+    Args:
+        kernel: The file to write: rows are training samples, columns the split's.
+        checkpoint: File or folder with the weights.
+        study: The study's Python file.
+        split: ``train``, or the name of an experiment.
+        spec: From the config: checkpoint (id), model_output, parameter_patterns, dtype, targets
+            (ids; None for train), study (digest).
+        code: The stage's code digest.
+        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
+        batch_size: Two blocks of so many samples are in the model at once, at most.
+        memory_mb: MiB for the kernel, the samples, and on the CPU the activations; fewer samples at
+            once if they don't fit. On CUDA its free memory counts for these.
+        threads: For torch.
+
+    Raises:
+        InputError: If study, checkpoint or gradients are not what they must be, or if the kernel
+            exceeds the budget.
+    """
+    torch.set_num_threads(threads)
+    subject = Subject.load(study, checkpoint, spec, full_precision(find_device(device)))
+    data = subject.study.split(TRAIN, None)
+    own = data if split == TRAIN else subject.study.split(split, spec["targets"])
+    need = kernel_need(len(data.ids), len(own.ids))
+    need.check(memory_mb)
+    where = device_name(subject.device)
+    print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
+    looks = [_looked_at(subject, part) for part in ([data] if split == TRAIN else [own, data])]
+    samples, train = looks[0][0], looks[-1][0]
+    fit = _at_once(subject, looks, memory_mb - need.fixed_bytes // 2**20)
+    # Two blocks are in the model at a time.
+    chunk = max(1, min(batch_size, fit // 2))
+    print(f"two times {chunk} samples at once", flush=True)
+    parts = [columns_of(subject.model, subject.output, b) for b in _blocks(samples, 0, chunk)]
+    outputs, predictions, weights, *curvature = (
+        torch.cat(c).cpu() for c in zip(*parts, strict=True)
+    )
+    if not outputs.isfinite().all():
+        rows = (~outputs.isfinite()).nonzero().flatten().tolist()
+        refuse([own.ids[i] for i in rows], "Model outputs")
+    with evaluation(subject.model):
+        values = _kernel(subject, train, None if split == TRAIN else samples, chunk)
+    check_finite_kernel(values, data.ids, own.ids)
+    numbers = torch.vmap(subject.output.label_number)(samples.labels).cpu()
+    file_spec = subject.file_spec(spec, checkpoint, split, EXACT_PROJECTION)
+    with create(kernel, KERNEL, file_spec, software(code, where, "torch", "numpy")) as writer:
+        rows = writer.matrix("kernel", data.ids, own.ids, dtype=np.float64)
+        rows[:] = values
+        writer.vector("sample_ids", list(own.ids))
+        writer.vector("labels", numbers.numpy())
+        writer.vector("outputs", outputs.float().numpy())
+        writer.vector("predictions", predictions.numpy())
+        if split == TRAIN:
+            warn_of_saturation(weights, spec["model_output"])
+            writer.vector("loss_weights", weights.float().numpy())
+            for column in curvature:
+                writer.vector("curvature", column.float().numpy())

@@ -1,0 +1,100 @@
+"""Compare every training sample with every target of an experiment under one checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    FEATURES,
+    NORMAL_MATRIX,
+    check_same,
+    create,
+    open_artifact,
+)
+from trak_core.config.budget import scores_need
+from trak_core.scoring.scores import similarities
+from trak_core.scoring.solve import damped_solve
+from trak_core.stages._splits import check_splits, write_samples
+from trak_core.system.progress import blocks_with_progress
+from trak_core.system.software import software
+
+
+def compute_scores(
+    *,
+    scores: Path,
+    train: Path,
+    targets: Path,
+    normal_matrix: Path,
+    expected: dict[str, Any],
+    damping: float,
+    weighting: str,
+    keep: str,
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Solve for the targets, then stream the training features once.
+
+    Writes A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i |phi_i|^2, and
+    what the average over checkpoints needs of this one. With ``keep="top_k"`` only the solved
+    targets are kept, and the average streams Phi_c again: n x m is never stored.
+
+    Args:
+        scores: The file to write.
+        train: The checkpoint's training features.
+        targets: Its features of the experiment's targets.
+        normal_matrix: Its normal matrix.
+        expected: See ``check_made_for``; its split is the experiment.
+        damping: Relative damping, at least 0.
+        weighting: Which normal matrix it must be.
+        keep: ``full`` or ``top_k``.
+        code: The stage's code digest.
+        memory_mb: Budget for arrays; changes nothing but rounding.
+
+    Raises:
+        InputError: If the files don't belong together, if the damped matrix is singular, or if the
+            solve exceeds the budget.
+    """
+    with (
+        open_artifact(train, FEATURES) as train_file,
+        open_artifact(targets, FEATURES) as target_file,
+        open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
+    ):
+        shared = check_splits(train_file, target_file, expected, "compute_features")
+        wanted = {"weighting": weighting, "features": train_file.content_hash}
+        found = {key: matrix_file.spec.get(key) for key in wanted}
+        check_same("features", wanted, found, normal_matrix, "compute_normal_matrix")
+
+        n_train, proj_dim = train_file.matrix("features").shape
+        train_ids, target_ids = train_file.index("features"), target_file.index("features")
+        block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
+        lambda_ = damping * matrix_file.scalar("mean_squared_norm")
+        solved = damped_solve(
+            matrix_file.matrix("normal_matrix")[:],
+            lambda_,
+            (matrix_file.scalar("smallest_eigenvalue"), matrix_file.scalar("largest_eigenvalue")),
+            target_file.matrix("features")[:].astype(np.float64).T,
+        )
+        spec = {
+            **shared,
+            "experiment": expected["split"],
+            "targets_digest": expected["targets_digest"],
+            "weighting": weighting,
+            "damping": damping,
+            "lambda": lambda_,
+            "train_features": train_file.content_hash,
+        }
+        made_from = [train_file.provenance, target_file.provenance]
+        provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
+        with create(scores, CHECKPOINT_SCORES, spec, provenance) as writer:
+            if keep == "full":
+                values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
+                features = train_file.matrix("features")
+                for start, stop in blocks_with_progress(n_train, block, "training samples"):
+                    values[start:stop] = similarities(features[start:stop], solved)
+            else:
+                writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
+                    :
+                ] = solved
+            write_samples(writer, train_file, target_file)

@@ -1,0 +1,73 @@
+"""Do samples with a wrong label stand out by their self-influence?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.artifacts import FEATURES, MISLABELLED, check_same, create, open_artifact
+from trak_core.stages.compute_self_influence import self_influences
+from trak_core.study.draws import flipped_samples
+from trak_core.system.software import software
+from trak_core.trust.correlations import auc
+
+
+def _found(values: np.ndarray, flipped: np.ndarray) -> float:
+    """Return the part of the flipped samples among as many with the largest values."""
+    n_flipped = int(flipped.sum())
+    largest = np.argsort(-values, kind="stable")[:n_flipped]
+    return float(flipped[largest].mean())
+
+
+def find_mislabelled(
+    *,
+    mislabelled: Path,
+    features: Sequence[Path],
+    normal_matrices: Sequence[Path],
+    original: Path,
+    expected: dict[str, Any],
+    settings: dict[str, Any],
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Rank the training samples of models trained with flipped labels, and count who is found.
+
+    Args:
+        mislabelled: The file to write.
+        features: Training features, with the flipped labels, of each checkpoint trained with them.
+        normal_matrices: Their normal matrices.
+        original: Training features of any checkpoint of the study, for the labels as they were.
+        expected: See ``self_influences``; its ``mislabelled`` has the fraction and the seed.
+        settings: See ``compute_self_influence``.
+        code: The stage's code digest.
+        memory_mb: Budget for arrays.
+    """
+    table, loss_weights = self_influences(
+        features, normal_matrices, expected=expected, memory_mb=memory_mb, **settings
+    )
+    flipped = flipped_samples(len(table), **expected["mislabelled"])
+    with open_artifact(original, FEATURES) as file:
+        ids = file.ids("sample_ids")
+        check_same("training samples", table["id"].tolist(), ids, original, FEATURES.rule)
+        labels = file.vector("labels")
+    train = pd.DataFrame({
+        "id": table["id"],
+        "label": labels,
+        "given_label": table["label"],
+        "flipped": flipped.astype(np.int64),
+        "self_influence": table["self_influence"],
+        "loss_weight": loss_weights,
+    })
+    methods = ("self_influence", "loss_weight")
+    detection = pd.DataFrame({
+        "method": methods,
+        "auc": [auc(train[name].to_numpy(), flipped) for name in methods],
+        "found": [_found(train[name].to_numpy(), flipped) for name in methods],
+    })
+    provenance = software(code, "cpu", "numpy", "scipy", "pandas")
+    with create(mislabelled, MISLABELLED, {**expected, **settings}, provenance) as writer:
+        writer.table("train", train, ["id", "self_influence"])
+        writer.table("detection", detection, [])
+    print(detection.to_string(index=False))

@@ -1,0 +1,79 @@
+"""Join the shards of a split, in order, into the split's features."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, Artifact, check_same, create, open_artifact
+from trak_core.errors import InputError
+from trak_core.system.progress import blocks_with_progress
+from trak_core.system.software import software
+
+_ROWS = 4096
+_RULE = "compute_feature_shard"
+
+
+def _common(spec: dict) -> dict:
+    return {key: value for key, value in spec.items() if key != "shard"}
+
+
+def _check(parts: Sequence[Artifact]) -> None:
+    end = 0
+    for number, part in enumerate(parts, start=1):
+        check_same("specification", _common(parts[0].spec), _common(part.spec), part.path, _RULE)
+        expected = {"number": number, "of": len(parts), "first row": end}
+        # A whole split says nothing of shards; its type is the same.
+        shard = part.spec.get("shard") or {"rows": [None]}
+        found = {
+            "number": shard.get("number"),
+            "of": shard.get("of"),
+            "first row": shard["rows"][0],
+        }
+        check_same("order of shards", expected, found, part.path, _RULE)
+        n_rows = len(part.vector("sample_ids"))
+        check_same("rows of the shard", [end, end + n_rows], shard["rows"], part.path, _RULE)
+        end += n_rows
+
+
+def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
+    """Write one features file from the shards of a split.
+
+    The result holds what ``compute_features`` writes without shards.
+
+    Args:
+        features: The file to write.
+        shards: All shards of the split, in order.
+        code: The stage's code digest.
+
+    Raises:
+        ArtifactError: If a shard is damaged, or if the shards are not those of one split.
+    """
+    with ExitStack() as stack:
+        parts = [stack.enter_context(open_artifact(p, FEATURE_SHARD)) for p in shards]
+        if not parts:
+            raise InputError("A split must have at least one shard. Found none.")
+        _check(parts)
+        first = parts[0]
+        ids = [sample_id for part in parts for sample_id in part.index("features")]
+        matrix = first.matrix("features")
+        columns = first.columns("features")
+        made = [part.provenance for part in parts]
+        # Shards may come from different machines: everything that took part is named.
+        provenance = {
+            key: ", ".join(sorted({str(one[key]) for one in made if key in one}))
+            for key in sorted({key for one in made for key in one})
+        } | {"join": software(code, "cpu", "numpy")["code"]}
+        with create(features, FEATURES, _common(first.spec), provenance) as writer:
+            rows = writer.matrix("features", ids, columns, dtype=matrix.dtype)
+            offset = 0
+            for part in parts:
+                values = part.matrix("features")
+                for start, stop in blocks_with_progress(len(values), _ROWS, "samples"):
+                    rows[offset + start : offset + stop] = values[start:stop]
+                offset += len(values)
+            writer.vector("sample_ids", ids)
+            for key in ("labels", "outputs", "predictions", "loss_weights", "curvature"):
+                if first.has(key):
+                    writer.vector(key, np.concatenate([part.vector(key) for part in parts]))

@@ -1,0 +1,118 @@
+"""Write the report of a study: one page that needs nothing beside it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.report.document import document
+from trak_core.report.elements import Html, element, joined
+from trak_core.report.examples import EACH, examples, targets_shown
+from trak_core.report.facts import Experiment, Facts, Measured
+from trak_core.report.read import (
+    read_counterfactual,
+    read_distortion,
+    read_evaluation,
+    read_experiment,
+    read_matrix,
+    read_mislabelled,
+    read_self_influence,
+)
+from trak_core.report.samples import drawn, printed
+from trak_core.report.timings import read_timings
+from trak_core.study.study import TRAIN, Study, users_code
+from trak_core.system.whole_file import written_whole
+
+
+def _examples(study: Path, experiments: list[Experiment], shown: list[int]) -> Html:
+    """Show targets and their strongest training samples, each drawn or printed once."""
+    loaded = Study.load(study)
+    draw = loaded.function("draw") if loaded.has("draw") else None
+
+    def show(sample: Any, description: str) -> Html:
+        if draw is None:
+            return element("span", printed(sample), class_="mono")
+        with users_code(f"{study}: drawing a sample"):
+            return drawn(draw, sample, description)
+
+    train_split = loaded.split(TRAIN, None)
+    row_of = {sample_id: row for row, sample_id in enumerate(train_split.ids)}
+    train: dict[Any, Html] = {}
+    parts = []
+    for experiment, n_shown in zip(experiments, shown, strict=True):
+        ids = [about["id"] for about in experiment.targets[:n_shown]]
+        split = loaded.split(experiment.name, ids)
+        targets = {i: show(split.samples[row], f"target {i}") for row, i in enumerate(ids)}
+        for best in experiment.strongest.values():
+            for i in (one["train_id"] for one in best):
+                if i not in train:
+                    train[i] = show(train_split.samples[row_of[i]], f"training example {i}")
+        parts.append(examples(experiment, ids, targets, train, pictures=draw is not None))
+    return joined(parts)
+
+
+def _check_scores_of(name: str, measured: Measured, facts: Facts) -> None:
+    """Refuse what was measured of other scores than are shown; Snakemake may know nothing of it."""
+    (scores,) = (one.source for one in facts.experiments if one.name == name)
+    found = measured.source.spec["scores"]
+    if found != scores.content_hash:
+        raise InputError(
+            f"{measured.source.name} must be about the scores in {scores.name}, with the hash "
+            f"{scores.content_hash}. Found {found}. Delete it and run snakemake again."
+        )
+
+
+def write_report(
+    *,
+    report: Path,
+    scores: Sequence[Path],
+    normal_matrices: Sequence[Path],
+    diagnostics: Sequence[Path],
+    evaluations: Sequence[Path],
+    counterfactuals: Sequence[Path],
+    mislabelled: Sequence[Path],
+    self_influence: Sequence[Path],
+    study: Path,
+    config: dict[str, Any],
+) -> None:
+    """Read what a study left, and write the report; the same artifacts give the same page.
+
+    Args:
+        report: The HTML file to write, in the results folder; Snakemake's measurements are read
+            from ``benchmarks`` beside it.
+        scores: Of each experiment.
+        normal_matrices: Of each checkpoint; empty without a projection.
+        diagnostics: Of each checkpoint; this and the following are empty where not asked for.
+        evaluations: Of each experiment that was measured.
+        counterfactuals: Of each experiment with one.
+        mislabelled: At most one.
+        self_influence: At most one.
+        study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
+        config: What decides the numbers.
+
+    Raises:
+        InputError: If a file is not what it must be.
+    """
+    results = report.parent
+    shown = targets_shown(len(scores))
+    experiments = [
+        read_experiment(path, results, n_shown, EACH)
+        for path, n_shown in zip(scores, shown, strict=True)
+    ]
+    known = {TRAIN, *experiments[0].checkpoints, *(one.name for one in experiments)}
+    facts = Facts(
+        config=config,
+        experiments=experiments,
+        matrices=[read_matrix(path, results) for path in normal_matrices],
+        timings=read_timings(results / "benchmarks", known),
+        evaluations={path.stem: read_evaluation(path, results) for path in evaluations},
+        counterfactuals={path.stem: read_counterfactual(path, results) for path in counterfactuals},
+        mislabelled=[read_mislabelled(path, results) for path in mislabelled],
+        self_influence=[read_self_influence(path, results) for path in self_influence],
+        distortions=[read_distortion(path, results) for path in diagnostics],
+    )
+    for measured in (*facts.evaluations.items(), *facts.counterfactuals.items()):
+        _check_scores_of(*measured, facts)
+    text = document(facts, _examples(study, experiments, shown))
+    with written_whole(report) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What the user brings: samples, checkpoints, and what is drawn from them."""

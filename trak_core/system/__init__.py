@@ -1,0 +1,1 @@
+"""The machine: whole files, memory, logs, progress, one GPU for one process."""

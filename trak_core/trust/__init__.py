@@ -1,0 +1,1 @@
+"""How far to trust scores: correlations, subset sums, rivals, distortion; arrays only."""
