@@ -20,7 +20,7 @@ include: "workflow/rules/checkpoints.smk"
 
 if exact:
 
-    include: "workflow/rules/kernel.smk"
+    include: "workflow/rules/gramian.smk"
 
 else:
 
@@ -36,14 +36,14 @@ if evaluation:
     include: "workflow/rules/evaluation.smk"
 
 
-if "mislabelled" in evaluation:
+if "flipped" in evaluation:
 
-    include: "workflow/rules/mislabelled.smk"
+    include: "workflow/rules/flipped.smk"
 
 
-if "counterfactual" in evaluation:
+if "removals" in evaluation:
 
-    include: "workflow/rules/counterfactual.smk"
+    include: "workflow/rules/removals.smk"
 
 
 if "compare" in config:
@@ -51,9 +51,9 @@ if "compare" in config:
     include: "workflow/rules/compare.smk"
 
 
-if "diagnostics" in config:
+if "distortion" in config:
 
-    include: "workflow/rules/diagnostics.smk"
+    include: "workflow/rules/distortion.smk"
 
 
 include: "workflow/rules/report.smk"
@@ -70,7 +70,7 @@ rule all:
     input:
         expand("<results>/scores/{experiment}.h5", experiment=experiments),
         expand("<results>/figures/{experiment}.png", experiment=experiments),
-        expand("<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed),
+        expand("<results>/distortion/{checkpoint}.h5", checkpoint=diagnosed),
         evaluation_files(),
         "<results>/report.html",
 

@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, default=2, help="C")
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--threads", type=int, default=1, help="compute.threads")
-    parser.add_argument("--keep", choices=["full", "top_k"], default="full", help="scoring.scores")
+    parser.add_argument("--keep", choices=["full", "top_k"], default="full", help="scoring.keep")
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     n, m, k, budget = options.train, options.targets, options.proj_dim, options.memory_mb

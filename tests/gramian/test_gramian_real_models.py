@@ -1,4 +1,4 @@
-"""Architectures in use: kernels by one backward pass, against per-sample gradients."""
+"""Architectures in use: gramians by one backward pass, against per-sample gradients."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_kernel_is_the_product_of_the_gradients(name, monkeypatch):
+def test_the_gramian_is_the_product_of_the_gradients(name, monkeypatch):
     models = pytest.importorskip("models", reason="needs transformers, which the gate installs")
 
     def refuse(*_):
@@ -32,5 +32,5 @@ def test_the_kernel_is_the_product_of_the_gradients(name, monkeypatch):
     output, parameters = MODEL_OUTPUTS[CASES[name]], select_parameters(model, None)
     found = per_sample_gradients(model, parameters, output, samples)
     j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
-    kernel = train_gramian(model, parameters, output, [samples])
-    assert np.abs(kernel - j @ j.T).max() <= 1e-9 * np.abs(kernel).max()
+    gramian = train_gramian(model, parameters, output, [samples])
+    assert np.abs(gramian - j @ j.T).max() <= 1e-9 * np.abs(gramian).max()

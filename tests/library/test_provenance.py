@@ -13,10 +13,10 @@ from trak_core.provenance import code_digest, ids_digest, stat_signature, study_
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "__init__")
 
-# Diagnostics, and what stands on the projection beside them.
-DIAGNOSED = {"diagnostics", "sampled", "projecting"}
+# Distortion, and what stands on the projection beside them.
+DIAGNOSED = {"distortion", "sampled", "projecting"}
 # What the evaluation does with scores, and with models.
-MEASURED = {"alternatives", "evaluation", "evaluation_tables", "mislabelled", "self_influence"}
+MEASURED = {"alternatives", "evaluation", "evaluation_tables", "flipped", "self_influence"}
 RETRAINED = {"embeddings", "removals", "retrain"}
 
 
@@ -45,11 +45,11 @@ def add_code(text):
         ("projection/cpu/rademacher.py", {"features", *DIAGNOSED}),
         (
             "gradients/_vmap.py",
-            {"features", *DIAGNOSED, *RETRAINED, "kernel", "subject", "check_study", "output"},
+            {"features", *DIAGNOSED, *RETRAINED, "gramian", "subject", "check_study", "output"},
         ),
         (
             "study/checkpoints.py",
-            {"features", *DIAGNOSED, "embeddings", "kernel", "subject"} - {"projecting"},
+            {"features", *DIAGNOSED, "embeddings", "gramian", "subject"} - {"projecting"},
         ),
         ("scoring/scores.py", {"scores", "average", *MEASURED}),
         ("scoring/solve.py", {"normal_matrix", "scores", "exact_scores", *MEASURED}),
@@ -61,7 +61,7 @@ def add_code(text):
                 "features",
                 *(DIAGNOSED - {"projecting"}),
                 *RETRAINED,
-                "kernel",
+                "gramian",
                 "subject",
                 "train",
                 "figure",

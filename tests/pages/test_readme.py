@@ -114,7 +114,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     headers = [line.split() for line in printed.getvalue().splitlines()]
     assert ["1573", "1662", "678"] in headers
     assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in headers
-    assert ["id", "label", "prediction", "margin", "margin_sd"] in headers
+    assert ["id", "label", "prediction", "output", "output_sd"] in headers
     assert len(shown.splitlines()) == len(headers)
 
 

@@ -24,7 +24,7 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.stages.compute_distortion import compute_diagnostics
+from trak_core.stages.compute_distortion import compute_distortion
 
 # Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.
 FILES = {
@@ -33,29 +33,29 @@ FILES = {
     "NORMAL_MATRIX": "normal_matrix/c0.h5",
     "CHECKPOINT_SCORES": "scores/mine/c0.h5",
     "SCORES": "scores/mine.h5",
-    "KERNEL": "exact/kernels/c0/train.h5",
+    "GRAMIAN": "exact/gramians/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
-    "DIAGNOSTICS": "diagnostics/c0.h5",
+    "DISTORTION": "distortion/c0.h5",
     "RETRAINED": "retrained/0-3.h5",
     "EMBEDDINGS": "embeddings/c0.h5",
     "SELF_INFLUENCE": "self_influence.h5",
     "EVALUATION": "evaluation/mine.h5",
-    "MISLABELLED": "mislabelled.h5",
-    "COUNTERFACTUAL": "counterfactual/mine.h5",
+    "FLIPPED": "flipped.h5",
+    "REMOVALS": "removals/mine.h5",
     "COMPARISON": "comparison.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
 
-def diagnose(results, study, checkpoint):
-    compute_diagnostics(
-        diagnostics=results / FILES["DIAGNOSTICS"],
+def distort(results, study, checkpoint):
+    compute_distortion(
+        distortion=results / FILES["DISTORTION"],
         checkpoint=checkpoint,
         study=study,
         spec={
             **{key: SETTINGS[key] for key in ("model_output", "dtype", "study", "projection")},
             **{"checkpoint": "c0", "parameter_patterns": None, "targets": None},
-            "diagnostics": {"samples": 10, "streams": 2},
+            "distortion": {"samples": 10, "streams": 2},
         },
         code="code",
         device="cpu",
@@ -74,7 +74,7 @@ def write_evaluations(results):
             for key in getattr(artifacts, kind).keys:
                 frame = file.matrix(key, range(40), range(30), dtype=frames.get(key, np.float32))
                 frame[:] = np.arange(1200).reshape(40, 30) % 2
-    for kind in ("SELF_INFLUENCE", "EVALUATION", "MISLABELLED", "COUNTERFACTUAL", "COMPARISON"):
+    for kind in ("SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS", "COMPARISON"):
         with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
             for key in getattr(artifacts, kind).keys:
                 file.table(key, rows, ["target_id"])
@@ -88,7 +88,7 @@ def results(tmp_path_factory):
     run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
     run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
     run_exact_stages(folder / "exact", *what, model_output="regression")
-    diagnose(folder, study, checkpoints["c0"])
+    distort(folder, study, checkpoints["c0"])
     write_evaluations(folder)
     return folder
 
@@ -272,7 +272,7 @@ def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
     shutil.copytree(results, tmp_path / "results")
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    path = tmp_path / "results" / FILES["KERNEL"]
+    path = tmp_path / "results" / FILES["GRAMIAN"]
     path.write_bytes(path.read_bytes()[:-60] + b"x")
-    with pytest.raises(ArtifactError, match=r"kernels/c0/train\.h5"):
+    with pytest.raises(ArtifactError, match=r"gramian/c0/train\.h5"):
         exec(code, {})

@@ -11,11 +11,11 @@ from trained_cases import N_TARGETS, STUDIES, Case, assert_close
 from workspace import Workspace
 
 from trak_core.errors import InputError
+from trak_core.gradients import check_finite_gramian
 from trak_core.provenance import ids_digest
-from trak_core.stages import compute_gramian as kernel
+from trak_core.stages import compute_gramian as gramian
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
-from trak_core.stages.finite import check_finite_kernel
 
 
 class ExactCase(Case):
@@ -68,7 +68,7 @@ def test_scores_equal_the_formula_in_float64(
 
 
 @pytest.mark.parametrize("weighting", ["plain", "curvature"])
-def test_without_damping_where_the_kernel_is_well_conditioned(case, tmp_path, weighting):
+def test_without_damping_where_the_gramian_is_well_conditioned(case, tmp_path, weighting):
     """Ten training samples: a float32 gradient is lost by the condition number."""
     text = case.path.read_text()
     for n_train in ("[:150]", "[:342]"):
@@ -88,15 +88,15 @@ def test_batches_and_memory_do_not_change_scores(cases, tmp_path, other):
     assert_close(second, first, 1e-5)
 
 
-def test_a_kernel_is_symmetric_and_carries_what_features_carry(cases, tmp_path):
+def test_a_gramian_is_symmetric_and_carries_what_features_carry(cases, tmp_path):
     case = cases["small_digits"]
     final = case.stages(tmp_path, 1, batch_size=32)
-    path = tmp_path / "kernels/c0/train.h5"
-    square = pd.read_hdf(path, "kernel")
+    path = tmp_path / "gramian/c0/train.h5"
+    square = pd.read_hdf(path, "gramian")
     assert square.index.tolist() == square.columns.tolist() == case.train.ids
     np.testing.assert_array_equal(square, square.T)
     assert set(square.dtypes) == {np.dtype(np.float64)}
-    cross = pd.read_hdf(tmp_path / "kernels/c0/mine.h5", "kernel")
+    cross = pd.read_hdf(tmp_path / "gramian/c0/mine.h5", "gramian")
     assert cross.index.tolist() == case.train.ids
     assert cross.columns.tolist() == case.targets
     samples = [case.train.samples[i] for i in range(len(case.train.ids))]
@@ -108,13 +108,13 @@ def test_a_kernel_is_symmetric_and_carries_what_features_carry(cases, tmp_path):
     assert_close(square.to_numpy(), j @ j.T, 1e-5)
     table = pd.read_hdf(final, "train")
     np.testing.assert_array_equal(table["label"], y)
-    np.testing.assert_allclose(table["margin"], f, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(table["output"], f, rtol=1e-4, atol=1e-4)
 
 
 def test_a_subset_of_parameters(cases, tmp_path):
     case = cases["small_digits"]
     case.stages(tmp_path, 1, parameters=["8.*"])
-    found = pd.read_hdf(tmp_path / "kernels/c0/train.h5", "kernel").to_numpy()
+    found = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian").to_numpy()
     samples = [case.train.samples[i] for i in range(len(case.train.ids))]
     model = case.models["c0"].double().eval()
     try:
@@ -134,7 +134,7 @@ def test_a_second_run_writes_the_same_bytes(cases, tmp_path):
         assert first == second, file
 
 
-def test_a_singular_kernel_is_explained(cases, tmp_path):
+def test_a_singular_gramian_is_explained(cases, tmp_path):
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
         cases["diabetes"].stages(tmp_path, 1, damping=0)
     assert not (tmp_path / "scores").exists()
@@ -142,7 +142,7 @@ def test_a_singular_kernel_is_explained(cases, tmp_path):
 
 def test_a_budget_that_is_too_small_is_refused_by_the_jobs(cases, tmp_path):
     found = (
-        r"must hold a kernel of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
+        r"must hold a gramian of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
     )
     with pytest.raises(InputError, match=found):
         cases["diabetes"].stages(tmp_path, 1, memory_mb=0)
@@ -174,19 +174,19 @@ def test_a_gradient_that_is_not_finite_names_its_sample():
     values = np.ones((4, 4))
     values[2], values[:, 2] = np.nan, np.nan
     with pytest.raises(InputError, match=r"for the samples c\. Look"):
-        check_finite_kernel(values, list("abcd"), list("abcd"))
+        check_finite_gramian(values, list("abcd"), list("abcd"))
     values = np.ones((4, 3))
     values[:, 1] = np.inf
     with pytest.raises(InputError, match=r"for the samples y\. Look"):
-        check_finite_kernel(values, list("abcd"), list("xyz"))
+        check_finite_gramian(values, list("abcd"), list("xyz"))
     values = np.ones((3, 3))
     values[0, 0] = np.inf
     with pytest.raises(InputError, match=r"for the samples a\. Look"):
-        check_finite_kernel(values, list("abc"), list("abc"))
+        check_finite_gramian(values, list("abc"), list("abc"))
 
 
 def test_memory_that_runs_out_halves_the_blocks(cases, tmp_path, monkeypatch, capsys):
-    case, real = cases["small_digits"], kernel.train_gramian
+    case, real = cases["small_digits"], gramian.train_gramian
 
     def tight(model, parameters, output, blocks):
         if len(blocks[0]) > 20:
@@ -194,7 +194,7 @@ def test_memory_that_runs_out_halves_the_blocks(cases, tmp_path, monkeypatch, ca
         return real(model, parameters, output, blocks)
 
     expected = read_scores(case.stages(tmp_path / "first", 1)).to_numpy()
-    monkeypatch.setattr(kernel, "train_gramian", tight)
+    monkeypatch.setattr(gramian, "train_gramian", tight)
     found = read_scores(case.stages(tmp_path / "second", 1)).to_numpy()
     assert "going on with 16 samples at once" in capsys.readouterr().out
     assert_close(found, expected, 1e-5)
@@ -224,13 +224,13 @@ OTHER_CONFIGS = [
 
 
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("split", "other")])
-def test_kernels_of_another_config_are_refused(finished, tmp_path, key, value):
+def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, expected = finished
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{key}.*rule compute_kernel remakes it"):
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{key}.*rule compute_gramian remakes it"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
-            train=folder / "kernels/c1/train.h5",
-            targets=folder / "kernels/c1/mine.h5",
+            train=folder / "gramian/c1/train.h5",
+            targets=folder / "gramian/c1/mine.h5",
             expected={**expected, "checkpoint": "c1", "split": "mine", key: value},
             damping=2,
             weighting="plain",
@@ -240,13 +240,13 @@ def test_kernels_of_another_config_are_refused(finished, tmp_path, key, value):
     assert not (tmp_path / "out.h5").exists()
 
 
-def test_kernels_of_two_checkpoints_are_refused(finished, tmp_path):
+def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
     folder, expected = finished
     with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
-            train=folder / "kernels/c1/train.h5",
-            targets=folder / "kernels/c0/mine.h5",
+            train=folder / "gramian/c1/train.h5",
+            targets=folder / "gramian/c0/mine.h5",
             expected={**expected, "checkpoint": "c1", "split": "mine"},
             damping=2,
             weighting="plain",
@@ -283,7 +283,7 @@ def test_the_workflow_from_exact_scores_to_a_projection(tmp_path):
     own = {**OWN, "checkpoints": checkpoints, "experiments": experiments, "projection": "exact"}
     study = Workspace.make(tmp_path / "study", "diabetes.py", own)
     paths = {f"c{i}": save_own_checkpoint(study, i) for i in range(2)}
-    assert study.run() == {"compute_kernel": 4, "compute_exact_scores": 2, "average_scores": 1}
+    assert study.run() == {"compute_gramian": 4, "compute_exact_scores": 2, "average_scores": 1}
     study.config["compute"] = {"batch_size": 9, "memory_mb": 300, "threads": 2}
     assert study.run() == {}
     targets = study.config["experiments"]["few"]["targets"]

@@ -11,7 +11,7 @@ from trak_core.config.budget import (
     Need,
     average_need,
     check_memory,
-    diagnostics_need,
+    distortion_need,
     evaluation_need,
     exact_need,
     normal_matrix_need,
@@ -56,11 +56,11 @@ def test_what_is_taken_never_exceeds_the_budget(memory_mb):
             r"^experiment mine: .* exact scores of 50000 training samples, .*: 57450 MiB\. Found",
         ),
         ({"proj_dim": None, "n_train": 4000}, None),
-        ({"diagnostics": {"samples": 200, "streams": 8}}, None),
+        ({"distortion": {"samples": 200, "streams": 8}}, None),
         (
-            {"diagnostics": {"samples": 3000, "streams": 8}},
-            r"^compute\.memory_mb must hold diagnostics of 3000 samples under 8 streams of proj_dim"
-            r" 512: 918 MiB\. Found 500\. Raise it, lower diagnostics\.samples or ",
+            {"distortion": {"samples": 3000, "streams": 8}},
+            r"^compute\.memory_mb must hold the distortion of 3000 samples under 8 streams of "
+            r"proj_dim 512: 918 MiB\. Found 500\. Raise it, lower distortion\.samples or ",
         ),
         ({"n_train": 10**7}, r"^experiment mine: .* the average for 10000000 training samples"),
     ],
@@ -73,7 +73,7 @@ def test_a_budget_is_checked_for_every_job(change, message):
         "n_checkpoints": 10,
         "scores": "full",
         "top": 20,
-        "diagnostics": None,
+        "distortion": None,
     }
     if message is None:
         check_memory(500, **{**config, **change})
@@ -134,10 +134,10 @@ from trak_core.trust.distortion import (
 )
 
 def measure(x, features, block):
-    kernel = x.astype(np.float64) @ x.T.astype(np.float64)
-    sd = inner_product_sd(512, kernel, peakedness(x, x, block))
+    gramian = x.astype(np.float64) @ x.T.astype(np.float64)
+    sd = inner_product_sd(512, gramian, peakedness(x, x, block))
     for agreement in (squared_norm_agreement, inner_product_agreement):
-        agreement(kernel, list(features), sd)
+        agreement(gramian, list(features), sd)
 
 rng = np.random.default_rng(0)
 measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), 1)
@@ -151,7 +151,7 @@ print(peak() - before)
 
 
 def test_diagnostics_hold_what_is_said():
-    need = diagnostics_need(1200, 512, 8).fixed_bytes
+    need = distortion_need(1200, 512, 8).fixed_bytes
     assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
 
 

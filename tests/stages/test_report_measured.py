@@ -16,10 +16,10 @@ from reported import (
 )
 
 from trak_core.artifacts import (
-    COUNTERFACTUAL,
-    DIAGNOSTICS,
+    DISTORTION,
     EVALUATION,
-    MISLABELLED,
+    FLIPPED,
+    REMOVALS,
     SCORES,
     SELF_INFLUENCE,
     create,
@@ -73,18 +73,18 @@ def measured(results):
             sweep=sweep,
             best=best,
         )],
-        "counterfactuals": [tables(
-            folder / "counterfactual/mine.h5",
-            COUNTERFACTUAL,
+        "removals": [tables(
+            folder / "removals/mine.h5",
+            REMOVALS,
             spec=spec,
             summary=[{"removed": r, "n_removed": n, "change": c, "low": c - 1, "high": c + 1}
                      for r, c in (("top", -3.5), ("random", -0.25), ("difference", -3.25))
                      for n in (5, 10)],
             targets=[{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
         )],
-        "mislabelled": [tables(
-            folder / "mislabelled.h5",
-            MISLABELLED,
+        "flipped": [tables(
+            folder / "flipped.h5",
+            FLIPPED,
             train=[{"id": "a", "flipped": 1}, {"id": "b", "flipped": 0}, {"id": "c", "flipped": 1}],
             detection=[{"method": "self_influence", "auc": 0.875, "found": 0.5}],
         )],
@@ -95,20 +95,20 @@ def measured(results):
                    for i in range(12)],
         )],
     }  # fmt: skip
-    path = folder / "diagnostics/c0.h5"
+    path = folder / "distortion/c0.h5"
     spec = {"checkpoint": {"id": "c0"}}
-    with create(path, DIAGNOSTICS, spec, {}, n_streams=4) as writer:
+    with create(path, DISTORTION, spec, {}, n_streams=4) as writer:
         kinds, columns = ["squared_norm", "inner_product"], ["measured", "standard_error"]
         writer.matrix("agreement", kinds, [*columns, "predicted"])[:] = [
             [0.25, 0.01, 0.24],
             [0.125, 0.02, 0.13],
         ]
-        for key in ("by_stream", "kernel", "predicted_sd"):
+        for key in ("by_stream", "gramian", "predicted_sd"):
             writer.matrix(key, range(2), range(2))[:] = 1
-        for key in ("projected_kernel", "projected_squared_norms"):
+        for key in ("projected_gramian", "projected_squared_norms"):
             writer.matrix(key, range(2), range(2))[:] = 1
         writer.vector("sample_ids", np.arange(2))
-    return Page(write(results, diagnostics=[path], **more))
+    return Page(write(results, distortion=[path], **more))
 
 
 def test_measurements_stand_in_tables(measured):
@@ -147,7 +147,7 @@ def test_curves_are_drawn_and_described(measured):
 
 
 def test_measurements_of_other_scores_are_refused(results):
-    for kind, key in ((EVALUATION, "evaluations"), (COUNTERFACTUAL, "counterfactuals")):
+    for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
         some = {table: [{"a": 1}] for table in kind.keys}
         other = tables(results / "other/mine.h5", kind, spec={"scores": "another"}, **some)
         found = r"other/mine\.h5 must be about the scores in scores/mine\.h5.*Found another"

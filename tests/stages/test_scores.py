@@ -10,13 +10,13 @@ import torch
 from pipeline import read_scores, run_stages
 from torch import nn
 from trained_cases import N_TARGETS, Case, assert_close
+from trak_core.stages.projecting import projecting_device
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
 from trak_core.models.loaded import warn_of_saturation
 from trak_core.projection.cuda import machine
 from trak_core.stages import compute_features as features
-from trak_core.stages.projecting import projecting_device
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +115,8 @@ def test_labels_predictions_and_margins_come_along(case, tmp_path):
             *(oracle.jacobian(m.double().eval(), samples, case.output) for m in doubles(case)),
             strict=True,
         )
-        np.testing.assert_allclose(table["margin"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(table["margin_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(table["output"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(table["output_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
 
 
 def test_the_mean_loss_weight_and_what_made_the_files_come_along(case, tmp_path):

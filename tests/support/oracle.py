@@ -79,9 +79,9 @@ def _scores(
             q, curvature = y - f, np.ones_like(f)
         w = curvature if weighting == "curvature" else np.ones_like(f)
         shift = damping * np.mean(w * (phi**2).sum(1))
-        kernel = phi.T @ (w[:, None] * phi) + shift * np.eye(phi.shape[1])
+        gramian = phi.T @ (w[:, None] * phi) + shift * np.eye(phi.shape[1])
         # Without damping, and with fewer samples than dimensions: the limit of ever less of it.
-        inverse = np.linalg.inv(kernel) if shift else np.linalg.pinv(kernel, rcond=1e-12)
+        inverse = np.linalg.inv(gramian) if shift else np.linalg.pinv(gramian, rcond=1e-12)
         all_similarities.append(phi @ inverse @ phi_targets.T)
         all_weights.append(np.sign(q) * np.abs(q) ** power)
     a, q = np.array(all_similarities), np.array(all_weights)

@@ -8,7 +8,7 @@ from trak_core.provenance import ids_digest
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_gramian import compute_kernel
+from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.join_shards import join_shards
@@ -150,10 +150,10 @@ def run_exact_stages(
     to_targets = {**settings, "targets_digest": ids_digest(targets)}
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
-        kernels = {s: results / "kernels" / checkpoint / f"{s}.h5" for s in ("train", "mine")}
-        for split, file in kernels.items():
-            compute_kernel(
-                kernel=file,
+        gramians = {s: results / "gramian" / checkpoint / f"{s}.h5" for s in ("train", "mine")}
+        for split, file in gramians.items():
+            compute_gramian(
+                gramian=file,
                 checkpoint=path,
                 study=study,
                 split=split,
@@ -171,8 +171,8 @@ def run_exact_stages(
         scores = results / "scores/mine" / f"{checkpoint}.h5"
         compute_exact_scores(
             scores=scores,
-            train=kernels["train"],
-            targets=kernels["mine"],
+            train=gramians["train"],
+            targets=gramians["mine"],
             expected={**to_targets, "checkpoint": checkpoint, "split": "mine"},
             damping=damping,
             weighting=weighting,

@@ -79,7 +79,7 @@ def write(results, study=None, exact=False, **more):
     report = results / "report.html"
     matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
     files = dict.fromkeys(
-        ("diagnostics", "evaluations", "counterfactuals", "mislabelled", "self_influence"), ()
+        ("distortion", "evaluations", "removals", "flipped", "self_influence"), ()
     )
     write_report(
         report=report,
@@ -130,7 +130,7 @@ def facts(
         "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
         "loss_weight_power": power,
     }
-    targets = [{"id": i, "margin": float(i), "margin_sd": sd} for i in range(8)]
+    targets = [{"id": i, "output": float(i), "output_sd": sd} for i in range(8)]
     source = replace(SOURCE, spec=spec)
     experiment = Experiment("mine", source, "relative", 100, saturated, targets, {})
     matrix = Matrix("c0", SOURCE, smallest, 1e3, 1.0, 100)

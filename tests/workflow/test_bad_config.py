@@ -61,7 +61,7 @@ CONFIGS = {
     ),
     "exact scores of top influences alone": (
         {"projection": "exact", "scoring": {"scores": "top_k"}},
-        r"With `projection: exact`, scoring\.scores must be full: .* Found top_k",
+        r"With `projection: exact`, scoring\.keep must be full: .* Found top_k",
     ),
     "exact scores in shards": (
         {"projection": "exact", "compute": {"shards": 2}},
@@ -78,23 +78,23 @@ CONFIGS = {
         {"projection": "exact", "features_dtype": "float16"},
         r"With `projection: exact`, no features are stored\. Found features_dtype float16",
     ),
-    "diagnostics of nothing": (
-        {"projection": "exact", "diagnostics": {}},
-        r"With `projection: exact`, nothing is projected, .* Found diagnostics\. Leave them out",
+    "distortion of nothing": (
+        {"projection": "exact", "distortion": {}},
+        r"With `projection: exact`, nothing is projected: .* Found distortion\. Leave it out",
     ),
-    "diagnostics without pairs or standard errors": (
-        {"diagnostics": {"samples": 1, "streams": 1}},
-        r"diagnostics\.samples: must be at least 2\. Found 1\. .* "
-        r"diagnostics\.streams: must be at least 2\. Found 1\.",
+    "distortion without pairs or standard errors": (
+        {"distortion": {"samples": 1, "streams": 1}},
+        r"distortion\.samples: must be at least 2\. Found 1\. .* "
+        r"distortion\.streams: must be at least 2\. Found 1\.",
     ),
-    "diagnostics of too many samples": (
-        {"diagnostics": {"samples": 343}},
-        r"diagnostics\.samples must not exceed the training samples\. Found 343 of 342\. Lower it",
+    "distortion of too many samples": (
+        {"distortion": {"samples": 343}},
+        r"distortion\.samples must not exceed the training samples\. Found 343 of 342\. Lower it",
     ),
-    "diagnostics that memory does not hold": (
-        {"diagnostics": {"samples": 342, "streams": 200}, "compute": {"memory_mb": 200}},
-        r"compute\.memory_mb must hold diagnostics of 342 samples under 200 streams of proj_dim "
-        r"1024: 289 MiB\. Found 200\. Raise it, lower diagnostics\.samples or diagnostics\.streams",
+    "distortion that memory does not hold": (
+        {"distortion": {"samples": 342, "streams": 200}, "compute": {"memory_mb": 200}},
+        r"compute\.memory_mb must hold the distortion of 342 samples under 200 streams of proj_dim "
+        r"1024: 289 MiB\. Found 200\. Raise it, lower distortion\.samples or distortion\.streams",
     ),
     "out of range": (
         {"scoring": {"damping": -1}},

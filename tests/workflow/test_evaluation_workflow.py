@@ -25,8 +25,8 @@ CONFIG = {
         "trak": [16],
         "sweep": {"damping": [1], "proj_dim": [16]},
         "self_influence": True,
-        "mislabelled": {"fraction": 0.1},
-        "counterfactual": {"experiment": "few", "targets": 2, "per_job": 1, "seeds": 1},
+        "flipped": {"fraction": 0.1},
+        "removals": {"experiment": "few", "targets": 2, "per_job": 1, "seeds": 1},
     },
 }
 
@@ -46,11 +46,11 @@ def finished(tmp_path_factory):
         "compute_embeddings": 2,
         "evaluate_scores": 1,
         "compute_self_influence": 1,
-        "train_mislabelled": 2,
-        "compute_mislabelled_features": 2,
-        "compute_mislabelled_normal_matrix": 2,
-        "find_mislabelled": 1,
-        "retrain_at_random": 1,
+        "train_checkpoint_flipped": 2,
+        "compute_features_flipped": 2,
+        "compute_normal_matrix_flipped": 2,
+        "find_flipped": 1,
+        "retrain_without_random": 1,
         "retrain_without_top": 2,
         "compare_removals": 1,
         "write_report": 1,
@@ -69,8 +69,8 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(finished):
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
         "self_influence.h5": ["train"],
-        "mislabelled.h5": ["train", "detection"],
-        "counterfactual/few.h5": ["summary", "targets"],
+        "flipped.h5": ["train", "detection"],
+        "removals/few.h5": ["summary", "targets"],
     }.items():
         heading = name.replace("few", "{experiment}")
         section = page.split(f"`results/{heading}`")[1].split("\n## ")[0].replace("\n", " ")
@@ -96,17 +96,17 @@ CHANGES = {
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
     "other flips": (
-        {"mislabelled": {"fraction": 0.2}},
+        {"flipped": {"fraction": 0.2}},
         {
-            "train_mislabelled": 2,
-            "compute_mislabelled_features": 2,
-            "compute_mislabelled_normal_matrix": 2,
-            "find_mislabelled": 1,
+            "train_checkpoint_flipped": 2,
+            "compute_features_flipped": 2,
+            "compute_normal_matrix_flipped": 2,
+            "find_flipped": 1,
         },
     ),
     "more draws": (
-        {"counterfactual": CONFIG["evaluation"]["counterfactual"] | {"draws": 5}},
-        {"retrain_at_random": 1, "retrain_without_top": 2, "compare_removals": 1},
+        {"removals": CONFIG["evaluation"]["removals"] | {"draws": 5}},
+        {"retrain_without_random": 1, "retrain_without_top": 2, "compare_removals": 1},
     ),
 }
 
@@ -123,7 +123,7 @@ def test_damping_reruns_no_retraining_of_halves(study):
     counts = study.run("-n", "all")
     assert counts["evaluate_scores"] == counts["compute_self_influence"] == 1
     assert counts["retrain_without_top"] == 2
-    assert not {"retrain_subsets", "retrain_at_random", "compute_embeddings"} & set(counts)
+    assert not {"retrain_subsets", "retrain_without_random", "compute_embeddings"} & set(counts)
 
 
 def test_without_an_evaluation_nothing_of_it_runs(study):
@@ -189,15 +189,15 @@ BAD = {
         {"evaluation.experiments": ["many"]},
         r"experiments of the study: few\. Found 'many'",
     ),
-    "unknown counterfactual experiment": (
-        {"evaluation.counterfactual": {"experiment": "many"}},
+    "unknown removals experiment": (
+        {"evaluation.removals": {"experiment": "many"}},
         r"Found 'many'",
     ),
     "no training": ({"training": None}, r"evaluation\.subsets trains models.*no `training`"),
-    "top_k": ({"scoring.scores": "top_k"}, r"scoring\.scores must be full\. Found top_k"),
+    "top_k": ({"scoring.keep": "top_k"}, r"scoring\.keep must be full\. Found top_k"),
     "no classes": (
         {"model_output": "regression"},
-        r"evaluation\.mislabelled needs labels that are classes.*Found regression",
+        r"evaluation\.flipped needs labels that are classes.*Found regression",
     ),
     "exact": ({"projection": "exact"}, r"evaluation\.trak works on projected features"),
     "too many columns": (
@@ -237,9 +237,9 @@ def test_evaluations_that_cannot_be(name):
     ("change", "expected"),
     [
         ({"trak": [200]}, r"trak must be at most 150, with 150 training samples\. Found 200"),
-        ({"counterfactual": {"n_removed": [150]}}, r"n_removed must be at most 149"),
+        ({"removals": {"n_removed": [150]}}, r"n_removed must be at most 149"),
         (
-            {"counterfactual": {"experiment": "few", "targets": 4, "n_removed": [1]}},
+            {"removals": {"experiment": "few", "targets": 4, "n_removed": [1]}},
             r"targets must be at most the targets of its experiment\. Found 4; there are 3",
         ),
     ],
@@ -260,14 +260,14 @@ def test_the_default_study_is_measured():
     for name in ("config", "smoke"):
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
         asked = config["evaluation"]
-        assert {"subsets", "trak", "sweep", "mislabelled", "counterfactual"} <= set(asked)
+        assert {"subsets", "trak", "sweep", "flipped", "removals"} <= set(asked)
 
 
 def test_models_without_other_samples_are_refused(study):
     """A file that Snakemake thinks is right, made for other removals."""
-    study.config["evaluation"]["counterfactual"]["seeds"] = 2
+    study.config["evaluation"]["removals"]["seeds"] = 2
     output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
-    assert re.search(r"random\.h5: files .* today's config.*rule retrain_at_random", output)
+    assert re.search(r"random\.h5: files .* today's config.*rule retrain_without_random", output)
 
 
 def test_a_comparison_follows_the_other_run(study):

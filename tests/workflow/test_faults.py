@@ -120,7 +120,7 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
     assert state(done) == before
 
     assert study.run() == {
-        "compute_feature_shard": 2,
+        "compute_features_shard": 2,
         "join_shards": 1,
         "compute_normal_matrix": 1,
         "compute_scores": 1,

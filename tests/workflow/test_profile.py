@@ -7,22 +7,22 @@ from workspace import REPOSITORY
 
 WITH_GPU = {
     "compute_features",
-    "compute_feature_shard",
-    "compute_kernel",
-    "compute_diagnostics",
+    "compute_features_shard",
+    "compute_gramian",
+    "compute_distortion",
     "compute_embeddings",
-    "compute_mislabelled_features",
+    "compute_features_flipped",
 }
 # Minutes to hours a job, or one for the whole study.
 APART = WITH_GPU | {
     "train_checkpoint",
-    "train_mislabelled",
+    "train_checkpoint_flipped",
     "retrain_subsets",
-    "retrain_at_random",
+    "retrain_without_random",
     "retrain_without_top",
     "evaluate_scores",
     "compute_self_influence",
-    "find_mislabelled",
+    "find_flipped",
     "compare_removals",
     "compare_runs",
     # After jobs that a group could not hold.

@@ -187,7 +187,7 @@ def without_timings(workspace):
 def test_shards_of_one_split_changed(study):
     study.config["experiments"]["few"]["shards"] = 2
     assert study.run() == {
-        "compute_feature_shard": 6,
+        "compute_features_shard": 6,
         "join_shards": 3,
         "compute_scores": 3,
         "average_scores": 1,
@@ -245,7 +245,7 @@ def test_shards_give_the_same_scores(trained, tmp_path):
     sharded = Workspace.make(tmp_path / "sharded", "small_digits.py", config)
     assert sharded.run() == {
         "train_checkpoint": 3,
-        "compute_feature_shard": 15,
+        "compute_features_shard": 15,
         "join_shards": 6,
         "compute_normal_matrix": 3,
         "compute_scores": 3,

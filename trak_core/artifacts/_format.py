@@ -36,7 +36,7 @@ _TRAIN_COLUMNS = ("loss_weights", "curvature")
 _FEATURES = ("features", "outputs", "sample_ids")
 _FEATURES_SAMPLES = {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)}
 FEATURES = Kind("trak-features", _FEATURES, "compute_features", _FEATURES_SAMPLES)
-FEATURE_SHARD = Kind("trak-features", _FEATURES, "compute_feature_shard", _FEATURES_SAMPLES)
+FEATURE_SHARD = Kind("trak-features", _FEATURES, "compute_features_shard", _FEATURES_SAMPLES)
 NORMAL_MATRIX = Kind(
     "trak-normal-matrix",
     ("normal_matrix", "mean_squared_norm"),
@@ -55,20 +55,20 @@ CHECKPOINT_SCORES = Kind(
         ),
     },
 )
-KERNEL = Kind(
-    "trak-kernel",
-    ("kernel", "outputs", "sample_ids"),
-    "compute_kernel",
-    {"sample_ids": ("kernel/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
+GRAMIAN = Kind(
+    "trak-gramian",
+    ("gramian", "outputs", "sample_ids"),
+    "compute_gramian",
+    {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
 # The same files by another road.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = Kind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
-_OF_PAIRS = ("kernel", "predicted_sd", "projected_kernel")
-DIAGNOSTICS = Kind(
-    "trak-diagnostics",
+_OF_PAIRS = ("gramian", "predicted_sd", "projected_gramian")
+DISTORTION = Kind(
+    "trak-distortion",
     ("agreement", "by_stream", "sample_ids", *_OF_PAIRS, "projected_squared_norms"),
-    "compute_diagnostics",
+    "compute_distortion",
     {
         "sample_ids": (
             *(f"{key}/axis{i}" for key in _OF_PAIRS for i in (0, 1)),
@@ -80,14 +80,14 @@ RETRAINED = Kind("trak-retrained", ("masks", "outputs", "predictions"), "retrain
 EMBEDDINGS = Kind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence")
 EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
-MISLABELLED = Kind("trak-evaluation", ("train", "detection"), "find_mislabelled")
-COUNTERFACTUAL = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
+FLIPPED = Kind("trak-evaluation", ("train", "detection"), "find_flipped")
+REMOVALS = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
 COMPARISON = Kind("trak-evaluation", ("experiments", "targets"), "compare_runs")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
-    *(FEATURES, NORMAL_MATRIX, KERNEL, CHECKPOINT_SCORES, SCORES, DIAGNOSTICS),
+    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE),
-    *(EVALUATION, MISLABELLED, COUNTERFACTUAL, COMPARISON),
+    *(EVALUATION, FLIPPED, REMOVALS, COMPARISON),
 )
 
 

@@ -71,14 +71,14 @@ def scores_need(proj_dim: int, n_targets: int) -> Need:
 _FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
 
 
-def kernel_need(n_train: int, n_columns: int) -> Need:
-    """Return what a kernel of float64 takes; samples and activations come on top."""
-    what = f"a kernel of {n_train} x {n_columns} inner products"
+def gramian_need(n_train: int, n_columns: int) -> Need:
+    """Return what a gramian of float64 takes; samples and activations come on top."""
+    what = f"a gramian of {n_train} x {n_columns} inner products"
     return Need(what, 8 * n_train * n_columns, remedy=_FEWER)
 
 
 def exact_need(n_train: int, n_targets: int) -> Need:
-    """Return what exact scores hold: the kernel, damped and once more for LAPACK; targets' rows."""
+    """Return what exact scores hold: the gramian, damped, LAPACK's copy; targets' rows."""
     what = (
         f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
         f"and {n_targets} targets"
@@ -86,14 +86,14 @@ def exact_need(n_train: int, n_targets: int) -> Need:
     return Need(what, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
-def diagnostics_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
-    """Return what diagnostics hold: pairs of samples a dozen times, and the streams' features.
+def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
+    """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
 
     Gradients, and what the model keeps for them, get what is left.
     """
-    what = f"diagnostics of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
+    what = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
     features = (4 * n_streams + 32) * n_samples * proj_dim
-    remedy = "lower diagnostics.samples or diagnostics.streams"
+    remedy = "lower distortion.samples or distortion.streams"
     return Need(what, 96 * n_samples**2 + features, remedy=remedy)
 
 
@@ -165,7 +165,7 @@ def check_memory(
     n_checkpoints: int,
     scores: str,
     top: int,
-    diagnostics: Mapping[str, int] | None,
+    distortion: Mapping[str, int] | None,
 ) -> None:
     """Refuse a budget that a job would refuse, before any job.
 
@@ -177,15 +177,15 @@ def check_memory(
         n_checkpoints: How many.
         scores: ``full`` or ``top_k``.
         top: Influences of either sign kept for each target.
-        diagnostics: ``samples`` and ``streams``; None for none, and without a projection.
+        distortion: ``samples`` and ``streams``; None for none, and without a projection.
 
     Raises:
         InputError: At the first job that would not fit; it names the experiment if it is one's.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim).check(memory_mb)
-        if diagnostics is not None:
-            need = diagnostics_need(diagnostics["samples"], proj_dim, diagnostics["streams"])
+        if distortion is not None:
+            need = distortion_need(distortion["samples"], proj_dim, distortion["streams"])
             need.check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if scores == "top_k" else None

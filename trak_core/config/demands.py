@@ -7,7 +7,7 @@ from trak_core.errors import InputError
 from trak_core.spec import ProjectionKind
 
 _CLASSES = ("image_classification", "text_classification")
-_FEATURES_ONLY = ("trak", "sweep", "self_influence", "mislabelled")
+_FEATURES_ONLY = ("trak", "sweep", "self_influence", "flipped")
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
@@ -20,7 +20,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         InputError: It names the key.
     """
     asked = config["evaluation"]
-    lds, counterfactual = {"subsets", "ground_truth"} & set(asked), asked.get("counterfactual")
+    lds, removals = {"subsets", "ground_truth"} & set(asked), asked.get("removals")
     if len(lds) == 2:
         raise InputError(
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
@@ -35,28 +35,28 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "neither."
         )
     named = list(asked.get("experiments", ()))
-    if counterfactual:
-        named.append(counterfactual["experiment"])
+    if removals:
+        named.append(removals["experiment"])
     unknown = [name for name in named if name not in config["experiments"]]
     if unknown:
         raise InputError(
             f"evaluation must name experiments of the study: {', '.join(config['experiments'])}. "
             f"Found {unknown[0]!r}."
         )
-    trained = [key for key in ("subsets", "mislabelled", "counterfactual") if key in asked]
+    trained = [key for key in ("subsets", "flipped", "removals") if key in asked]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
             "study a function train(). Found no `training`. Models that were retrained elsewhere "
             "can be given as evaluation.ground_truth."
         )
-    if (lds or counterfactual) and config["scoring"]["scores"] != "full":
+    if (lds or removals) and config["scoring"]["keep"] != "full":
         raise InputError(
-            "An evaluation needs all scores: scoring.scores must be full. Found "
+            "An evaluation needs all scores: scoring.keep must be full. Found "
             f"{config['scoring']['scores']}."
         )
-    if (lds and "same_class" in asked["baselines"]) or "mislabelled" in asked:
-        key = "mislabelled" if "mislabelled" in asked else "baselines: same_class"
+    if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
+        key = "flipped" if "flipped" in asked else "baselines: same_class"
         if config["model_output"] not in _CLASSES:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
@@ -105,8 +105,8 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
     for key, sizes, most in (
         ("trak", asked["trak"], n_train),
         (
-            "counterfactual.n_removed",
-            asked.get("counterfactual", {}).get("n_removed", ()),
+            "removals.n_removed",
+            asked.get("removals", {}).get("n_removed", ()),
             n_train - 1,
         ),
     ):
@@ -115,16 +115,16 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
                 f"evaluation.{key} must be at most {most}, with {n_train} training samples. Found "
                 f"{max(sizes)}."
             )
-    flipped = round(asked.get("mislabelled", {}).get("fraction", 0) * n_train)
+    flipped = round(asked.get("flipped", {}).get("fraction", 0) * n_train)
     if flipped and flipped == n_train:
         raise InputError(
-            "evaluation.mislabelled.fraction must leave some labels as they are. Found "
-            f"{asked['mislabelled']['fraction']}, all of {n_train}."
+            "evaluation.flipped.fraction must leave some labels as they are. Found "
+            f"{asked['flipped']['fraction']}, all of {n_train}."
         )
-    if "counterfactual" in asked:
-        found = n_targets[asked["counterfactual"]["experiment"]]
-        if asked["counterfactual"]["targets"] > found:
+    if "removals" in asked:
+        found = n_targets[asked["removals"]["experiment"]]
+        if asked["removals"]["targets"] > found:
             raise InputError(
-                "evaluation.counterfactual.targets must be at most the targets of its experiment. "
-                f"Found {asked['counterfactual']['targets']}; there are {found}."
+                "evaluation.removals.targets must be at most the targets of its experiment. "
+                f"Found {asked['removals']['targets']}; there are {found}."
             )

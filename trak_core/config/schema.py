@@ -160,9 +160,9 @@ def check_exact(config: Mapping[str, Any]) -> None:
     Raises:
         InputError: It names the key.
     """
-    if config["scoring"]["scores"] != "full":
+    if config["scoring"]["keep"] != "full":
         raise InputError(
-            "With `projection: exact`, scoring.scores must be full: top_k streams projected "
+            "With `projection: exact`, scoring.keep must be full: top_k streams projected "
             f"features. Found {config['scoring']['scores']}. Set it to full, or take a projection."
         )
     shards = {"compute": config["compute"]["shards"]} | {
@@ -171,7 +171,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
     for where, n in shards.items():
         if n != 1:
             raise InputError(
-                "With `projection: exact`, shards must be 1: a kernel pairs every training sample "
+                "With `projection: exact`, shards must be 1: a gramian pairs every training sample "
                 f"with every other. Found {n} in {where}.shards. Leave it out, or take a "
                 "projection."
             )
@@ -180,27 +180,27 @@ def check_exact(config: Mapping[str, Any]) -> None:
             "With `projection: exact`, no features are stored. Found features_dtype "
             f"{config['features_dtype']}. Leave it out, or take a projection."
         )
-    if "diagnostics" in config:
+    if "distortion" in config:
         raise InputError(
-            "With `projection: exact`, nothing is projected, and there is nothing to diagnose. "
-            "Found diagnostics. Leave them out, or take a projection."
+            "With `projection: exact`, nothing is projected: no distortion is there to measure. "
+            "Found distortion. Leave it out, or take a projection."
         )
 
 
-def check_diagnostics(config: Mapping[str, Any], n_train: int) -> None:
-    """Refuse diagnostics of more training samples than there are.
+def check_distortion(config: Mapping[str, Any], n_train: int) -> None:
+    """Refuse to measure distortion on more training samples than there are.
 
     Args:
-        config: With its defaults filled in; diagnostics may be left out.
+        config: With its defaults filled in; distortion may be left out.
         n_train: Training samples.
 
     Raises:
         InputError: If there are fewer.
     """
-    samples = config.get("diagnostics", {}).get("samples", 0)
+    samples = config.get("distortion", {}).get("samples", 0)
     if samples > n_train:
         raise InputError(
-            f"diagnostics.samples must not exceed the training samples. Found {samples} of "
+            f"distortion.samples must not exceed the training samples. Found {samples} of "
             f"{n_train}. Lower it."
         )
 

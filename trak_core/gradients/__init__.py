@@ -10,12 +10,12 @@ from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._call import call
 from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
 from trak_core.gradients._columns import columns_of
-from trak_core.gradients._finite import check_finite
+from trak_core.gradients._finite import check_finite, check_finite_gramian, refuse_not_finite
 from trak_core.gradients._labels import check_labels, count_classes
 from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._method import GradientMethod, gradient_method
 from trak_core.gradients._parameters import n_params, select_parameters
-from trak_core.gradients._per_sample import PerSample, evaluation
+from trak_core.gradients._per_sample import PerSample, in_evaluation_mode
 from trak_core.gradients._vmap import per_sample_gradients
 
 __all__ = [
@@ -26,16 +26,18 @@ __all__ = [
     "as_batch",
     "call",
     "check_finite",
+    "check_finite_gramian",
     "check_labels",
     "check_samples_apart",
     "columns_of",
     "count_classes",
-    "evaluation",
     "gradient_method",
     "in_chunks",
+    "in_evaluation_mode",
     "looped_gradients",
     "n_params",
     "per_sample_gradients",
+    "refuse_not_finite",
     "sample_bytes",
     "samples_that_fit",
     "select_parameters",

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Batch, Samples, as_batch
-from trak_core.gradients._per_sample import evaluation
+from trak_core.gradients._per_sample import in_evaluation_mode
 from trak_core.gradients._precision import rounding
 from trak_core.model_outputs import ModelOutput
 
@@ -123,7 +123,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
         return
-    with torch.no_grad(), evaluation(model):
+    with torch.no_grad(), in_evaluation_mode(model):
         together, sizes = _run(model, output, batch)
         again, _ = _run(model, output, batch)
         allowed = rounding(model, batch)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._per_sample import evaluation
+from trak_core.gradients._per_sample import in_evaluation_mode
 from trak_core.model_outputs import ModelOutput
 from trak_core.system.faults import is_out_of_memory
 
@@ -48,7 +48,7 @@ def sample_bytes(
     # A storage of its own: what is kept is counted by whole storages.
     sample = as_batch(samples, output).mapped(lambda tensor: tensor[:1].clone())
     with (
-        evaluation(model),
+        in_evaluation_mode(model),
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._per_sample import beside_gradient, evaluation
+from trak_core.gradients._per_sample import beside_gradient, in_evaluation_mode
 from trak_core.model_outputs import ModelOutput
 
 
@@ -20,7 +20,7 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
         Tensors of shape (batch,), as ``PerSample.columns`` gives them with the gradients.
     """
     batch = as_batch(samples, output)
-    with evaluation(model), torch.no_grad():
+    with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)
         beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))

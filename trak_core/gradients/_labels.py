@@ -9,7 +9,7 @@ from torch.func import vmap
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._call import call
-from trak_core.gradients._per_sample import evaluation
+from trak_core.gradients._per_sample import in_evaluation_mode
 from trak_core.model_outputs import IGNORED, ModelOutput
 
 _SHAPES = ("one number a sample", "one token a position", "one class a pixel")
@@ -33,7 +33,7 @@ def count_classes(
         InputError: If the model cannot take the sample, or if there is only one class.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
-    with torch.no_grad(), evaluation(model):
+    with torch.no_grad(), in_evaluation_mode(model):
         outputs = output.read(call(model, sample))[0]
         n_classes = output.n_classes(outputs)
     if n_classes is not None and n_classes < 2:

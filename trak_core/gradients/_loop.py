@@ -4,7 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._per_sample import PerSample, beside_gradient, evaluation, per_sample
+from trak_core.gradients._per_sample import (
+    PerSample,
+    beside_gradient,
+    in_evaluation_mode,
+    per_sample,
+)
 from trak_core.model_outputs import ModelOutput
 
 
@@ -33,7 +38,7 @@ def looped_gradients(
     batch = as_batch(samples, output)
     gradients = {name: p.new_empty((len(batch), *p.shape)) for name, p in parameters.items()}
     rows: list[tuple[Tensor, ...]] = []
-    with evaluation(model), torch.enable_grad():
+    with in_evaluation_mode(model), torch.enable_grad():
         for i in range(len(batch)):
             sample = batch.rows(slice(i, i + 1))
             outputs = output.read(sample.given_to(model)).squeeze(0)

@@ -6,7 +6,7 @@ from torch import nn
 
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._loop import looped_gradients
-from trak_core.gradients._per_sample import PerSample, evaluation
+from trak_core.gradients._per_sample import PerSample, in_evaluation_mode
 from trak_core.gradients._precision import rounding
 from trak_core.gradients._vmap import per_sample_gradients
 from trak_core.model_outputs import ModelOutput
@@ -51,7 +51,7 @@ def gradient_method(
         reason = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     else:
         difference = _largest_difference(found, expected)
-        with evaluation(model):
+        with in_evaluation_mode(model):
             allowed = rounding(model, few)
         # NaN in both is for check_finite to explain, with sample and parameter.
         if difference != difference or difference <= allowed:

@@ -33,6 +33,13 @@ class PerSample:
         columns = [self.outputs, self.predictions, self.loss_weights]
         return columns if self.curvature is None else [*columns, self.curvature]
 
+    def blocks(self) -> list[Tensor]:
+        """Return the gradients where they are, one (batch, entries) block a parameter."""
+        blocks = [b.reshape(len(b), -1) for b in self.gradients.values()]
+        if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
+            blocks = [block.float() for block in blocks]
+        return blocks
+
 
 def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample."""
@@ -51,7 +58,7 @@ def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSa
 
 
 @contextlib.contextmanager
-def evaluation(model: nn.Module) -> Generator[None, None, None]:
+def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode, and attention by its plain formula.
 
     Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that

@@ -5,7 +5,12 @@ from torch.func import functional_call, grad, vmap
 
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._branches import Branches, SamplesDisagree
-from trak_core.gradients._per_sample import PerSample, beside_gradient, evaluation, per_sample
+from trak_core.gradients._per_sample import (
+    PerSample,
+    beside_gradient,
+    in_evaluation_mode,
+    per_sample,
+)
 from trak_core.model_outputs import ModelOutput
 
 _Tensors = tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]
@@ -64,7 +69,7 @@ def per_sample_gradients(
         rows = [answers.nonzero().flatten(), (~answers).nonzero().flatten()]
         return _joined(rows, [together(batch.rows(part)) for part in rows])
 
-    with evaluation(model):
+    with in_evaluation_mode(model):
         return together(as_batch(samples, output))
 
 

@@ -1,4 +1,4 @@
-"""TRAK's kernel without a projection: inner products of gradients, folded over blocks of samples.
+"""TRAK's gramian without a projection: inner products of gradients, folded over blocks of samples.
 
 The gradients are those of a model output f, one a sample. n x n is the only large object: two
 blocks of samples are in the model at a time, and of their gradients nothing is formed that the
@@ -44,13 +44,13 @@ def train_gramian(
     """
     batches = [as_batch(block, output) for block in blocks]
     starts = _starts(batches)
-    kernel = np.zeros((starts[-1], starts[-1]))
+    gramian = np.zeros((starts[-1], starts[-1]))
     pairs = list(itertools.combinations(range(len(batches)), 2)) or [(0,)]
     for pair in pairs:
         part = _gramian_of(model, parameters, output, [batches[i] for i in pair])
         places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
-        kernel[np.ix_(places, places)] = part
-    lower = np.tril(kernel)
+        gramian[np.ix_(places, places)] = part
+    lower = np.tril(gramian)
     return lower + np.tril(lower, -1).T
 
 
@@ -79,18 +79,18 @@ def cross_gramian(
     train = [as_batch(block, output) for block in train_blocks]
     targets = [as_batch(block, output) for block in target_blocks]
     rows, columns = _starts(train), _starts(targets)
-    kernel = np.zeros((rows[-1], columns[-1]))
+    gramian = np.zeros((rows[-1], columns[-1]))
     for i, j in itertools.product(range(len(train)), range(len(targets))):
         part = _gramian_of(model, parameters, output, [train[i], targets[j]])
         n = rows[i + 1] - rows[i]
-        kernel[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = part[:n, n:]
-    return kernel
+        gramian[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = part[:n, n:]
+    return gramian
 
 
 def _starts(batches: Sequence[Batch]) -> list[int]:
     starts = [0, *itertools.accumulate(map(len, batches))]
     if starts[-1] == 0:
-        raise InputError("The kernel needs at least one sample. Found none.")
+        raise InputError("The gramian needs at least one sample. Found none.")
     return starts
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, call, evaluation
+from trak_core.gradients import Batch, call, in_evaluation_mode
 
 
 def embeddings(model: nn.Module, batch: Batch) -> Tensor:
@@ -32,7 +32,7 @@ def embeddings(model: nn.Module, batch: Batch) -> Tensor:
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
-        with torch.no_grad(), evaluation(model):
+        with torch.no_grad(), in_evaluation_mode(model):
             call(model, batch)
     finally:
         for hook in hooks:

@@ -122,8 +122,8 @@ class Subject:
             "parameter_patterns": spec["parameter_patterns"],
             "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
         }
-        if spec.get("mislabelled"):
-            found["mislabelled"] = spec["mislabelled"]
+        if spec.get("flipped"):
+            found["flipped"] = spec["flipped"]
         if spec["model_output"] == CLIP:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import as_batch, call, evaluation
+from trak_core.gradients import as_batch, call, in_evaluation_mode
 from trak_core.model_outputs import (
     MODEL_OUTPUTS,
     ModelOutput,
@@ -55,7 +55,7 @@ def model_output(
         return MODEL_OUTPUTS[name]
     assert pairs is not None
     embeddings: list[Tensor] = []
-    with torch.no_grad(), evaluation(model):
+    with torch.no_grad(), in_evaluation_mode(model):
         for i in drawn_pairs(len(pairs.ids), n_others, OTHERS_SEED):
             pair = as_batch(pairs.batch(i, i + 1), _UNLABELLED)
             returned = call(model, pair.mapped(lambda tensor: tensor.to(device)))

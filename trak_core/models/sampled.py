@@ -11,7 +11,6 @@ from trak_core.gradients import Batch, GradientMethod, check_finite, in_chunks
 from trak_core.models.loaded import Subject
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec
-from trak_core.stages.projecting import gradient_blocks
 from trak_core.system.progress import with_progress
 from trak_core.trust.distortion import peakedness
 
@@ -46,7 +45,7 @@ class SampledGradients:
             what = self.subject.model, self.subject.parameters, self.subject.output
             result = self.method(*what, batch)
             check_finite(result, self.ids[start + first : start + last])
-            return use(gradient_blocks(result))
+            return use(result.blocks())
 
         for first, last, made in in_chunks(used, stop - start, self.chunk):
             yield start + first, start + last, made

@@ -28,7 +28,7 @@ def _distortion(facts: Facts) -> Html:
     if not facts.distortions:
         return paragraph(
             "These errors were not measured on this study's gradients: ",
-            element("code", "diagnostics: {}"),
+            element("code", "distortion: {}"),
             " in the config does that.",
         )
     first = facts.distortions[0]

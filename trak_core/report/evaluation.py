@@ -38,8 +38,8 @@ def evaluation(facts: Facts) -> Html:
     """Return the section; where nothing was measured it says so."""
     parts = [
         *(_lds(name, measured) for name, measured in facts.evaluations.items()),
-        *(_counterfactual(name, measured) for name, measured in facts.counterfactuals.items()),
-        *(_mislabelled(measured) for measured in facts.mislabelled),
+        *(_removals(name, measured) for name, measured in facts.removals.items()),
+        *(_flipped(measured) for measured in facts.flipped),
         *(_self_influence(measured) for measured in facts.self_influence),
     ]
     if facts.evaluations:
@@ -198,7 +198,7 @@ def _per_target(measured: Measured) -> Html:
     )
 
 
-def _counterfactual(name: str, measured: Measured) -> Html:
+def _removals(name: str, measured: Measured) -> Html:
     summary = sorted(measured.tables["summary"], key=lambda r: r["n_removed"])
     drawn = {"top": "those that the scores call most helpful", "random": "random ones"}
     labels = {**drawn, "difference": "the most helpful, beyond random ones"}
@@ -245,7 +245,7 @@ def _counterfactual(name: str, measured: Measured) -> Html:
     ])
 
 
-def _mislabelled(measured: Measured) -> Html:
+def _flipped(measured: Measured) -> Html:
     names = {"self_influence": "self-influence", "loss_weight": "loss weight"}
     rows = [
         (names.get(r["method"], r["method"]), f"{r['auc']:.3f}", percent(r["found"]))

@@ -85,14 +85,14 @@ def _target(
 ) -> Html:
     target = about["id"]
     output = OUTPUTS[experiment.source.spec["model_output"]]
-    spread = f" \N{PLUS-MINUS SIGN} {number(about['margin_sd'], 2)}"
+    spread = f" \N{PLUS-MINUS SIGN} {number(about['output_sd'], 2)}"
     several = len(experiment.checkpoints) > 1
     facts = [
         f"label {_shown(about['label'])}, predicted {_shown(about['prediction'])}",
         element("br"),
         element(
             "span",
-            f"f = {number(about['margin'])}{spread if several else ''}",
+            f"f = {number(about['output'])}{spread if several else ''}",
             title=f"f is {output.name}: mean and standard deviation over the checkpoints",
         ),
     ]

@@ -166,8 +166,8 @@ class Facts:
         matrices: One a checkpoint; none without a projection.
         timings: One a rule that ran.
         evaluations: LDS by experiment.
-        counterfactuals: By experiment.
-        mislabelled: How well wrong labels were found; at most one.
+        removals: By experiment.
+        flipped: How well wrong labels were found; at most one.
         self_influence: At most one.
         distortions: One a checkpoint.
     """
@@ -177,8 +177,8 @@ class Facts:
     matrices: Sequence[Matrix]
     timings: Sequence[Timing]
     evaluations: Mapping[str, Measured] = field(default_factory=dict)
-    counterfactuals: Mapping[str, Measured] = field(default_factory=dict)
-    mislabelled: Sequence[Measured] = ()
+    removals: Mapping[str, Measured] = field(default_factory=dict)
+    flipped: Sequence[Measured] = ()
     self_influence: Sequence[Measured] = ()
     distortions: Sequence[Distortion] = ()
 
@@ -194,8 +194,8 @@ class Facts:
             *self.experiments,
             *self.matrices,
             *self.evaluations.values(),
-            *self.counterfactuals.values(),
-            *self.mislabelled,
+            *self.removals.values(),
+            *self.flipped,
             *self.self_influence,
             *self.distortions,
         ]

@@ -68,7 +68,7 @@ def _example(experiment: Experiment, output: str, *, relative: bool) -> Html:
     return element(
         "p",
         element("b", "Example. "),
-        f"Target {about['id']} of experiment {experiment.name} has f = {number(about['margin'])} "
+        f"Target {about['id']} of experiment {experiment.name} has f = {number(about['output'])} "
         f"({output}). Training sample {helpful['train_id']} has its largest score, "
         f"+{plus}: the estimate says that f would be lower, had the model been trained without it. "
         f"Sample {harmful['train_id']} has the lowest, {minus}: without it f would be higher. "

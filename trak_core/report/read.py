@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import (
-    COUNTERFACTUAL,
-    DIAGNOSTICS,
+    DISTORTION,
     EVALUATION,
-    MISLABELLED,
+    FLIPPED,
     NORMAL_MATRIX,
+    REMOVALS,
     SCORES,
     SELF_INFLUENCE,
     Artifact,
@@ -87,8 +87,8 @@ def read_matrix(path: Path, results: Path) -> Matrix:
 
 
 def read_distortion(path: Path, results: Path) -> Distortion:
-    """Return what one checkpoint's diagnostics found."""
-    with open_artifact(path, DIAGNOSTICS) as file:
+    """Return what one checkpoint's distortion found."""
+    with open_artifact(path, DISTORTION) as file:
         names = file.columns("agreement")
         errors = {
             kind: Error(**dict(zip(names, row, strict=True)))
@@ -121,16 +121,16 @@ def read_evaluation(path: Path, results: Path) -> Measured:
     return _measured(path, EVALUATION, results, *tables)
 
 
-def read_counterfactual(path: Path, results: Path) -> Measured:
+def read_removals(path: Path, results: Path) -> Measured:
     """Return what became of an experiment's targets without their most helpful samples."""
-    return _measured(path, COUNTERFACTUAL, results, "summary")
+    return _measured(path, REMOVALS, results, "summary")
 
 
-def read_mislabelled(path: Path, results: Path) -> Measured:
+def read_flipped(path: Path, results: Path) -> Measured:
     """Return how well wrong labels were found."""
-    with open_artifact(path, MISLABELLED) as file:
+    with open_artifact(path, FLIPPED) as file:
         flipped = int(file.table("train")["flipped"].to_numpy().sum())
-    return _measured(path, MISLABELLED, results, "detection", n_flipped=flipped)
+    return _measured(path, FLIPPED, results, "detection", n_flipped=flipped)
 
 
 def read_self_influence(path: Path, results: Path) -> Measured:

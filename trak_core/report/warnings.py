@@ -160,8 +160,8 @@ def _disagreement(facts: Facts) -> list[Caution]:
     targets = [about for one in facts.experiments for about in one.targets]
     if len(facts.checkpoints) < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
-    within = sqrt(fmean(about["margin_sd"] ** 2 for about in targets))
-    between = pstdev(about["margin"] for about in targets)
+    within = sqrt(fmean(about["output_sd"] ** 2 for about in targets))
+    between = pstdev(about["output"] for about in targets)
     if within <= between:
         return []
     return [

@@ -15,6 +15,7 @@ from trak_core.artifacts import (
     SCORES,
     Artifact,
     check_same,
+    check_together,
     create,
     open_artifact,
 )
@@ -28,7 +29,6 @@ from trak_core.scoring.scores import (
     similarities,
 )
 from trak_core.spec import EXACT, Combine
-from trak_core.stages._splits import check_together
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -76,7 +76,7 @@ def _by_blocks(
 def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
     """Return ids and labels with what the checkpoints make of them.
 
-    ``margin`` and ``margin_sd`` are mean and standard deviation of the model output over the
+    ``output`` and ``output_sd`` are mean and standard deviation of the model output over the
     checkpoints; ``prediction`` is the mean, or the most frequent class.
     """
     ids = parts[0].ids(f"{side}_ids")
@@ -89,8 +89,8 @@ def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
         "id": ids,
         "label": labels,
         "prediction": predictions,
-        "margin": margins,
-        "margin_sd": spreads,
+        "output": margins,
+        "output_sd": spreads,
     })
 
 

@@ -72,7 +72,7 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
     if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
         raise InputError(
-            "scoring.normal_matrix can be curvature where the loss is a function of the model "
+            "scoring.weighting can be curvature where the loss is a function of the model "
             f"output alone. Found model_output {name}, whose loss is not; set it to plain."
         )
 

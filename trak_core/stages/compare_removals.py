@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import COUNTERFACTUAL, RETRAINED, SCORES, check_same, create, open_artifact
+from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_same, create, open_artifact
 from trak_core.study.draws import random_removals, top_removals
 from trak_core.system.software import software
 
@@ -121,7 +121,7 @@ def _without_top(
 
 def compare_removals(
     *,
-    counterfactual: Path,
+    removals: Path,
     scores: Path,
     random: Path,
     top: Sequence[Path],
@@ -135,7 +135,7 @@ def compare_removals(
     """Put models without some samples beside those of the same seed that saw everything.
 
     Args:
-        counterfactual: The file to write; ``docs/evaluation.md`` describes its tables.
+        removals: The file to write; ``docs/evaluation.md`` describes its tables.
         scores: The experiment's scores, which said what is most helpful.
         random: Models trained on everything, and without random samples.
         top: Models without the most helpful samples of some targets, a file a group.
@@ -153,21 +153,21 @@ def compare_removals(
     shared = {key: spec[key] for key in ("n_removed", "seeds", "seed", "arguments", "model_output")}
     shared["study"] = spec["study_digest"]
     outputs, predictions, hash_ = _models(
-        random, targets, seeds, {**shared, "draws": draws}, "retrain_at_random"
+        random, targets, seeds, {**shared, "draws": draws}, "retrain_without_random"
     )
     everything = outputs[0], predictions[0]
     with open_artifact(scores, SCORES) as file:
         scores_hash = file.content_hash
     without, hashes = _without_top(top, groups, n_removed, seeds, {**shared, "scores": scores_hash})
     sizes = random_removals(n_removed, draws)
-    removals = {}
+    found = {}
     for size in n_removed:
-        drawn = [i + 1 for i, (found, _) in enumerate(sizes) if found == size]
-        removals["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
-        removals["top", size] = _Removal.of(*without[size], everything)
-        removals["difference", size] = removals["top", size].beyond(removals["random", size])
+        drawn = [i + 1 for i, (n, _) in enumerate(sizes) if n == size]
+        found["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
+        found["top", size] = _Removal.of(*without[size], everything)
+        found["difference", size] = found["top", size].beyond(found["random", size])
     summary = pd.DataFrame([
-        {"removed": removed, "n_removed": size, **removals[removed, size].row()}
+        {"removed": removed, "n_removed": size, **found[removed, size].row()}
         for removed in ("top", "random", "difference")
         for size in n_removed
     ])
@@ -178,7 +178,7 @@ def compare_removals(
                 "removed": removed,
                 "n_removed": size,
                 **about,
-                **removals[removed, size].targets(),
+                **found[removed, size].targets(),
             })
             for removed in ("top", "random")
             for size in n_removed
@@ -187,7 +187,7 @@ def compare_removals(
     )
     provenance = software(code, "cpu", "numpy", "pandas")
     spec = {**spec, "scores": scores_hash, "retrained": [hash_, *hashes]}
-    with create(counterfactual, COUNTERFACTUAL, spec, provenance, confidence=CONFIDENCE) as writer:
+    with create(removals, REMOVALS, spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
         writer.table("targets", table, ["target_id"])
     print(summary.to_string(index=False))

@@ -74,7 +74,7 @@ def compare_runs(
                 if not file.has("scores"):
                     raise InputError(
                         f"{file.path}: runs to be compared must have kept all scores. Found top "
-                        "influences only. Set scoring.scores to full."
+                        "influences only. Set scoring.keep to full."
                     )
             found = [
                 (rank_correlations(a, b), top_overlap(a, b, top), top_overlap(-a, -b, top))

@@ -7,25 +7,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from trak_core.artifacts import DIAGNOSTICS, Writer, create
-from trak_core.config.budget import diagnostics_need
+from trak_core.artifacts import DISTORTION, Writer, create
+from trak_core.config.budget import distortion_need
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
+    check_finite_gramian,
     check_labels,
-    evaluation,
     gradient_method,
+    in_evaluation_mode,
     n_params,
     sample_bytes,
     samples_that_fit,
 )
 from trak_core.gramian import train_gramian
-from trak_core.models.device import device_name, full_precision
+from trak_core.models.device import compilers, device_name, full_precision, projecting_device
 from trak_core.models.loaded import Subject
 from trak_core.models.sampled import SampledGradients
 from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.finite import check_finite_kernel
-from trak_core.stages.projecting import compilers, projecting_device
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.software import software
 from trak_core.trust.distortion import (
@@ -50,7 +49,7 @@ def _drawn(data: Split, n: int) -> Split:
 def _projections(spec: dict[str, Any], size: int) -> list[ProjectionSpec]:
     """Return the checkpoint's own projection, and those of the stream numbers that follow it."""
     own = stream_of(spec["checkpoint"])
-    streams = [(own + i) % 2**32 for i in range(spec["diagnostics"]["streams"])]
+    streams = [(own + i) % 2**32 for i in range(spec["distortion"]["streams"])]
     return [ProjectionSpec(**spec["projection"], n_params=size, stream=s) for s in streams]
 
 
@@ -67,25 +66,25 @@ def _room(
     return chunk, max(1, (left_bytes - in_work) // kept_bytes)
 
 
-def _kernel(subject: Subject, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
+def _gramian(subject: Subject, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
     """Return the exact inner products of gradients, by the engine."""
     half = max(1, chunk // 2)  # two blocks are in the model at a time
     blocks = [samples.rows(slice(i, i + half)) for i in range(0, len(samples), half)]
-    with evaluation(subject.model):
-        kernel = train_gramian(subject.model, subject.parameters, subject.output, blocks)
-    check_finite_kernel(kernel, ids, ids)
-    return kernel
+    with in_evaluation_mode(subject.model):
+        gramian = train_gramian(subject.model, subject.parameters, subject.output, blocks)
+    check_finite_gramian(gramian, ids, ids)
+    return gramian
 
 
-def _not_zero(kernel: np.ndarray, ids: Sequence[object]) -> np.ndarray:
+def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
     """Return the positions of gradients that aren't zero: no error is relative to 0."""
-    positive = np.diagonal(kernel) > 0
+    positive = np.diagonal(gramian) > 0
     zero = [str(ids[i]) for i in np.flatnonzero(~positive).tolist()]
     if len(ids) - len(zero) < 2:
         raise InputError(
-            "Projection diagnostics need at least two samples whose gradients aren't zero. Found "
-            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Raise diagnostics.samples, or "
-            "leave diagnostics out."
+            "Measuring distortion needs at least two samples whose gradients aren't zero. Found "
+            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Raise distortion.samples, or "
+            "leave `distortion` out."
         )
     if zero:
         print(
@@ -113,9 +112,9 @@ def _write_agreements(writer: Writer, found: dict[str, Agreement], streams: list
         print(f"{kind}: error {measured:.3g} +- {error:.2g}, predicted {predicted:.3g}", flush=True)
 
 
-def compute_diagnostics(
+def compute_distortion(
     *,
-    diagnostics: Path,
+    distortion: Path,
     checkpoint: Path,
     study: Path,
     spec: dict[str, Any],
@@ -132,11 +131,11 @@ def compute_diagnostics(
     The numbers don't depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding.
 
     Args:
-        diagnostics: The file to write.
+        distortion: The file to write.
         checkpoint: File or folder with the weights.
         study: The study's Python file.
         spec: From the config: checkpoint (id), model_output, parameter_patterns, projection, dtype,
-            targets (None), study (digest), diagnostics (samples, streams).
+            targets (None), study (digest), distortion (samples, streams).
         code: The stage's code digest.
         device: ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once, at most.
@@ -153,8 +152,8 @@ def compute_diagnostics(
     size = n_params(subject.parameters)
     projections = _projections(spec, size)
     own, streams = projections[0], [p.stream for p in projections]
-    n_drawn = spec["diagnostics"]["samples"]
-    need = diagnostics_need(n_drawn, own.proj_dim, len(streams))
+    n_drawn = spec["distortion"]["samples"]
+    need = distortion_need(n_drawn, own.proj_dim, len(streams))
     need.check(memory_mb)
     where = device_name(subject.device)
     print(f"{n_drawn} training samples, {size} parameters, {len(streams)} streams on {where}")
@@ -165,19 +164,19 @@ def compute_diagnostics(
     left_bytes = memory_mb * 2**20 - need.fixed_bytes
     chunk, held = _room(subject, few, samples, batch_size, left_bytes)
     subject.check_apart(few, chunk)
-    kernel = _kernel(subject, samples, data.ids, chunk)
-    rows = _not_zero(kernel, data.ids)
-    kernel, ids = kernel[np.ix_(rows, rows)], [data.ids[i] for i in rows.tolist()]
+    gramian = _gramian(subject, samples, data.ids, chunk)
+    rows = _not_zero(gramian, data.ids)
+    gramian, ids = gramian[np.ix_(rows, rows)], [data.ids[i] for i in rows.tolist()]
     method = gradient_method(subject.model, subject.parameters, subject.output, few)
     samples = samples.rows(torch.from_numpy(rows))
     gradients = SampledGradients(subject, samples, ids, method, chunk)
     features = gradients.features(projections, threads)
     block = lossless_block(own)
-    peaks = np.zeros_like(kernel) if block is None else gradients.peakedness(size, block, held)
-    predicted_sd = inner_product_sd(own.proj_dim, kernel, peaks)
+    peaks = np.zeros_like(gramian) if block is None else gradients.peakedness(size, block, held)
+    predicted_sd = inner_product_sd(own.proj_dim, gramian, peaks)
     found = {
-        "squared_norm": squared_norm_agreement(kernel, list(features), predicted_sd),
-        "inner_product": inner_product_agreement(kernel, list(features), predicted_sd),
+        "squared_norm": squared_norm_agreement(gramian, list(features), predicted_sd),
+        "inner_product": inner_product_agreement(gramian, list(features), predicted_sd),
     }
     as_projected = {**own.as_dict(), "scale": "1/sqrt(proj_dim)"}
     file_spec = {
@@ -187,11 +186,11 @@ def compute_diagnostics(
     }
     provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
     counts = {"n_streams": len(streams), "n_zero_gradients": n_drawn - len(ids)}
-    with create(diagnostics, DIAGNOSTICS, file_spec, provenance, **counts) as writer:
+    with create(distortion, DISTORTION, file_spec, provenance, **counts) as writer:
         _write_agreements(writer, found, streams)
-        _write(writer, "kernel", ids, ids, kernel)
+        _write(writer, "gramian", ids, ids, gramian)
         _write(writer, "predicted_sd", ids, ids, predicted_sd)
-        _write(writer, "projected_kernel", ids, ids, inner_products(features[0]))
+        _write(writer, "projected_gramian", ids, ids, inner_products(features[0]))
         squared_norms = np.einsum("sij,sij->is", features, features, dtype=np.float64)
         _write(writer, "projected_squared_norms", ids, streams, squared_norms)
         writer.vector("sample_ids", ids)

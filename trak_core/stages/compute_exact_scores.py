@@ -1,14 +1,21 @@
-"""Exact scores of an experiment under one checkpoint: the kernels solved, without a projection."""
+"""Exact scores of an experiment under one checkpoint: the gramians solved, without a projection."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import EXACT_SCORES, KERNEL, check_same, create, open_artifact
+from trak_core.artifacts import (
+    EXACT_SCORES,
+    GRAMIAN,
+    check_same,
+    check_splits,
+    create,
+    open_artifact,
+)
 from trak_core.config.budget import exact_need
 from trak_core.scoring.exact import exact_similarities
-from trak_core.stages._splits import check_splits, normal_weights, write_samples
+from trak_core.stages._splits import normal_weights, write_samples
 from trak_core.system.software import software
 
 
@@ -23,15 +30,15 @@ def compute_exact_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Solve the n x n kernel for the targets.
+    """Solve the n x n gramian for the targets.
 
     Writes A_c = (K_c W_c + lambda_c I)^-1 K_c,t, lambda_c = damping * mean_i w_i K_c[i, i]: what
     the scores of a projection converge to as its dimensions grow, in the same kind of file.
 
     Args:
         scores: The file to write.
-        train: The checkpoint's kernel of the training samples.
-        targets: Its kernel between them and the experiment's targets.
+        train: The checkpoint's gramian of the training samples.
+        targets: Its gramian between them and the experiment's targets.
         expected: See ``check_made_for``; its split is the experiment.
         damping: Relative damping, at least 0.
         weighting: ``plain`` or ``curvature``.
@@ -39,18 +46,23 @@ def compute_exact_scores(
         memory_mb: Budget for arrays; changes nothing.
 
     Raises:
-        InputError: If the files don't belong together, if the damped kernel is singular, or if the
+        InputError: If the files don't belong together, if the damped gramian is singular, or if the
             solve exceeds the budget.
     """
-    with open_artifact(train, KERNEL) as train_file, open_artifact(targets, KERNEL) as target_file:
-        shared = check_splits(train_file, target_file, expected, KERNEL.rule)
-        train_ids, target_ids = target_file.index("kernel"), target_file.columns("kernel")
-        check_same("training samples", train_file.index("kernel"), train_ids, targets, KERNEL.rule)
+    with (
+        open_artifact(train, GRAMIAN) as train_file,
+        open_artifact(targets, GRAMIAN) as target_file,
+    ):
+        shared = check_splits(train_file, target_file, expected, GRAMIAN.rule)
+        train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
+        check_same(
+            "training samples", train_file.index("gramian"), train_ids, targets, GRAMIAN.rule
+        )
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
         weights = normal_weights(train_file, weighting)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
         similarities, lambda_ = exact_similarities(
-            train_file.matrix("kernel")[:], target_file.matrix("kernel")[:], weights, damping
+            train_file.matrix("gramian")[:], target_file.matrix("gramian")[:], weights, damping
         )
         spec = {
             **shared,
@@ -59,7 +71,7 @@ def compute_exact_scores(
             "weighting": weighting,
             "damping": damping,
             "lambda": lambda_,
-            "train_kernel": train_file.content_hash,
+            "train_gramian": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)

@@ -20,12 +20,11 @@ from trak_core.gradients import (
     sample_bytes,
     samples_that_fit,
 )
-from trak_core.models.device import device_name
+from trak_core.models.device import compilers, device_name, projecting_device
 from trak_core.models.loaded import Subject, warn_of_saturation
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.projecting import compilers, gradient_blocks, projecting_device
-from trak_core.study.flipped import relabelled
+from trak_core.study.flipped import with_flipped_labels
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
@@ -81,7 +80,7 @@ def compute_features(
         shard: Which shard, from 1.
         n_shards: How many there are; 1 for the whole split.
         spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
-            dtype, targets (ids; None for train), study (digest); and mislabelled (``fraction`` and
+            dtype, targets (ids; None for train), study (digest); and flipped (``fraction`` and
             ``seed``) where some labels are to be flipped.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
@@ -97,8 +96,8 @@ def compute_features(
     subject = Subject.load(study, checkpoint, spec, projecting_device(device))
     model, parameters, output = subject.model, subject.parameters, subject.output
     data = subject.study.split(split, spec["targets"])
-    if spec.get("mislabelled"):
-        data = relabelled(data, **spec["mislabelled"])
+    if spec.get("flipped"):
+        data = with_flipped_labels(data, **spec["flipped"])
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
     projection = ProjectionSpec(
         **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
@@ -129,8 +128,7 @@ def compute_features(
         check_labels(batch.labels, output, n_classes, ids[first:last])
         result = method(model, parameters, output, batch)
         check_finite(result, ids[first:last])
-        blocks = gradient_blocks(result)
-        projected = project(blocks, projection, scale=True, threads=threads).cpu().numpy()
+        projected = project(result.blocks(), projection, scale=True, threads=threads).cpu().numpy()
         numbers = vmap(output.label_number)(batch.labels)
         columns = [column.cpu() for column in (numbers, *result.columns())]
         return _stored(projected, spec["dtype"], ids[first:last]), columns

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from trak_core.artifacts import KERNEL, create
-from trak_core.config.budget import kernel_need
+from trak_core.artifacts import GRAMIAN, create
+from trak_core.config.budget import gramian_need
 from trak_core.gradients import (
     Batch,
+    check_finite_gramian,
     check_labels,
     columns_of,
-    evaluation,
     in_chunks,
+    in_evaluation_mode,
+    refuse_not_finite,
     sample_bytes,
     samples_that_fit,
 )
@@ -22,7 +24,6 @@ from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.models.device import device_name, find_device, full_precision
 from trak_core.models.loaded import Subject, warn_of_saturation
 from trak_core.spec import EXACT_PROJECTION
-from trak_core.stages.finite import check_finite_kernel, refuse
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
@@ -53,30 +54,30 @@ def _blocks(samples: Batch, start: int, size: int) -> list[Batch]:
     return [samples.rows(slice(i, i + size)) for i in stops]
 
 
-def _kernel(subject: Subject, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
-    """Return the kernel, block of rows by block of rows; without targets, of train with itself."""
+def _gramian(subject: Subject, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
+    """Return the gramian, block of rows by block of rows; without targets, of train with itself."""
     what = subject.model, subject.parameters, subject.output
-    kernel = np.empty((len(train), len(train if targets is None else targets)))
+    gramian = np.empty((len(train), len(train if targets is None else targets)))
 
     def fill(first: int, last: int) -> None:
         rows, size = train.rows(slice(first, last)), last - first
         if targets is not None:
-            kernel[first:last] = cross_gramian(*what, [rows], _blocks(targets, 0, size))
+            gramian[first:last] = cross_gramian(*what, [rows], _blocks(targets, 0, size))
             return
-        kernel[first:last, first:last] = train_gramian(*what, [rows])
+        gramian[first:last, first:last] = train_gramian(*what, [rows])
         if last < len(train):
             right = cross_gramian(*what, [rows], _blocks(train, last, size))
-            kernel[first:last, last:] = right
-            kernel[last:, first:last] = right.T
+            gramian[first:last, last:] = right
+            gramian[last:, first:last] = right.T
 
     for _ in with_progress(in_chunks(fill, len(train), chunk), len(train), "training samples"):
         pass
-    return kernel
+    return gramian
 
 
-def compute_kernel(
+def compute_gramian(
     *,
-    kernel: Path,
+    gramian: Path,
     checkpoint: Path,
     study: Path,
     split: str,
@@ -93,7 +94,7 @@ def compute_kernel(
     depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding of the model's precision.
 
     Args:
-        kernel: The file to write: rows are training samples, columns the split's.
+        gramian: The file to write: rows are training samples, columns the split's.
         checkpoint: File or folder with the weights.
         study: The study's Python file.
         split: ``train``, or the name of an experiment.
@@ -102,19 +103,19 @@ def compute_kernel(
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Two blocks of so many samples are in the model at once, at most.
-        memory_mb: MiB for the kernel, the samples, and on the CPU the activations; fewer samples at
-            once if they don't fit. On CUDA its free memory counts for these.
+        memory_mb: MiB for the gramian, the samples, and on the CPU the activations; fewer samples
+            at once if they don't fit. On CUDA its free memory counts for these.
         threads: For torch.
 
     Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, or if the kernel
+        InputError: If study, checkpoint or gradients are not what they must be, or if the gramian
             exceeds the budget.
     """
     torch.set_num_threads(threads)
     subject = Subject.load(study, checkpoint, spec, full_precision(find_device(device)))
     data = subject.study.split(TRAIN, None)
     own = data if split == TRAIN else subject.study.split(split, spec["targets"])
-    need = kernel_need(len(data.ids), len(own.ids))
+    need = gramian_need(len(data.ids), len(own.ids))
     need.check(memory_mb)
     where = device_name(subject.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
@@ -130,14 +131,14 @@ def compute_kernel(
     )
     if not outputs.isfinite().all():
         rows = (~outputs.isfinite()).nonzero().flatten().tolist()
-        refuse([own.ids[i] for i in rows], "Model outputs")
-    with evaluation(subject.model):
-        values = _kernel(subject, train, None if split == TRAIN else samples, chunk)
-    check_finite_kernel(values, data.ids, own.ids)
+        refuse_not_finite([own.ids[i] for i in rows], "Model outputs")
+    with in_evaluation_mode(subject.model):
+        values = _gramian(subject, train, None if split == TRAIN else samples, chunk)
+    check_finite_gramian(values, data.ids, own.ids)
     numbers = torch.vmap(subject.output.label_number)(samples.labels).cpu()
     file_spec = subject.file_spec(spec, checkpoint, split, EXACT_PROJECTION)
-    with create(kernel, KERNEL, file_spec, software(code, where, "torch", "numpy")) as writer:
-        rows = writer.matrix("kernel", data.ids, own.ids, dtype=np.float64)
+    with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
+        rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values
         writer.vector("sample_ids", list(own.ids))
         writer.vector("labels", numbers.numpy())

@@ -10,13 +10,14 @@ from trak_core.artifacts import (
     FEATURES,
     NORMAL_MATRIX,
     check_same,
+    check_splits,
     create,
     open_artifact,
 )
 from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
-from trak_core.stages._splits import check_splits, write_samples
+from trak_core.stages._splits import write_samples
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 

@@ -17,13 +17,13 @@ from trak_core.artifacts import (
     SCORES,
     Artifact,
     check_same,
+    check_together,
     create,
     open_artifact,
 )
 from trak_core.config.budget import evaluation_need
 from trak_core.scoring.scores import combined, powered
 from trak_core.spec import EXACT, Combine
-from trak_core.stages._splits import check_together
 from trak_core.stages._truth import read_ground_truth
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software

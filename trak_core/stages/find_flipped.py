@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import FEATURES, MISLABELLED, check_same, create, open_artifact
-from trak_core.stages.compute_self_influence import self_influences
+from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact
+from trak_core.stages._influences import self_influences
 from trak_core.study.draws import flipped_samples
 from trak_core.system.software import software
 from trak_core.trust.correlations import auc
@@ -21,9 +21,9 @@ def _found(values: np.ndarray, flipped: np.ndarray) -> float:
     return float(flipped[largest].mean())
 
 
-def find_mislabelled(
+def find_flipped(
     *,
-    mislabelled: Path,
+    flipped: Path,
     features: Sequence[Path],
     normal_matrices: Sequence[Path],
     original: Path,
@@ -35,11 +35,11 @@ def find_mislabelled(
     """Rank the training samples of models trained with flipped labels, and count who is found.
 
     Args:
-        mislabelled: The file to write.
+        flipped: The file to write.
         features: Training features, with the flipped labels, of each checkpoint trained with them.
         normal_matrices: Their normal matrices.
         original: Training features of any checkpoint of the study, for the labels as they were.
-        expected: See ``self_influences``; its ``mislabelled`` has the fraction and the seed.
+        expected: See ``self_influences``; its ``flipped`` has the fraction and the seed.
         settings: See ``compute_self_influence``.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
@@ -47,7 +47,7 @@ def find_mislabelled(
     table, loss_weights = self_influences(
         features, normal_matrices, expected=expected, memory_mb=memory_mb, **settings
     )
-    flipped = flipped_samples(len(table), **expected["mislabelled"])
+    is_flipped = flipped_samples(len(table), **expected["flipped"])
     with open_artifact(original, FEATURES) as file:
         ids = file.ids("sample_ids")
         check_same("training samples", table["id"].tolist(), ids, original, FEATURES.rule)
@@ -56,18 +56,18 @@ def find_mislabelled(
         "id": table["id"],
         "label": labels,
         "given_label": table["label"],
-        "flipped": flipped.astype(np.int64),
+        "flipped": is_flipped.astype(np.int64),
         "self_influence": table["self_influence"],
         "loss_weight": loss_weights,
     })
     methods = ("self_influence", "loss_weight")
     detection = pd.DataFrame({
         "method": methods,
-        "auc": [auc(train[name].to_numpy(), flipped) for name in methods],
-        "found": [_found(train[name].to_numpy(), flipped) for name in methods],
+        "auc": [auc(train[name].to_numpy(), is_flipped) for name in methods],
+        "found": [_found(train[name].to_numpy(), is_flipped) for name in methods],
     })
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(mislabelled, MISLABELLED, {**expected, **settings}, provenance) as writer:
+    with create(flipped, FLIPPED, {**expected, **settings}, provenance) as writer:
         writer.table("train", train, ["id", "self_influence"])
         writer.table("detection", detection, [])
     print(detection.to_string(index=False))

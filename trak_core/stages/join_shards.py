@@ -12,7 +12,7 @@ from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
 _ROWS = 4096
-_RULE = "compute_feature_shard"
+_RULE = "compute_features_shard"
 
 
 def _common(spec: dict) -> dict:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import SCORES, Artifact, check_same, open_artifact
-from trak_core.stages.retrain_subsets import retrain
+from trak_core.stages._retrain import retrain
 from trak_core.study.draws import random_removal, random_removals, top_removals, training_seed
 from trak_core.study.study import TRAIN, Study
 
@@ -53,7 +53,7 @@ def retrain_without(
     """Retrain without the most helpful samples of some targets; or on everything and at random.
 
     Args:
-        retrained: The file to write; see ``trak_core.stages.retrain_subsets``. Subset i is the
+        retrained: The file to write; see ``trak_core.stages._retrain``. Subset i is the
             i-th of ``top_removals``; without scores subset 0 is everything, and i + 1 the i-th of
             ``random_removals``.
         study: The study's Python file.

@@ -10,12 +10,12 @@ from trak_core.report.elements import Html, element, joined
 from trak_core.report.examples import EACH, examples, targets_shown
 from trak_core.report.facts import Experiment, Facts, Measured
 from trak_core.report.read import (
-    read_counterfactual,
     read_distortion,
     read_evaluation,
     read_experiment,
+    read_flipped,
     read_matrix,
-    read_mislabelled,
+    read_removals,
     read_self_influence,
 )
 from trak_core.report.samples import drawn, printed
@@ -67,10 +67,10 @@ def write_report(
     report: Path,
     scores: Sequence[Path],
     normal_matrices: Sequence[Path],
-    diagnostics: Sequence[Path],
+    distortion: Sequence[Path],
     evaluations: Sequence[Path],
-    counterfactuals: Sequence[Path],
-    mislabelled: Sequence[Path],
+    removals: Sequence[Path],
+    flipped: Sequence[Path],
     self_influence: Sequence[Path],
     study: Path,
     config: dict[str, Any],
@@ -82,10 +82,10 @@ def write_report(
             from ``benchmarks`` beside it.
         scores: Of each experiment.
         normal_matrices: Of each checkpoint; empty without a projection.
-        diagnostics: Of each checkpoint; this and the following are empty where not asked for.
+        distortion: Of each checkpoint; this and the following are empty where not asked for.
         evaluations: Of each experiment that was measured.
-        counterfactuals: Of each experiment with one.
-        mislabelled: At most one.
+        removals: Of each experiment with one.
+        flipped: At most one.
         self_influence: At most one.
         study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
         config: What decides the numbers.
@@ -106,12 +106,12 @@ def write_report(
         matrices=[read_matrix(path, results) for path in normal_matrices],
         timings=read_timings(results / "benchmarks", known),
         evaluations={path.stem: read_evaluation(path, results) for path in evaluations},
-        counterfactuals={path.stem: read_counterfactual(path, results) for path in counterfactuals},
-        mislabelled=[read_mislabelled(path, results) for path in mislabelled],
+        removals={path.stem: read_removals(path, results) for path in removals},
+        flipped=[read_flipped(path, results) for path in flipped],
         self_influence=[read_self_influence(path, results) for path in self_influence],
-        distortions=[read_distortion(path, results) for path in diagnostics],
+        distortions=[read_distortion(path, results) for path in distortion],
     )
-    for measured in (*facts.evaluations.items(), *facts.counterfactuals.items()):
+    for measured in (*facts.evaluations.items(), *facts.removals.items()):
         _check_scores_of(*measured, facts)
     text = document(facts, _examples(study, experiments, shown))
     with written_whole(report) as partial:

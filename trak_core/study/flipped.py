@@ -13,7 +13,7 @@ from trak_core.study.study import Samples, Split
 
 
 @dataclass(frozen=True, slots=True)
-class _Relabelled:
+class _Flipped:
     """Samples whose labels are replaced as they are read."""
 
     samples: Samples
@@ -63,7 +63,7 @@ def class_labels(split: Split) -> np.ndarray:
     return np.array(labels)
 
 
-def relabelled(split: Split, fraction: float, seed: int) -> Split:
+def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
     """Flip a random part of the labels (see ``flipped_labels``).
 
     Args:
@@ -82,4 +82,4 @@ def relabelled(split: Split, fraction: float, seed: int) -> Split:
         raise InputError(
             f"Labels to be flipped must be of two classes or more. Found {labels[0]} only."
         )
-    return Split(_Relabelled(split.samples, flipped_labels(labels, fraction, seed)), split.ids)
+    return Split(_Flipped(split.samples, flipped_labels(labels, fraction, seed)), split.ids)

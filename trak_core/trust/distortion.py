@@ -43,7 +43,7 @@ class Agreement:
 
 
 def squared_norm_agreement(
-    kernel: np.ndarray, streams: Sequence[np.ndarray], predicted_sd: np.ndarray
+    gramian: np.ndarray, streams: Sequence[np.ndarray], predicted_sd: np.ndarray
 ) -> Agreement:
     """Compare squared norms of projected gradients with the exact ones.
 
@@ -51,7 +51,7 @@ def squared_norm_agreement(
     matrices of independent streams.
 
     Args:
-        kernel: Exact inner products of the gradients, shape (n, n), a positive diagonal.
+        gramian: Exact inner products of the gradients, shape (n, n), a positive diagonal.
         streams: Scaled features of the same samples, (n, k) for each stream.
         predicted_sd: From ``inner_product_sd``, shape (n, n); its diagonal counts.
 
@@ -61,18 +61,18 @@ def squared_norm_agreement(
     Raises:
         InputError: If a gradient is zero, or if there is no stream.
     """
-    exact = _squared_norms(kernel)
+    exact = _squared_norms(gramian)
     errors = (np.einsum("ij,ij->i", rows, rows, dtype=np.float64) / exact - 1 for rows in streams)
     return _agreement(errors, np.diagonal(predicted_sd))
 
 
 def inner_product_agreement(
-    kernel: np.ndarray, streams: Sequence[np.ndarray], predicted_sd: np.ndarray
+    gramian: np.ndarray, streams: Sequence[np.ndarray], predicted_sd: np.ndarray
 ) -> Agreement:
     """Compare inner products of projected gradients with the exact ones.
 
     Args:
-        kernel: As for ``squared_norm_agreement``, of at least two samples.
+        gramian: As for ``squared_norm_agreement``, of at least two samples.
         streams: As for ``squared_norm_agreement``.
         predicted_sd: As for ``squared_norm_agreement``; what is off its diagonal counts.
 
@@ -82,13 +82,13 @@ def inner_product_agreement(
     Raises:
         InputError: If a gradient is zero, if there is no stream, or fewer than two samples.
     """
-    if len(kernel) < 2:
+    if len(gramian) < 2:
         raise InputError(
-            f"Inner products need at least two samples. Found {len(kernel)}. Take more rows."
+            f"Inner products need at least two samples. Found {len(gramian)}. Take more rows."
         )
-    norms = np.sqrt(_squared_norms(kernel))
-    pairs = np.triu_indices(len(kernel), 1)
-    scale, exact = np.outer(norms, norms)[pairs], kernel[pairs]
+    norms = np.sqrt(_squared_norms(gramian))
+    pairs = np.triu_indices(len(gramian), 1)
+    scale, exact = np.outer(norms, norms)[pairs], gramian[pairs]
     errors = ((inner_products(rows)[pairs] - exact) / scale for rows in streams)
     return _agreement(errors, predicted_sd[pairs])
 
@@ -148,14 +148,14 @@ def peakedness(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
     return products / (2 * np.outer(x_norms, y_norms))
 
 
-def inner_product_sd(proj_dim: int, kernel: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+def inner_product_sd(proj_dim: int, gramian: np.ndarray, peaks: np.ndarray) -> np.ndarray:
     """Return the standard deviation of <Rx, Ry> / (|x| |y|), of |Rx|^2 / |x|^2 on the diagonal.
 
     sqrt((1 + cos^2 - 2 peak) / k): for a squared norm sqrt((2/k) (1 - peak)).
 
     Args:
         proj_dim: k.
-        kernel: Exact inner products, shape (n, n).
+        gramian: Exact inner products, shape (n, n).
         peaks: From ``peakedness``, shape (n, n); zeros where ``lossless_block`` is None.
 
     Returns:
@@ -164,14 +164,14 @@ def inner_product_sd(proj_dim: int, kernel: np.ndarray, peaks: np.ndarray) -> np
     Raises:
         InputError: If a gradient is zero.
     """
-    squared = _squared_norms(kernel)
-    squared_cosine = kernel**2 / np.outer(squared, squared)
+    squared = _squared_norms(gramian)
+    squared_cosine = gramian**2 / np.outer(squared, squared)
     # Rounding may fall below the 0 of gradients within one block.
     return np.sqrt(np.maximum(1 + squared_cosine - 2 * peaks, 0) / proj_dim)
 
 
-def _squared_norms(kernel: np.ndarray) -> np.ndarray:
-    squared = np.diagonal(kernel)
+def _squared_norms(gramian: np.ndarray) -> np.ndarray:
+    squared = np.diagonal(gramian)
     if not (squared > 0).all():
         raise InputError(
             "Relative errors need gradients that aren't zero. Found zero for the rows "
@@ -184,7 +184,7 @@ def _agreement(errors: Iterator[np.ndarray], predicted_sd: np.ndarray) -> Agreem
     squares = np.array([np.mean(error**2) for error in errors])
     n = len(squares)
     if not n:
-        raise InputError("Diagnostics need the features of at least one stream. Found none.")
+        raise InputError("Distortion needs the features of at least one stream. Found none.")
     measured = np.sqrt(squares.mean())
     spread = np.nan if n == 1 else squares.std(ddof=1) / np.sqrt(n)
     # Of a root: half the relative error of what is under it. Without any error there is no spread.

@@ -15,12 +15,12 @@ from trak_core.artifacts import (
     Artifact,
     check_made_for,
     check_same,
+    check_splits,
     open_artifact,
 )
 from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import normal_matrix
 from trak_core.spec import Combine
-from trak_core.stages._splits import check_splits
 from trak_core.trust.subset_sums import damped_sums, trak_sums, weighted_sums
 
 _TRACIN = (1.0, Combine.AVERAGE_OF_PRODUCTS)

@@ -7,7 +7,7 @@ from snakemake.utils import validate
 
 from trak_core.config.schema import (
     check_config,
-    check_diagnostics,
+    check_distortion,
     check_exact,
     check_unique_keys,
     checkpoint_table,
@@ -61,7 +61,7 @@ with explained():
         Path(config["results"])
     )  # Snakemake dislikes ./ and a / at the end
 compute, scoring = config["compute"], config["scoring"]
-diagnosed = checkpoints if "diagnostics" in config else []
+diagnosed = checkpoints if "distortion" in config else []
 evaluation = config.get("evaluation", {})
 # Retrained models come from the pipeline, from a file of the user's, or there are none.
 measured = (

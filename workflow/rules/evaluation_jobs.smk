@@ -87,7 +87,7 @@ def evaluated_targets(wildcards):
 influence_settings = ordered(
     {
         "damping": scoring["damping"],
-        "weighting": scoring["normal_matrix"],
+        "weighting": scoring["weighting"],
         "combine": scoring["combine"],
         "loss_weight_power": scoring["loss_weight_power"],
     }
@@ -103,9 +103,9 @@ def expected_train_features():
     }
 
 
-def counterfactual_groups():
+def removals_groups():
     """The targets of each job."""
-    asked = evaluation["counterfactual"]
+    asked = evaluation["removals"]
     targets = experiments[asked["experiment"]][: asked["targets"]]
     size = asked["per_job"]
     return [targets[i : i + size] for i in range(0, len(targets), size)]
@@ -113,7 +113,7 @@ def counterfactual_groups():
 
 def removals():
     """What the trainings of both kinds of removals share."""
-    asked = evaluation["counterfactual"]
+    asked = evaluation["removals"]
     kept = ("n_removed", "draws", "seeds", "seed")
     return {key: asked[key] for key in kept} | {
         "arguments": config["training"],
@@ -126,9 +126,9 @@ def evaluation_files():
     files = [f"{folder}/evaluation/{experiment}.h5" for experiment in measured]
     if evaluation.get("self_influence"):
         files.append(f"{folder}/self_influence.h5")
-    if "mislabelled" in evaluation:
-        files.append(f"{folder}/mislabelled.h5")
-    if "counterfactual" in evaluation:
-        experiment = evaluation["counterfactual"]["experiment"]
-        files.append(f"{folder}/counterfactual/{experiment}.h5")
+    if "flipped" in evaluation:
+        files.append(f"{folder}/flipped.h5")
+    if "removals" in evaluation:
+        experiment = evaluation["removals"]["experiment"]
+        files.append(f"{folder}/removals/{experiment}.h5")
     return files

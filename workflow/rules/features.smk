@@ -30,7 +30,7 @@ rule compute_features:
         "../scripts/compute_features.py"
 
 
-use rule compute_features as compute_feature_shard with:
+use rule compute_features as compute_features_shard with:
     output:
         features=temp("<results>/shards/{checkpoint}/{split}/{shard}-of-{n_shards}.h5"),
     log:
@@ -91,7 +91,7 @@ rule compute_normal_matrix:
     params:
         code=code_digest("trak_core.stages.compute_normal_matrix"),
         expected=lambda wildcards: expected_features(wildcards.checkpoint, "train"),
-        weighting=config["scoring"]["normal_matrix"],
+        weighting=config["scoring"]["weighting"],
     message:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
     script:
@@ -126,8 +126,8 @@ rule compute_scores:
         settings=ordered(
             {
                 "damping": scoring["damping"],
-                "weighting": scoring["normal_matrix"],
-                "keep": scoring["scores"],
+                "weighting": scoring["weighting"],
+                "keep": scoring["keep"],
             }
         ),
     message:

@@ -38,7 +38,7 @@ def training_arguments(wildcards):
     return ordered(config["training"] | checkpoints[wildcards.checkpoint])
 
 
-# What decides the numbers of all features, or kernels, of this config.
+# What decides the numbers of all features, or gramians, of this config.
 features_settings = {
     "model_output": config["model_output"],
     "parameter_patterns": parameter_patterns,
@@ -49,7 +49,7 @@ features_settings = {
 
 
 def features_spec(wildcards):
-    """What decides the numbers of a split's features or kernel."""
+    """What decides the numbers of a split's features or gramian."""
     return ordered(
         features_settings
         | {
@@ -59,21 +59,21 @@ def features_spec(wildcards):
     )
 
 
-def diagnostics_spec(wildcards):
-    """What decides the numbers of a checkpoint's diagnostics; how features are stored does not."""
+def distortion_spec(wildcards):
+    """What decides the numbers of a checkpoint's distortion; how features are stored does not."""
     return ordered(
         features_settings
         | {
             "checkpoint": wildcards.checkpoint,
             "targets": None,
             "dtype": "float64",
-            "diagnostics": config["diagnostics"],
+            "distortion": config["distortion"],
         }
     )
 
 
 def expected_features(checkpoint, split):
-    """What features or kernels must say of themselves to be used under today's config."""
+    """What features or gramians must say of themselves to be used under today's config."""
     return ordered(
         features_settings
         | {
@@ -99,7 +99,7 @@ def expected_scores(wildcards):
             "targets_digest": targets_digest(wildcards.experiment),
             "checkpoints": list(checkpoints),
             "damping": scoring["damping"],
-            "weighting": scoring["normal_matrix"],
+            "weighting": scoring["weighting"],
         }
     )
 
@@ -111,6 +111,6 @@ def checkpoint_scores(wildcards):
 
 
 def streamed_features(wildcards):
-    if scoring["scores"] == "full":
+    if scoring["keep"] == "full":
         return []
     return [f"{config['results']}/features/{c}/train.h5" for c in checkpoints]

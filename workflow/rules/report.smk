@@ -14,20 +14,20 @@ rule write_report:
                 "<results>/normal_matrix/{checkpoint}.h5", checkpoint=checkpoints
             )
         ),
-        diagnostics=expand(
-            "<results>/diagnostics/{checkpoint}.h5", checkpoint=diagnosed
+        distortion=expand(
+            "<results>/distortion/{checkpoint}.h5", checkpoint=diagnosed
         ),
         evaluations=expand("<results>/evaluation/{experiment}.h5", experiment=measured),
-        counterfactuals=expand(
-            "<results>/counterfactual/{experiment}.h5",
+        removals=expand(
+            "<results>/removals/{experiment}.h5",
             experiment=(
-                [evaluation["counterfactual"]["experiment"]]
-                if "counterfactual" in evaluation
+                [evaluation["removals"]["experiment"]]
+                if "removals" in evaluation
                 else []
             ),
         ),
-        mislabelled=(
-            ["<results>/mislabelled.h5"] if "mislabelled" in evaluation else []
+        flipped=(
+            ["<results>/flipped.h5"] if "flipped" in evaluation else []
         ),
         self_influence=(
             ["<results>/self_influence.h5"] if evaluation.get("self_influence") else []

@@ -22,7 +22,7 @@ def look_over(known):
     common = {
         "study": config["study"],
         "model_output": config["model_output"],
-        "weighting": scoring["normal_matrix"],
+        "weighting": scoring["weighting"],
         "parameters": parameter_patterns,
         "training": (
             {name: config["training"] | own for name, own in checkpoints.items()}
@@ -30,7 +30,7 @@ def look_over(known):
             else None
         ),
     }
-    if {"subsets", "counterfactual", "mislabelled"} & set(evaluation):
+    if {"subsets", "removals", "flipped"} & set(evaluation):
         common["retraining"] = config["training"]
     keys = {s: key_of(common, s, experiments.get(s), shards[s]) for s in shards}
     splits = known.get("splits", {})
@@ -70,16 +70,16 @@ if workflow.is_main_process:
         if not exact:
             ProjectionSpec(**config["projection"], n_params=sizes["n_params"], stream=0)
         n_samples = {s: one["n_samples"] for s, one in sizes["splits"].items()}
-        check_diagnostics(config, n_samples["train"])
+        check_distortion(config, n_samples["train"])
         check_memory(
             compute["memory_mb"],
             proj_dim=None if exact else config["projection"]["proj_dim"],
             n_train=n_samples.pop("train"),
             n_targets=n_samples,
             n_checkpoints=len(checkpoints),
-            scores=scoring["scores"],
+            scores=scoring["keep"],
             top=scoring["top"],
-            diagnostics=config.get("diagnostics"),
+            distortion=config.get("distortion"),
         )
         if sizes != known:
             write_record(record, sizes)

@@ -8,7 +8,7 @@ with logged_to(snakemake.log[0]):
     from trak_core.stages.compare_removals import compare_removals
 
     compare_removals(
-        counterfactual=Path(snakemake.output.counterfactual),
+        removals=Path(snakemake.output.removals),
         scores=Path(snakemake.input.scores),
         random=Path(snakemake.input.random),
         top=[Path(p) for p in snakemake.input.top],

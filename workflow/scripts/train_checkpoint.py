@@ -12,5 +12,5 @@ with logged_to(snakemake.log[0]):
         study=Path(snakemake.params.study),
         arguments=snakemake.params.arguments,
         threads=snakemake.threads,
-        mislabelled=snakemake.params.get("mislabelled"),
+        flipped=snakemake.params.get("flipped"),
     )

@@ -1,10 +1,10 @@
-rule retrain_at_random:
+rule retrain_without_random:
     output:
-        retrained="<results>/removals/random.h5",
+        retrained="<results>/retrained/random.h5",
     log:
-        "<results>/logs/retrain_at_random.log",
+        "<results>/logs/retrain_without_random.log",
     benchmark:
-        "<results>/benchmarks/retrain_at_random.tsv"
+        "<results>/benchmarks/retrain_without_random.tsv"
     conda:
         "../envs/trak.yaml"
     threads: 1
@@ -23,11 +23,11 @@ rule retrain_at_random:
         "../scripts/retrain_without.py"
 
 
-use rule retrain_at_random as retrain_without_top with:
+use rule retrain_without_random as retrain_without_top with:
     input:
         scores="<results>/scores/{experiment}.h5",
     output:
-        retrained="<results>/removals/{experiment}/{group}.h5",
+        retrained="<results>/retrained/{experiment}/{group}.h5",
     log:
         "<results>/logs/retrain_without_top/{experiment}/{group}.log",
     benchmark:
@@ -39,7 +39,7 @@ use rule retrain_at_random as retrain_without_top with:
             removals()
             | {
                 "experiment": {"experiment": wildcards.experiment, "study": study},
-                "targets": counterfactual_groups()[int(wildcards.group) - 1],
+                "targets": removals_groups()[int(wildcards.group) - 1],
             }
         ),
     message:
@@ -49,19 +49,19 @@ use rule retrain_at_random as retrain_without_top with:
 rule compare_removals:
     input:
         scores="<results>/scores/{experiment}.h5",
-        random="<results>/removals/random.h5",
+        random="<results>/retrained/random.h5",
         top=[
-            f"{folder}/removals/{{experiment}}/{i + 1}.h5"
-            for i in range(len(counterfactual_groups()))
+            f"{folder}/retrained/{{experiment}}/{i + 1}.h5"
+            for i in range(len(removals_groups()))
         ],
     output:
-        counterfactual="<results>/counterfactual/{experiment}.h5",
+        removals="<results>/removals/{experiment}.h5",
     log:
         "<results>/logs/compare_removals/{experiment}.log",
     benchmark:
         "<results>/benchmarks/compare_removals/{experiment}.tsv"
     wildcard_constraints:
-        experiment=any_of([evaluation["counterfactual"]["experiment"]]),
+        experiment=any_of([evaluation["removals"]["experiment"]]),
     conda:
         "../envs/trak.yaml"
     threads: 1
@@ -73,10 +73,10 @@ rule compare_removals:
         code=code_digest("trak_core.stages.compare_removals"),
         settings=ordered(
             {
-                "draws": evaluation["counterfactual"]["draws"],
-                "groups": counterfactual_groups(),
-                "n_removed": evaluation["counterfactual"]["n_removed"],
-                "seeds": evaluation["counterfactual"]["seeds"],
+                "draws": evaluation["removals"]["draws"],
+                "groups": removals_groups(),
+                "n_removed": evaluation["removals"]["n_removed"],
+                "seeds": evaluation["removals"]["seeds"],
                 "spec": removals(),
             }
         ),

@@ -9,7 +9,7 @@ from trak_core.artifacts import ArtifactError
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_self_influence import compute_self_influence
-from trak_core.stages.find_flipped import find_mislabelled
+from trak_core.stages.find_flipped import find_flipped
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.draws import flipped_labels
 
@@ -53,7 +53,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             study=STUDY,
             arguments={"steps": 60, "seed": seed},
             threads=1,
-            mislabelled=flips,
+            flipped=flips,
         )
         features.append(tmp_path / f"{checkpoint}-features.h5")
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
@@ -65,7 +65,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             split="train",
             shard=1,
             n_shards=1,
-            spec={**spec, "targets": None, "mislabelled": flips},
+            spec={**spec, "targets": None, "flipped": flips},
             code="code",
             device="cpu",
             batch_size=64,
@@ -75,15 +75,15 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
         compute_normal_matrix(
             normal_matrix_file=matrices[-1],
             features=features[-1],
-            expected={**spec, "split": "train", "targets_digest": None, "mislabelled": flips},
+            expected={**spec, "split": "train", "targets_digest": None, "flipped": flips},
             weighting="plain",
             code="code",
             memory_mb=300,
         )
 
     def find(**more):
-        find_mislabelled(
-            mislabelled=tmp_path / "found.h5",
+        find_flipped(
+            flipped=tmp_path / "found.h5",
             features=features,
             normal_matrices=matrices,
             original=run.features("train")[0],
@@ -93,7 +93,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             memory_mb=300,
         )
 
-    find(mislabelled=flips)
+    find(flipped=flips)
     train = pd.read_hdf(tmp_path / "found.h5", "train")
     assert np.array_equal(train["label"], labels)
     assert np.array_equal(train["given_label"], flipped_labels(labels, **flips))
@@ -102,5 +102,5 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
     order = train.sort_values("self_influence", ascending=False)["flipped"]
     assert detection.loc["self_influence", "found"] == order.head(15).mean()
     assert detection.loc["self_influence", "auc"] > 0.7
-    with pytest.raises(ArtifactError, match=r"Expected \{'mislabelled': \{'fraction': 0\.2"):
-        find(mislabelled={**flips, "fraction": 0.2})
+    with pytest.raises(ArtifactError, match=r"Expected \{'flipped': \{'fraction': 0\.2"):
+        find(flipped={**flips, "fraction": 0.2})

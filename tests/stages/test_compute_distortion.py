@@ -1,4 +1,4 @@
-"""Diagnostics of a checkpoint: the stage against dense float64 matrices, and in the workflow."""
+"""Distortion of a checkpoint: the stage against dense float64 matrices, and in the workflow."""
 
 import copy
 import itertools
@@ -14,14 +14,14 @@ import yaml
 from trained_cases import STUDIES, assert_close
 from workspace import REPOSITORY, Workspace
 
-from trak_core.artifacts import DIAGNOSTICS, open_artifact
+from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import per_sample_gradients
 from trak_core.models.loaded import Subject
 from trak_core.models.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
-from trak_core.stages.compute_distortion import compute_diagnostics
+from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.study.study import Study
 
 STUDY = STUDIES / "small_digits.py"
@@ -46,18 +46,18 @@ def spec_of(kind="rademacher", samples=SAMPLES, name="c0", output="image_classif
         "dtype": "float64",
         "targets": None,
         "study": "digest",
-        "diagnostics": {"samples": samples, "streams": STREAMS},
+        "distortion": {"samples": samples, "streams": STREAMS},
     }
 
 
-def diagnose(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **settings):
-    return diagnose_as(spec_of(**settings), folder, checkpoint, study, memory_mb, batch_size)
+def distort(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **settings):
+    return distort_as(spec_of(**settings), folder, checkpoint, study, memory_mb, batch_size)
 
 
-def diagnose_as(spec, folder, checkpoint, study, memory_mb=100, batch_size=64):
-    file = folder / "diagnostics.h5"
-    compute_diagnostics(
-        diagnostics=file,
+def distort_as(spec, folder, checkpoint, study, memory_mb=100, batch_size=64):
+    file = folder / "distortion.h5"
+    compute_distortion(
+        distortion=file,
         checkpoint=checkpoint,
         study=study,
         spec=spec,
@@ -90,7 +90,7 @@ def expected_errors(rows, kind, streams):
 
 @pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
 def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, kind):
-    file = diagnose(tmp_path, checkpoint, kind=kind)
+    file = distort(tmp_path, checkpoint, kind=kind)
     agreement = pd.read_hdf(file, "agreement")
     by_stream = pd.read_hdf(file, "by_stream")
     own = stream_of("c0")
@@ -108,7 +108,7 @@ def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, 
     rows = oracle.jacobian(copy.deepcopy(model).double().eval(), samples, "image_classification")[0]
     errors, predicted = expected_errors(rows, kind, by_stream.index.tolist())
 
-    assert_close(pd.read_hdf(file, "kernel").to_numpy(), rows @ rows.T, 1e-5)
+    assert_close(pd.read_hdf(file, "gramian").to_numpy(), rows @ rows.T, 1e-5)
     np.testing.assert_allclose(pd.read_hdf(file, "predicted_sd"), predicted, rtol=1e-4)
     pairs = np.triu_indices(SAMPLES, 1)
     of_kinds = {
@@ -128,20 +128,20 @@ def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, 
     assert norms.columns.tolist() == by_stream.index.tolist()
     expected = squared * (1 + np.diagonal(errors, axis1=1, axis2=2))
     np.testing.assert_allclose(norms.to_numpy().T, expected, rtol=1e-4)
-    projected = pd.read_hdf(file, "projected_kernel").to_numpy()
+    projected = pd.read_hdf(file, "projected_gramian").to_numpy()
     exact = rows @ rows.T + errors[0] * np.sqrt(np.outer(squared, squared))
     assert_close(projected, exact, 1e-5)
 
 
 def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_path):
-    first, second = (diagnose(tmp_path / str(i), checkpoint) for i in (1, 2))
+    first, second = (distort(tmp_path / str(i), checkpoint) for i in (1, 2))
     assert first.read_bytes() == second.read_bytes()
-    with open_artifact(first, DIAGNOSTICS) as file:
+    with open_artifact(first, DISTORTION) as file:
         ids = file.ids("sample_ids")
         assert file.spec["sample"] == {"drawn": SAMPLES, "seed": 0}
         assert file.spec["streams"] == STREAMS
         assert file.spec["projection"]["stream"] == stream_of("c0")
-        for key in ("kernel", "predicted_sd", "projected_kernel"):
+        for key in ("gramian", "predicted_sd", "projected_gramian"):
             assert file.index(key) == file.columns(key) == ids
         assert file.index("projected_squared_norms") == ids
     train_ids = Study.load(STUDY).split("train", None).ids
@@ -149,17 +149,17 @@ def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_pat
     assert positions == sorted(set(positions))
     assert len(positions) == SAMPLES
     # Another checkpoint: the same samples under streams of its own.
-    other = diagnose(tmp_path / "other", checkpoint, name="c1")
-    with open_artifact(other, DIAGNOSTICS) as file:
+    other = distort(tmp_path / "other", checkpoint, name="c1")
+    with open_artifact(other, DISTORTION) as file:
         assert file.ids("sample_ids") == ids
         assert not {stream_of("c0") + i for i in range(STREAMS)} & set(file.index("by_stream"))
 
 
 @pytest.mark.parametrize("other", [{"batch_size": 5}, {"memory_mb": 2}])
 def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, other):
-    first = diagnose(tmp_path / "first", checkpoint)
-    second = diagnose(tmp_path / "second", checkpoint, **other)
-    for key in ("agreement", "by_stream", "kernel", "predicted_sd", "projected_kernel"):
+    first = distort(tmp_path / "first", checkpoint)
+    second = distort(tmp_path / "second", checkpoint, **other)
+    for key in ("agreement", "by_stream", "gramian", "predicted_sd", "projected_gramian"):
         found, expected = (pd.read_hdf(f, key).to_numpy() for f in (second, first))
         assert_close(found, expected, 1e-5)
 
@@ -216,19 +216,19 @@ def linear(tmp_path):
 
 
 def test_samples_without_a_gradient_are_left_out_and_counted(linear, tmp_path, capsys):
-    file = diagnose(tmp_path, **linear("[3, 7]"), samples=20)
+    file = distort(tmp_path, **linear("[3, 7]"), samples=20)
     assert "left out 2 of 20 samples, whose gradients are zero: 3, 7." in capsys.readouterr().out
-    with open_artifact(file, DIAGNOSTICS) as artifact:
+    with open_artifact(file, DISTORTION) as artifact:
         rows = [i for i in range(20) if i not in (3, 7)]
         assert artifact.ids("sample_ids") == rows
         assert artifact.file.attrs["n_zero_gradients"] == 2
     x = np.sin(np.arange(60, dtype=np.float32).reshape(20, 3))[rows].astype(np.float64)
-    np.testing.assert_allclose(pd.read_hdf(file, "kernel"), x @ x.T, atol=1e-6)
+    np.testing.assert_allclose(pd.read_hdf(file, "gramian"), x @ x.T, atol=1e-6)
 
 
 def test_hardly_any_gradient(linear, tmp_path):
-    with pytest.raises(InputError, match=r"Found 1 among the 20 drawn\. Raise diagnostics\.samp"):
-        diagnose(tmp_path, **linear("slice(1, 20)"), samples=20)
+    with pytest.raises(InputError, match=r"Found 1 among the 20 drawn\. Raise distortion\.samp"):
+        distort(tmp_path, **linear("slice(1, 20)"), samples=20)
     assert not list(tmp_path.rglob("*.h5*"))
 
 
@@ -237,15 +237,15 @@ def test_not_a_number_names_samples(linear, tmp_path):
     path = arguments["study"]
     path.write_text(path.read_text().replace("= 0", "= float('nan')", 1))
     with pytest.raises(InputError, match=r"must be finite\. Found .* for the samples 5\. Look"):
-        diagnose(tmp_path, **arguments, samples=20)
+        distort(tmp_path, **arguments, samples=20)
     assert not list(tmp_path.rglob("*.h5*"))
 
 
 def test_a_budget_that_is_too_small_is_refused_by_the_job(checkpoint, tmp_path):
-    with pytest.raises(InputError, match=r"must hold diagnostics of 12 samples under 3 streams of"):
-        diagnose(tmp_path, checkpoint, memory_mb=0)
+    with pytest.raises(InputError, match=r"must hold the distortion of 12 samples under 3 str"):
+        distort(tmp_path, checkpoint, memory_mb=0)
     with pytest.raises(InputError, match=r"must hold the gradient of one sample"):
-        diagnose(tmp_path, checkpoint, memory_mb=1)
+        distort(tmp_path, checkpoint, memory_mb=1)
     assert not list(tmp_path.rglob("*.h5"))
 
 
@@ -261,23 +261,23 @@ def test_the_smoke_study_agrees_with_theory_and_what_runs_again(tmp_path):
     config |= {
         "results": "results",
         "checkpoints": {"seed0": {"seed": 0}},
-        "diagnostics": {"samples": 60, "streams": 10},
+        "distortion": {"samples": 60, "streams": 10},
     }
     digits = config["study"] = str(REPOSITORY / "config/digits.py")
     study = Workspace.make(tmp_path / "study", "small_digits.py", config)
     study.config["study"] = digits
-    file, trained = "results/diagnostics/seed0.h5", "results/checkpoints/seed0.pt"
-    assert study.run(file) == {"train_checkpoint": 1, "compute_diagnostics": 1}
+    file, trained = "results/distortion/seed0.h5", "results/checkpoints/seed0.pt"
+    assert study.run(file) == {"train_checkpoint": 1, "compute_distortion": 1}
     agrees(study.path(file))
     for kind in ("normal", "hadamard", "sjlt"):
         spec = spec_of(kind, samples=60, name="seed0")
         spec["projection"] |= config["projection"] | {"kind": kind}
-        spec["diagnostics"] = config["diagnostics"]
-        agrees(diagnose_as(spec, tmp_path / kind, study.path(trained), Path(digits)))
+        spec["distortion"] = config["distortion"]
+        agrees(distort_as(spec, tmp_path / kind, study.path(trained), Path(digits)))
 
     study.config["features_dtype"] = "float16"
     study.config["compute"] = {"batch_size": 7, "memory_mb": 300, "threads": 2}
     study.config["scoring"]["damping"] = 1
     assert study.run("-n", file) == {}
-    study.config["diagnostics"] = {"samples": 61}
-    assert study.run("-n", "all")["compute_diagnostics"] == 1
+    study.config["distortion"] = {"samples": 61}
+    assert study.run("-n", "all")["compute_distortion"] == 1

@@ -1,17 +1,16 @@
-"""Multiply the gradients of the training samples with those of one split under one checkpoint."""
+"""Compare projected norms and inner products of some training samples with the exact ones."""
 
 from pathlib import Path
 
 from trak_core.system.job import logged_to
 
 with logged_to(snakemake.log[0]):
-    from trak_core.stages.compute_gramian import compute_kernel
+    from trak_core.stages.compute_distortion import compute_distortion
 
-    compute_kernel(
-        kernel=Path(snakemake.output.kernel),
+    compute_distortion(
+        distortion=Path(snakemake.output.distortion),
         checkpoint=Path(snakemake.input.checkpoint),
         study=Path(snakemake.params.study),
-        split=snakemake.wildcards.split,
         spec=snakemake.params.spec,
         code=snakemake.params.code,
         device=snakemake.resources.device,

@@ -6,7 +6,7 @@ import torch
 
 from trak_core.errors import InputError
 from trak_core.study.draws import flipped_labels
-from trak_core.study.flipped import class_labels, relabelled
+from trak_core.study.flipped import class_labels, with_flipped_labels
 from trak_core.study.study import Split
 
 LABELS = np.arange(20) % 3
@@ -18,7 +18,7 @@ LABELS = np.arange(20) % 3
 @pytest.mark.parametrize("make", [lambda x, y: (x, y), lambda x, y: {"x": x, "labels": y}])
 def test_a_wrong_label_is_of_the_type_of_the_right_one(kind, make):
     samples = [make(torch.ones(2) * i, kind(y)) for i, y in enumerate(LABELS)]
-    found = relabelled(Split(samples, list(range(20))), 0.3, 1)
+    found = with_flipped_labels(Split(samples, list(range(20))), 0.3, 1)
     assert class_labels(found).tolist() == flipped_labels(LABELS, 0.3, 1).tolist()
     for before, after in zip(samples, found.samples, strict=True):
         a, b = (x["labels"] if isinstance(x, dict) else x[-1] for x in (before, after))
@@ -33,9 +33,9 @@ def test_a_wrong_label_is_of_the_type_of_the_right_one(kind, make):
 def test_labels_that_are_no_classes_are_refused(label, message):
     samples = [(torch.ones(2), torch.tensor(label)), (torch.ones(2), torch.tensor(label))]
     with pytest.raises(InputError, match=message):
-        relabelled(Split(samples, ["a", "b"]), 0.5, 0)
+        with_flipped_labels(Split(samples, ["a", "b"]), 0.5, 0)
 
 
 def test_labels_that_are_all_the_same_are_refused():
     with pytest.raises(InputError, match=r"two classes or more\. Found 4 only"):
-        relabelled(Split([(torch.ones(1), 4)] * 3, [0, 1, 2]), 0.5, 0)
+        with_flipped_labels(Split([(torch.ones(1), 4)] * 3, [0, 1, 2]), 0.5, 0)

@@ -1,4 +1,4 @@
-"""Kernels over blocks of samples, and the exact scores that they give."""
+"""Gramians over blocks of samples, and the exact scores that they give."""
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ def cut(samples, *at):
     return list(zip(*(tensor.tensor_split(at) for tensor in samples), strict=True))
 
 
-def test_kernels_are_the_products_of_the_gradients(case, monkeypatch):
+def test_gramians_are_the_products_of_the_gradients(case, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
@@ -67,9 +67,9 @@ def test_kernels_are_the_products_of_the_gradients(case, monkeypatch):
     monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
     monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
     model, parameters, output, train, targets, j, j_t = case
-    kernel = train_gramian(model, parameters, output, [train])
-    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-6, atol=1e-9)
-    assert kernel.dtype == np.float64
+    gramian = train_gramian(model, parameters, output, [train])
+    np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
+    assert gramian.dtype == np.float64
     cross = cross_gramian(model, parameters, output, [train], [targets])
     np.testing.assert_allclose(cross, j @ j_t.T, rtol=1e-6, atol=1e-9)
 
@@ -91,15 +91,15 @@ def test_only_the_chosen_parameters_count(case):
     chosen = select_parameters(model, ["5.*"])
     kind = next(k for k, v in MODEL_OUTPUTS.items() if v is output)
     j = jacobian(model, chosen, kind, train)
-    kernel = train_gramian(model, chosen, output, [train])
-    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-6, atol=1e-9)
+    gramian = train_gramian(model, chosen, output, [train])
+    np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
 def test_one_sample(case):
     model, parameters, output, train, _, j, _ = case
-    kernel = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
-    np.testing.assert_allclose(kernel, j[:1] @ j[:1].T, rtol=1e-6)
+    gramian = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
+    np.testing.assert_allclose(gramian, j[:1] @ j[:1].T, rtol=1e-6)
 
 
 def test_what_is_refused(case):
@@ -169,8 +169,8 @@ def test_one_backward_pass_serves_every_model_output(kind, monkeypatch):
     parameters = select_parameters(model, None)
     found = per_sample_gradients(model, parameters, output, samples)
     j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
-    kernel = train_gramian(model, parameters, output, [samples])
-    np.testing.assert_allclose(kernel, j @ j.T, rtol=1e-9, atol=1e-12)
+    gramian = train_gramian(model, parameters, output, [samples])
+    np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-9, atol=1e-12)
 
 
 RNG = np.random.default_rng(0)
@@ -222,9 +222,9 @@ def test_negative_damping():
 @pytest.mark.parametrize("weights", [np.ones(11), np.linspace(0, 2, 11)])
 def test_projected_scores_converge_to_the_exact_ones(case, weights):
     model, parameters, output, train, targets, j, j_t = case
-    kernel = train_gramian(model, parameters, output, [train])
+    gramian = train_gramian(model, parameters, output, [train])
     cross = cross_gramian(model, parameters, output, [train], [targets])
-    exact, _ = exact_similarities(kernel, cross, weights, 2.0)
+    exact, _ = exact_similarities(gramian, cross, weights, 2.0)
     errors = []
     for proj_dim in (64, 1024, 16384):
         spec = ProjectionSpec(

@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 # Rows of a few large entries and of many small ones, some of them close to each other.
 ROWS = RNG.standard_normal((12, 30)) * np.geomspace(1, 20, 12)[:, None] ** np.linspace(-1, 1, 30)
 ROWS[5] = ROWS[4] + 0.1 * ROWS[5]
-KERNEL = ROWS @ ROWS.T
+GRAMIAN = ROWS @ ROWS.T
 KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
 PROJ_DIM = 8
 
@@ -29,10 +29,10 @@ def spec_of(kind, stream=0):
     return ProjectionSpec(kind=kind, n_params=30, proj_dim=PROJ_DIM, seed=1, stream=stream)
 
 
-def predicted(kind, rows, kernel, proj_dim=PROJ_DIM):
+def predicted(kind, rows, gramian, proj_dim=PROJ_DIM):
     block = lossless_block(spec_of(kind))
-    peaks = np.zeros_like(kernel) if block is None else peakedness(rows, rows, block)
-    return inner_product_sd(proj_dim, kernel, peaks)
+    peaks = np.zeros_like(gramian) if block is None else peakedness(rows, rows, block)
+    return inner_product_sd(proj_dim, gramian, peaks)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -41,12 +41,12 @@ def test_theory_predicts_the_errors(kind):
     rows = ROWS.astype(np.float32)
     streams = [project(rows, spec_of(kind, stream), scale=True) for stream in range(400)]
     for agreement in (squared_norm_agreement, inner_product_agreement):
-        found = agreement(KERNEL, streams, predicted(kind, ROWS, KERNEL))
+        found = agreement(GRAMIAN, streams, predicted(kind, ROWS, GRAMIAN))
         assert len(found.by_stream) == 400
         assert 0 < found.standard_error < 0.05 * found.measured
         assert abs(found.measured - found.predicted) < 3 * found.standard_error
     other = "rademacher" if kind == "normal" else "normal"
-    found = squared_norm_agreement(KERNEL, streams, predicted(other, ROWS, KERNEL))
+    found = squared_norm_agreement(GRAMIAN, streams, predicted(other, ROWS, GRAMIAN))
     assert abs(found.measured - found.predicted) > 3 * found.standard_error
 
 
@@ -74,25 +74,25 @@ def all_matrices(kind, n_params, proj_dim):
 def test_the_prediction_is_the_variance_over_all_matrices(kind, proj_dim):
     """Exactly, for each pair of gradients: the formula against an average over every matrix."""
     rows = RNG.standard_normal((5, 4))
-    kernel = rows @ rows.T
+    gramian = rows @ rows.T
     total, square, n = np.zeros((5, 5)), np.zeros((5, 5)), 0
     for matrix in all_matrices(kind, 4, proj_dim):
         products = (rows @ matrix) @ (rows @ matrix).T
-        total, square, n = total + products, square + (products - kernel) ** 2, n + 1
-    np.testing.assert_allclose(total / n, kernel, atol=1e-12)
+        total, square, n = total + products, square + (products - gramian) ** 2, n + 1
+    np.testing.assert_allclose(total / n, gramian, atol=1e-12)
     block = {"rademacher": 1, "sjlt": 1, "hadamard": proj_dim}[kind]
-    norms = np.sqrt(np.diagonal(kernel))
-    found = inner_product_sd(proj_dim, kernel, peakedness(rows, rows, block))
+    norms = np.sqrt(np.diagonal(gramian))
+    found = inner_product_sd(proj_dim, gramian, peakedness(rows, rows, block))
     np.testing.assert_allclose(found, np.sqrt(square / n) / np.outer(norms, norms), atol=1e-12)
 
 
 def test_the_formulas_of_normal_and_rademacher():
     """sqrt(2/k), sqrt((1 + cos^2)/k); sqrt((2/k) (1 - sum x^4 / |x|^4)) for random signs."""
-    wide = predicted("normal", ROWS, KERNEL, proj_dim=64)
+    wide = predicted("normal", ROWS, GRAMIAN, proj_dim=64)
     np.testing.assert_allclose(np.diagonal(wide), np.sqrt(2 / 64))
-    cosine = KERNEL[2, 7] / np.sqrt(KERNEL[2, 2] * KERNEL[7, 7])
+    cosine = GRAMIAN[2, 7] / np.sqrt(GRAMIAN[2, 2] * GRAMIAN[7, 7])
     assert wide[2, 7] == pytest.approx(np.sqrt((1 + cosine**2) / 64))
-    narrow = predicted("rademacher", ROWS, KERNEL, proj_dim=64)
+    narrow = predicted("rademacher", ROWS, GRAMIAN, proj_dim=64)
     peaks = (ROWS**4).sum(1) / (ROWS**2).sum(1) ** 2
     np.testing.assert_allclose(np.diagonal(narrow), np.sqrt(2 / 64 * (1 - peaks)))
     assert (narrow <= wide).all()
@@ -131,10 +131,10 @@ def test_rounding_makes_no_negative_variance():
 
 
 def test_no_error_where_there_is_none():
-    found = squared_norm_agreement(KERNEL, [ROWS], np.zeros((12, 12)))
+    found = squared_norm_agreement(GRAMIAN, [ROWS], np.zeros((12, 12)))
     assert found.measured < 1e-12
     assert np.isnan(found.standard_error)
-    found = inner_product_agreement(KERNEL, [ROWS, ROWS], np.zeros((12, 12)))
+    found = inner_product_agreement(GRAMIAN, [ROWS, ROWS], np.zeros((12, 12)))
     assert found.measured < 1e-12
     assert found.standard_error < 1e-12
     found = squared_norm_agreement(np.eye(2), [np.eye(2), np.eye(2)], np.zeros((2, 2)))
@@ -142,16 +142,16 @@ def test_no_error_where_there_is_none():
 
 
 def test_errors_by_hand():
-    kernel = np.array([[4.0, 0], [0, 1]])
+    gramian = np.array([[4.0, 0], [0, 1]])
     rows = np.array([[2.0, 0], [0.5, 1]])
     sd = np.array([[0.3, 0.7], [0.7, 0.4]])
-    norms = squared_norm_agreement(kernel, [rows, np.diag([2.0, 1])], sd)
+    norms = squared_norm_agreement(gramian, [rows, np.diag([2.0, 1])], sd)
     assert norms.by_stream == pytest.approx([np.sqrt((0 + 0.25**2) / 2), 0])
     assert norms.measured == pytest.approx(np.sqrt(0.25**2 / 4))
     # The mean square 1/64 has the standard error 1/64; its root half the relative one.
     assert norms.standard_error == pytest.approx(norms.measured / 2)
     assert norms.predicted == pytest.approx(np.sqrt((0.3**2 + 0.4**2) / 2))
-    pairs = inner_product_agreement(kernel, [rows], sd)
+    pairs = inner_product_agreement(gramian, [rows], sd)
     assert pairs.measured == pytest.approx(1 / 2)
     assert pairs.predicted == pytest.approx(0.7)
 
@@ -163,6 +163,6 @@ def test_what_is_refused():
     with pytest.raises(InputError, match=r"rows \[1\]"):
         inner_product_sd(4, zero, np.zeros((2, 2)))
     with pytest.raises(InputError, match="at least one stream"):
-        squared_norm_agreement(KERNEL, [], np.zeros((12, 12)))
+        squared_norm_agreement(GRAMIAN, [], np.zeros((12, 12)))
     with pytest.raises(InputError, match="at least two samples"):
         inner_product_agreement(np.eye(1), [np.eye(1)], np.zeros((1, 1)))

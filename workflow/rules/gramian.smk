@@ -1,12 +1,12 @@
-rule compute_kernel:
+rule compute_gramian:
     input:
         checkpoint=checkpoint_input,
     output:
-        kernel="<results>/kernels/{checkpoint}/{split}.h5",
+        gramian="<results>/gramian/{checkpoint}/{split}.h5",
     log:
-        "<results>/logs/compute_kernel/{checkpoint}/{split}.log",
+        "<results>/logs/compute_gramian/{checkpoint}/{split}.log",
     benchmark:
-        "<results>/benchmarks/compute_kernel/{checkpoint}/{split}.tsv"
+        "<results>/benchmarks/compute_gramian/{checkpoint}/{split}.tsv"
     conda:
         "../envs/trak.yaml"
     threads: compute["threads"]
@@ -25,13 +25,13 @@ rule compute_kernel:
     message:
         "Multiplying gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_kernel.py"
+        "../scripts/compute_gramian.py"
 
 
 rule compute_exact_scores:
     input:
-        train="<results>/kernels/{checkpoint}/train.h5",
-        targets="<results>/kernels/{checkpoint}/{experiment}.h5",
+        train="<results>/gramian/{checkpoint}/train.h5",
+        targets="<results>/gramian/{checkpoint}/{experiment}.h5",
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",
     log:
@@ -53,7 +53,7 @@ rule compute_exact_scores:
             wildcards.checkpoint, wildcards.experiment
         ),
         settings=ordered(
-            {"damping": scoring["damping"], "weighting": scoring["normal_matrix"]}
+            {"damping": scoring["damping"], "weighting": scoring["weighting"]}
         ),
     message:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"

@@ -38,7 +38,7 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
             **jobs,
         )
     compared = {
-        "counterfactual": tmp_path / "c.h5",
+        "removals": tmp_path / "c.h5",
         "random": random,
         "top": top,
         "groups": groups,

@@ -1,12 +1,12 @@
-rule compute_diagnostics:
+rule compute_distortion:
     input:
         checkpoint=checkpoint_input,
     output:
-        diagnostics="<results>/diagnostics/{checkpoint}.h5",
+        distortion="<results>/distortion/{checkpoint}.h5",
     log:
-        "<results>/logs/compute_diagnostics/{checkpoint}.log",
+        "<results>/logs/compute_distortion/{checkpoint}.log",
     benchmark:
-        "<results>/benchmarks/compute_diagnostics/{checkpoint}.tsv"
+        "<results>/benchmarks/compute_distortion/{checkpoint}.tsv"
     conda:
         "../envs/trak.yaml"
     threads: compute["threads"]
@@ -20,9 +20,9 @@ rule compute_diagnostics:
     params:
         code=code_digest("trak_core.stages.compute_distortion"),
         signature=checkpoint_signature,
-        spec=diagnostics_spec,
+        spec=distortion_spec,
         study=config["study"],
     message:
         "Comparing projected gradients with whole ones under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_diagnostics.py"
+        "../scripts/compute_distortion.py"

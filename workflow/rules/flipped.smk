@@ -1,0 +1,90 @@
+# The same stages once more, on checkpoints trained with some labels flipped.
+flipped = ordered(evaluation["flipped"])
+
+
+use rule train_checkpoint as train_checkpoint_flipped with:
+    output:
+        checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
+    log:
+        "<results>/logs/train_checkpoint_flipped/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/train_checkpoint_flipped/{checkpoint}.tsv"
+    params:
+        flipped=flipped,
+    message:
+        "Training checkpoint {wildcards.checkpoint} with flipped labels"
+
+
+use rule compute_features as compute_features_flipped with:
+    input:
+        checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
+    output:
+        features="<results>/flipped/features/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_features_flipped/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_features_flipped/{checkpoint}.tsv"
+    wildcard_constraints:
+        checkpoint=any_of(checkpoints),
+    params:
+        signature=None,
+        spec=lambda wildcards: ordered(
+            features_settings
+            | {
+                "checkpoint": wildcards.checkpoint,
+                "targets": None,
+                "flipped": flipped,
+            }
+        ),
+    message:
+        "Projecting gradients of flipped labels under checkpoint {wildcards.checkpoint}"
+
+
+use rule compute_normal_matrix as compute_normal_matrix_flipped with:
+    input:
+        features="<results>/flipped/features/{checkpoint}.h5",
+    output:
+        normal_matrix="<results>/flipped/normal_matrix/{checkpoint}.h5",
+    log:
+        "<results>/logs/compute_normal_matrix_flipped/{checkpoint}.log",
+    benchmark:
+        "<results>/benchmarks/compute_normal_matrix_flipped/{checkpoint}.tsv"
+    params:
+        expected=lambda wildcards: ordered(
+            expected_features(wildcards.checkpoint, "train")
+            | {"flipped": flipped}
+        ),
+    message:
+        "Summing the normal matrix of flipped labels, checkpoint {wildcards.checkpoint}"
+
+
+rule find_flipped:
+    input:
+        features=of_checkpoints("{results}/flipped/features/{c}.h5", True),
+        normal_matrices=of_checkpoints(
+            "{results}/flipped/normal_matrix/{c}.h5", True
+        ),
+        original=f"{folder}/features/{next(iter(checkpoints))}/train.h5",
+    output:
+        flipped="<results>/flipped.h5",
+    log:
+        "<results>/logs/find_flipped.log",
+    benchmark:
+        "<results>/benchmarks/find_flipped.tsv"
+    conda:
+        "../envs/trak.yaml"
+    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    threads: 1
+    resources:
+        gpu=0,
+        mem_mb=job_mb,
+        memory_mb=compute["memory_mb"],
+        runtime=job_minutes,
+    params:
+        code=code_digest("trak_core.stages.find_flipped"),
+        expected=ordered(expected_train_features() | {"flipped": flipped}),
+        settings=influence_settings,
+    message:
+        "Looking for flipped labels"
+    script:
+        "../scripts/find_flipped.py"
