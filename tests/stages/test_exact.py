@@ -5,8 +5,8 @@ import oracle
 import pandas as pd
 import pytest
 import torch
+from own_checkpoints import OWN, save_own_checkpoint
 from pipeline import read_scores, run_exact_stages
-from test_workflow_own import OWN, save_own_checkpoint
 from trained_cases import N_TARGETS, STUDIES, Case, assert_close
 from workspace import Workspace
 

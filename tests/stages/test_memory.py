@@ -311,8 +311,12 @@ def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
         folder.mkdir()
         output = subprocess.run(
             [sys.executable, "-c", STAGES, stages, folder, str(n_train)],
-            cwd=REPOSITORY / "tests/support",
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            cwd=REPOSITORY / "tests/stages",
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support",
+                "OMP_NUM_THREADS": "1",
+            },
             capture_output=True,
             text=True,
             check=True,

@@ -1,0 +1,22 @@
+"""A regression with checkpoints of a user's own."""
+
+import torch
+
+OWN = {
+    "model_output": "regression",
+    "checkpoints": {f"c{i}": f"mine/c{i}.pt" for i in range(3)},
+    "experiments": {
+        "few": {"targets": ["patient-342", "patient-400"]},
+        "one": {"targets": ["patient-350"]},
+    },
+    "projection": {"proj_dim": 16},
+}
+
+
+def save_own_checkpoint(workspace, number, scale=1.0):
+    torch.manual_seed(number)
+    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    path = workspace.path(f"mine/c{number}.pt")
+    path.parent.mkdir(exist_ok=True)
+    torch.save({k: v * scale for k, v in model.state_dict().items()}, path)
+    return path
