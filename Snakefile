@@ -13,12 +13,11 @@ report: "workflow/report/study.rst"
 
 
 include: "workflow/rules/common.smk"
-include: "workflow/rules/study.smk"
-include: "workflow/rules/jobs.smk"
+include: "workflow/rules/specs.smk"
 include: "workflow/rules/checkpoints.smk"
 
 
-if exact:
+if specs.is_exact:
 
     include: "workflow/rules/gramian.smk"
 
@@ -28,27 +27,21 @@ else:
 
 
 include: "workflow/rules/scores.smk"
-include: "workflow/rules/evaluation_jobs.smk"
 
 
-if evaluation:
+if specs.evaluation:
 
     include: "workflow/rules/evaluation.smk"
 
 
-if "flipped" in evaluation:
+if "flipped" in specs.evaluation:
 
     include: "workflow/rules/flipped.smk"
 
 
-if "removals" in evaluation:
+if "removals" in specs.evaluation:
 
     include: "workflow/rules/removals.smk"
-
-
-if "compare" in config:
-
-    include: "workflow/rules/compare.smk"
 
 
 if "distortion" in config:
@@ -62,24 +55,21 @@ include: "workflow/rules/report.smk"
 localrules:
     all,
     scores,
-    compare,
 
 
 rule all:
     default_target: True
     input:
-        expand("<results>/scores/{experiment}.h5", experiment=experiments),
-        expand("<results>/figures/{experiment}.png", experiment=experiments),
-        expand("<results>/distortion/{checkpoint}.h5", checkpoint=diagnosed),
-        evaluation_files(),
+        expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),
+        expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
+        distortion_files,
+        evaluation_files,
+        removals_files,
+        flipped_files,
+        self_influence_files,
         "<results>/report.html",
 
 
 rule scores:
     input:
-        expand("<results>/scores/{experiment}.h5", experiment=experiments),
-
-
-rule compare:
-    input:
-        "<results>/comparison.h5",
+        expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),

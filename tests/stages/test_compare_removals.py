@@ -1,5 +1,7 @@
 """Models retrained without the most helpful samples: the stages against a loop of trainings."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,7 @@ from small_run import ARGUMENTS, STUDY, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
+from trak_core.spec import RetrainedSpec
 from trak_core.stages.compare_removals import compare_removals, mean_interval
 from trak_core.stages.retrain_without import retrain_without
 from trak_core.study.draws import training_seed
@@ -16,24 +19,26 @@ from trak_core.study.draws import training_seed
 
 def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
-    common = {
-        "n_removed": sizes,
-        "draws": draws,
-        "seeds": seeds,
-        "seed": 1,
-        "arguments": ARGUMENTS,
-        "model_output": "image_classification",
-        "study_digest": "digest",
-    }
-    jobs = {"study": STUDY, "code": "code", "batch_size": 64, "threads": 1, **common}
+    spec = RetrainedSpec(
+        subsets="top removals",
+        arguments=ARGUMENTS,
+        model_output="image_classification",
+        study_digest="digest",
+        seeds=seeds,
+        seed=1,
+        n_removed=sizes,
+    )
+    random_spec = replace(spec, subsets="random removals", draws=draws)
+    jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
     random = tmp_path / "random.h5"
-    retrain_without(retrained=random, scores=None, experiment=None, targets=[], **jobs)
+    retrain_without(retrained=random, spec=random_spec, **jobs)
     groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
     for group, path in zip(groups, top, strict=True):
         retrain_without(
             retrained=path,
             scores=run.scores,
-            experiment={"experiment": "mine", "study": "digest"},
+            spec=spec,
+            experiment="mine",
             targets=group,
             **jobs,
         )
@@ -42,10 +47,7 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
         "random": random,
         "top": top,
         "groups": groups,
-        "n_removed": sizes,
-        "draws": draws,
-        "seeds": seeds,
-        "spec": common,
+        "spec": random_spec,
         "code": "code",
     }
     compare_removals(scores=run.scores, **compared)

@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from pipeline import features_spec
 from trained_cases import STUDIES, assert_close
 from workspace import REPOSITORY, Workspace
 
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import per_sample_gradients
-from trak_core.models.loaded import Subject
+from trak_core.models.loaded import LoadedModel
 from trak_core.models.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
@@ -37,35 +38,31 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def spec_of(kind="rademacher", samples=SAMPLES, name="c0", output="image_classification"):
-    return {
-        "checkpoint": name,
-        "model_output": output,
-        "parameter_patterns": None,
-        "projection": {"kind": kind, "proj_dim": PROJ_DIM, "seed": 0},
-        "dtype": "float64",
-        "targets": None,
-        "study": "digest",
-        "distortion": {"samples": samples, "streams": STREAMS},
-    }
+def spec_of(kind="rademacher", name="c0", output="image_classification"):
+    return features_spec(output, PROJ_DIM, kind=kind, checkpoint=name, dtype="float64")
 
 
-def distort(folder, checkpoint, study=STUDY, memory_mb=100, batch_size=64, **settings):
-    return distort_as(spec_of(**settings), folder, checkpoint, study, memory_mb, batch_size)
+def distort(folder, checkpoint, study=STUDY, samples=SAMPLES, **settings):
+    resources = {k: settings.pop(k) for k in ("memory_mb", "batch_size") if k in settings}
+    return distort_as(spec_of(**settings), folder, checkpoint, study, samples, **resources)
 
 
-def distort_as(spec, folder, checkpoint, study, memory_mb=100, batch_size=64):
+def distort_as(
+    spec, folder, checkpoint, study, samples, memory_mb=100, batch_size=64, streams=STREAMS
+):
     file = folder / "distortion.h5"
     compute_distortion(
         distortion=file,
         checkpoint=checkpoint,
-        study=study,
+        study_file=study,
         spec=spec,
         code="code",
         device="cpu",
         batch_size=batch_size,
         memory_mb=memory_mb,
         threads=1,
+        most_samples=samples,
+        n_streams=streams,
     )
     return file
 
@@ -166,11 +163,11 @@ def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, othe
 
 @pytest.mark.parametrize("block", [1, 32])
 def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, block):
-    subject = Subject.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
-    data = subject.study.split("train", None)
-    samples = subject.batch(data, 0, SAMPLES)
-    size, ids = sum(p.numel() for p in subject.parameters.values()), data.ids[:SAMPLES]
-    gradients = SampledGradients(subject, samples, ids, per_sample_gradients, chunk=3)
+    loaded = LoadedModel.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
+    data = loaded.study.split("train", None)
+    samples = loaded.batch(data, 0, SAMPLES)
+    size, ids = sum(p.numel() for p in loaded.parameters.values()), data.ids[:SAMPLES]
+    gradients = SampledGradients(loaded, samples, ids, per_sample_gradients, chunk=3)
     all_at_once = gradients.peakedness(size, block, held=150)
     assert not capsys.readouterr().out
     for held in (1, 5, 8):
@@ -227,7 +224,7 @@ def test_samples_without_a_gradient_are_left_out_and_counted(linear, tmp_path, c
 
 
 def test_hardly_any_gradient(linear, tmp_path):
-    with pytest.raises(InputError, match=r"Found 1 among the 20 drawn\. Raise distortion\.samp"):
+    with pytest.raises(InputError, match=r"Found 1 among the 20 drawn\. Leave `distortion` out"):
         distort(tmp_path, **linear("slice(1, 20)"), samples=20)
     assert not list(tmp_path.rglob("*.h5*"))
 

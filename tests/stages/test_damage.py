@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from damage_worker import SEAL_BYTES, contents
-from linear_study import SETTINGS, with_two_checkpoints
+from linear_study import SPEC, with_two_checkpoints
 from pipeline import run_exact_stages, run_stages
 
 from trak_core import artifacts
@@ -42,7 +42,6 @@ FILES = {
     "EVALUATION": "evaluation/mine.h5",
     "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
-    "COMPARISON": "comparison.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -51,17 +50,15 @@ def distort(results, study, checkpoint):
     compute_distortion(
         distortion=results / FILES["DISTORTION"],
         checkpoint=checkpoint,
-        study=study,
-        spec={
-            **{key: SETTINGS[key] for key in ("model_output", "dtype", "study", "projection")},
-            **{"checkpoint": "c0", "parameter_patterns": None, "targets": None},
-            "distortion": {"samples": 10, "streams": 2},
-        },
+        study_file=study,
+        spec=SPEC.under("c0").of_train(),
         code="code",
         device="cpu",
         batch_size=10,
         memory_mb=100,
         threads=1,
+        most_samples=10,
+        n_streams=2,
     )
 
 
@@ -74,7 +71,7 @@ def write_evaluations(results):
             for key in getattr(artifacts, kind).keys:
                 frame = file.matrix(key, range(40), range(30), dtype=frames.get(key, np.float32))
                 frame[:] = np.arange(1200).reshape(40, 30) % 2
-    for kind in ("SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS", "COMPARISON"):
+    for kind in ("SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS"):
         with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
             for key in getattr(artifacts, kind).keys:
                 file.table(key, rows, ["target_id"])

@@ -8,6 +8,7 @@ import tempfile
 
 import pytest
 import torch
+from pipeline import features_spec
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
@@ -22,7 +23,7 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="runs on a machine with an NV
 @pytest.fixture
 def features(tmp_path, monkeypatch):
     """Compute features of two targets on a device; return the file's numbers and provenance."""
-    study = REPOSITORY / "tests/studies/diabetes.py"
+    study, targets = REPOSITORY / "tests/studies/diabetes.py", ["patient-342", "patient-400"]
     # The GPU that this process holds is no other's loss.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     torch.manual_seed(0)
@@ -34,19 +35,9 @@ def features(tmp_path, monkeypatch):
         compute_features(
             features=file,
             checkpoint=tmp_path / "c0.pt",
-            study=study,
-            split="mine",
-            shard=1,
-            n_shards=1,
-            spec={
-                "checkpoint": "c0",
-                "model_output": "regression",
-                "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
-                "dtype": "float32",
-                "study": "",
-                "parameter_patterns": None,
-                "targets": ["patient-342", "patient-400"],
-            },
+            study_file=study,
+            spec=features_spec("regression", 32, split="mine", targets=targets),
+            targets=targets,
             code="",
             device=device,
             batch_size=2,

@@ -1,18 +1,21 @@
 """The stages of an evaluation against plain loops: own training, dense matrices, scipy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
 from small_run import (
-    COMMON,
     N_TARGETS,
     PROJ_DIM,
     REPEATS,
+    RETRAINED,
     STUDY,
     SUBSETS,
     Run,
+    embeddings_spec,
     loss_weights,
     stored,
 )
@@ -29,10 +32,10 @@ def evaluated(run):
     for checkpoint, path in run.checkpoints.items():
         embeddings.append(run.folder / f"embeddings-{checkpoint}.h5")
         compute_embeddings(
-            embeddings_file=embeddings[-1],
+            embeddings=embeddings[-1],
             checkpoint=path,
-            study=STUDY,
-            spec={**COMMON, "checkpoint": checkpoint},
+            study_file=STUDY,
+            spec=embeddings_spec(run).under(checkpoint),
             code="code",
             device="cpu",
             batch_size=7,
@@ -42,8 +45,7 @@ def evaluated(run):
         run.folder / "evaluation.h5",
         baselines=["random", "same_class", "gradient_dot", "embedding_cosine"],
         trak=[20, PROJ_DIM],
-        sweep={"damping": [0.1], "loss_weight_power": [1], "combine": [], "proj_dim": [20]}
-        | {"combine": ["average_of_products", "product_of_averages"]},
+        sweep={"damping": [0.1], "loss_weight_power": [1], "proj_dim": [20]},
         embeddings=embeddings,
     )
 
@@ -187,7 +189,7 @@ def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
 
 def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
     path = user_file(run, tmp_path / "mine.h5")
-    found = run.evaluate(tmp_path / "e.h5", [path], expected_retrained=None)
+    found = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
     expected = of_method(evaluated, "scores", PROJ_DIM)
     assert np.abs(of_method(found, "scores", PROJ_DIM) - expected).max() < 1e-12
     ceiling = [of_method(x, "noise_ceiling", 0) for x in (found, evaluated)]
@@ -211,13 +213,12 @@ def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
 def test_a_users_ground_truth_that_is_not_what_it_must_be(run, tmp_path, change, message):
     path = user_file(run, tmp_path / "mine.h5", lambda m, o: change(m.astype(int), o))
     with pytest.raises(InputError, match=message):
-        run.evaluate(tmp_path / "e.h5", [path], expected_retrained=None)
+        run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
     assert not (tmp_path / "e.h5").exists()
 
 
 def test_models_retrained_for_another_config_are_refused(run, tmp_path):
-    expected = {"study": "digest", "seeds": REPEATS, "seed": 5}
     with pytest.raises(ArtifactError, match=r"Expected \{'seed': 5\}, found \{'seed': 4\}"):
-        run.evaluate(tmp_path / "e.h5", expected_retrained=expected)
+        run.evaluate(tmp_path / "e.h5", retrained_spec=replace(RETRAINED, seed=5))
     with pytest.raises(ArtifactError, match=r"'loss_weight_power': 1"):
-        run.evaluate(tmp_path / "e.h5", expected={"loss_weight_power": 1})
+        run.evaluate(tmp_path / "e.h5", spec=replace(run.spec, loss_weight_power=1))

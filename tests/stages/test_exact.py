@@ -6,13 +6,14 @@ import pandas as pd
 import pytest
 import torch
 from own_checkpoints import OWN, save_own_checkpoint
-from pipeline import read_scores, run_exact_stages
+from pipeline import changed, read_scores, run_exact_stages, scores_spec
 from trained_cases import N_TARGETS, STUDIES, Case, assert_close
 from workspace import Workspace
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
 from trak_core.provenance import ids_digest
+from trak_core.spec import EXACT_PROJECTION
 from trak_core.stages import compute_gramian as gramian
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
@@ -205,35 +206,34 @@ def finished(cases, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     case = cases["small_digits"]
     case.stages(folder, 2)
-    return folder, {
-        "model_output": case.output,
-        "projection": {"kind": "exact"},
-        "dtype": "float64",
-        "study": "digest",
-        "parameter_patterns": None,
-        "targets_digest": ids_digest(case.targets),
-    }
+    spec = scores_spec(
+        ["c0", "c1"],
+        case.targets,
+        model_output=case.output,
+        projection=EXACT_PROJECTION,
+        dtype="float64",
+    )
+    return folder, spec
 
 
 OTHER_CONFIGS = [
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0}),
-    ("study", "another"),
+    ("study_digest", "another"),
     ("parameter_patterns", ["8.*"]),
     ("targets_digest", ids_digest([1, 2])),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("split", "other")])
+@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("experiment", "other")])
 def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, expected = finished
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{key}.*rule compute_gramian remakes it"):
+    folder, spec = finished
+    said = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_gramian remakes it"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
             train=folder / "gramian/c1/train.h5",
             targets=folder / "gramian/c1/mine.h5",
-            expected={**expected, "checkpoint": "c1", "split": "mine", key: value},
-            damping=2,
-            weighting="plain",
+            spec=changed(spec, **{key: value}).under("c1"),
             code="code",
             memory_mb=100,
         )
@@ -241,15 +241,13 @@ def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
 
 
 def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
-    folder, expected = finished
+    folder, spec = finished
     with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
             train=folder / "gramian/c1/train.h5",
             targets=folder / "gramian/c0/mine.h5",
-            expected={**expected, "checkpoint": "c1", "split": "mine"},
-            damping=2,
-            weighting="plain",
+            spec=spec.under("c1"),
             code="code",
             memory_mb=100,
         )
@@ -258,17 +256,15 @@ def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("damping", 1)])
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     """Exact scores under a projection, too; the other way round is a case of test_scores."""
-    folder, expected = finished
-    mine = {"experiment": "mine", "damping": 2, "weighting": "plain", "checkpoints": ["c0", "c1"]}
+    folder, spec = finished
     rule = "compute_scores" if key == "projection" else "compute_exact_scores"
     with pytest.raises(InputError, match=rf"mine/c0\.h5.*{key}.*rule {rule} remakes it"):
         average_scores(
             scores=tmp_path / "out.h5",
             checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(2)],
             features=[],
-            expected={**expected, **mine, key: value},
-            combine="product_of_averages",
-            loss_weight_power=1,
+            spec=changed(spec, **{key: value}),
+            defaults="",
             top=3,
             code="code",
             memory_mb=100,

@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from small_run import COMMON, PROJECTION, SETTINGS, STUDY, expected_train, loss_weights, stored
+from small_run import STUDY, influences_spec, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
 from trak_core.stages.compute_features import compute_features
@@ -30,8 +30,7 @@ def test_self_influence_is_the_diagonal(run, tmp_path):
         self_influence=path,
         features=run.features("train"),
         normal_matrices=run.matrices(),
-        expected=expected_train(run),
-        settings=SETTINGS,
+        spec=influences_spec(run),
         code="code",
         memory_mb=300,
     )
@@ -50,22 +49,19 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
         path = tmp_path / f"{checkpoint}.pt"
         train_checkpoint(
             checkpoint=path,
-            study=STUDY,
+            study_file=STUDY,
             arguments={"steps": 60, "seed": seed},
             threads=1,
             flipped=flips,
         )
         features.append(tmp_path / f"{checkpoint}-features.h5")
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
-        spec = {**COMMON, "projection": PROJECTION, "dtype": "float32", "checkpoint": checkpoint}
+        spec = influences_spec(run, flips).under(checkpoint).of_train()
         compute_features(
             features=features[-1],
             checkpoint=path,
-            study=STUDY,
-            split="train",
-            shard=1,
-            n_shards=1,
-            spec={**spec, "targets": None, "flipped": flips},
+            study_file=STUDY,
+            spec=spec,
             code="code",
             device="cpu",
             batch_size=64,
@@ -73,27 +69,26 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             threads=1,
         )
         compute_normal_matrix(
-            normal_matrix_file=matrices[-1],
+            normal_matrix=matrices[-1],
             features=features[-1],
-            expected={**spec, "split": "train", "targets_digest": None, "flipped": flips},
+            spec=spec,
             weighting="plain",
             code="code",
             memory_mb=300,
         )
 
-    def find(**more):
+    def find(flips):
         find_flipped(
             flipped=tmp_path / "found.h5",
             features=features,
             normal_matrices=matrices,
             original=run.features("train")[0],
-            expected=expected_train(run, **more),
-            settings=SETTINGS,
+            spec=influences_spec(run, flips),
             code="code",
             memory_mb=300,
         )
 
-    find(flipped=flips)
+    find(flips)
     train = pd.read_hdf(tmp_path / "found.h5", "train")
     assert np.array_equal(train["label"], labels)
     assert np.array_equal(train["given_label"], flipped_labels(labels, **flips))
@@ -103,4 +98,4 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
     assert detection.loc["self_influence", "found"] == order.head(15).mean()
     assert detection.loc["self_influence", "auc"] > 0.7
     with pytest.raises(ArtifactError, match=r"Expected \{'flipped': \{'fraction': 0\.2"):
-        find(flipped={**flips, "fraction": 0.2})
+        find({**flips, "fraction": 0.2})

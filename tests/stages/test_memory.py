@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from trak_core.config.budget import (
     scores_need,
 )
 from trak_core.errors import InputError
+from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_scores import compute_scores
@@ -56,11 +58,11 @@ def test_what_is_taken_never_exceeds_the_budget(memory_mb):
             r"^experiment mine: .* exact scores of 50000 training samples, .*: 57450 MiB\. Found",
         ),
         ({"proj_dim": None, "n_train": 4000}, None),
-        ({"distortion": {"samples": 200, "streams": 8}}, None),
+        ({"measures_distortion": True}, None),
         (
-            {"distortion": {"samples": 3000, "streams": 8}},
-            r"^compute\.memory_mb must hold the distortion of 3000 samples under 8 streams of "
-            r"proj_dim 512: 918 MiB\. Found 500\. Raise it, lower distortion\.samples or ",
+            {"proj_dim": 16384, "measures_distortion": True, "budget": 6800},
+            r"^compute\.memory_mb must hold the distortion of 200 samples under 8 streams of "
+            r"proj_dim 16384: \d+ MiB\. Found 6800\. Raise it, lower projection\.proj_dim, or ",
         ),
         ({"n_train": 10**7}, r"^experiment mine: .* the average for 10000000 training samples"),
     ],
@@ -71,15 +73,17 @@ def test_a_budget_is_checked_for_every_job(change, message):
         "n_train": 50_000,
         "n_targets": {"mine": 100},
         "n_checkpoints": 10,
-        "scores": "full",
+        "keep": "full",
         "top": 20,
-        "distortion": None,
+        "measures_distortion": False,
     }
+    asked = {"budget": 500, **config, **change}
+    budget = asked.pop("budget")
     if message is None:
-        check_memory(500, **{**config, **change})
+        check_memory(budget, **asked)
     else:
         with pytest.raises(InputError, match=message):
-            check_memory(500, **{**config, **change})
+            check_memory(budget, **asked)
 
 
 def test_the_average_counts_solved_targets_once_and_only_with_top_k():
@@ -176,9 +180,14 @@ print(measure(1000, 2000, 50, 100, 500))
 
 
 def test_an_evaluation_holds_what_is_said():
-    sweep = {"damping": [0.1, 1], "loss_weight_power": [1], "combine": ["x", "y"], "proj_dim": []}
     need = evaluation_need(
-        proj_dim=1000, n_train=2000, n_targets=50, n_subsets=100, n_checkpoints=1, sweep=sweep
+        proj_dim=1000,
+        n_train=2000,
+        n_targets=50,
+        n_subsets=100,
+        n_checkpoints=1,
+        n_settings=18,
+        n_weightings=6,
     )
     said = need.fixed_bytes + 500 * need.row_bytes
     assert 0.3 * said < printed(MEASURE) * 1024 < said
@@ -192,20 +201,28 @@ getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 # Not ru_maxrss, which a process has from the one that started it.
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
-EXPECTED = {
-    "projection": {"kind": "rademacher", "proj_dim": 256, "seed": 0},
-    "dtype": "float32",
-    "study": "",
-    "parameter_patterns": None,
-    "model_output": "image_classification",
-}
+SPEC = ScoresSpec(
+    features=FeaturesSpec(
+        model_output="image_classification",
+        parameter_patterns=None,
+        projection={"kind": "rademacher", "proj_dim": 256, "seed": 0},
+        dtype="float32",
+        study_digest="",
+    ),
+    damping=2,
+    weighting="plain",
+    experiment="mine",
+    targets_digest="digest",
+    checkpoints=["c"],
+    combine="product_of_averages",
+    loss_weight_power=1,
+)
 
 
-def write_features(path, split, n_rows, digest):
+def write_features(path, features, n_rows):
     rng = np.random.default_rng(n_rows)
-    spec = {**EXPECTED, "split": split, "checkpoint": {"id": "c", "sha256": ""}, "parameters": ""}
-    spec["targets_digest"] = digest
-    spec["projection"] = {**EXPECTED["projection"], "stream": 1, "n_params": 10**6}
+    spec = features.as_dict() | {"checkpoint": {"id": "c", "sha256": ""}, "parameters_digest": ""}
+    spec["projection"] |= {"stream": 1, "n_params": 10**6}
     with create(path, FEATURES, spec, {}) as writer:
         rows = writer.matrix("features", range(n_rows), range(256))
         for start in range(0, n_rows, 1000):
@@ -220,37 +237,33 @@ def write_features(path, split, n_rows, digest):
 def run_scoring(folder, n_train):
     """All stages behind featurization, with a budget of 64 MiB."""
     file = {name: folder / f"{name}.h5" for name in ("train", "mine", "matrix", "one", "scores")}
-    write_features(file["train"], "train", n_train, None)
-    write_features(file["mine"], "mine", 200, "digest")
+    own = SPEC.under("c")
+    write_features(file["train"], own.of_train(), n_train)
+    write_features(file["mine"], own.of_targets(), 200)
     common = {"code": "", "memory_mb": 64}
     compute_normal_matrix(
-        normal_matrix_file=file["matrix"],
+        normal_matrix=file["matrix"],
         features=file["train"],
-        expected={**EXPECTED, "checkpoint": "c", "split": "train", "targets_digest": None},
+        spec=own.of_train(),
         weighting="plain",
         **common,
     )
-    to_targets = {**EXPECTED, "targets_digest": "digest"}
     for keep in ("full", "top_k"):
         compute_scores(
             scores=file["one"],
             train=file["train"],
             targets=file["mine"],
             normal_matrix=file["matrix"],
-            expected={**to_targets, "checkpoint": "c", "split": "mine"},
-            damping=2,
-            weighting="plain",
+            spec=own,
             keep=keep,
             **common,
         )
-        settings = {"experiment": "mine", "weighting": "plain", "damping": 2, "checkpoints": ["c"]}
         average_scores(
             scores=file["scores"],
             checkpoint_scores=[file["one"]],
             features=[file["train"]] if keep == "top_k" else [],
-            expected={**to_targets, **settings},
-            combine="product_of_averages",
-            loss_weight_power=1,
+            spec=SPEC,
+            defaults="",
             top=5,
             **common,
         )
@@ -278,21 +291,16 @@ def run_features(folder, n_train):
 
     torch.save(torch.nn.Linear(4, 1).state_dict(), folder / "c.pt")
     (folder / "noise.py").write_text(NOISE.format(n=n_train))
+    spec = replace(SPEC.under("c").of_train(), model_output="regression")
     shards = [folder / f"{i}-of-2.h5" for i in (1, 2)]
     for number, shard in enumerate(shards, start=1):
         compute_features(
             features=shard,
             checkpoint=folder / "c.pt",
-            study=folder / "noise.py",
-            split="train",
+            study_file=folder / "noise.py",
             shard=number,
             n_shards=2,
-            spec={
-                **EXPECTED,
-                "model_output": "regression",
-                "checkpoint": "c",
-                "targets": None,
-            },
+            spec=spec,
             code="",
             device="cpu",
             batch_size=1024,

@@ -3,7 +3,7 @@
 import h5py
 import numpy as np
 import pytest
-from linear_study import SETTINGS, with_two_checkpoints
+from linear_study import SPEC, with_two_checkpoints
 from pipeline import run_stages
 
 from trak_core.artifacts import (
@@ -54,7 +54,7 @@ def test_a_file_of_another_program_that_takes_our_name(tmp_path):
     """Its hash is right, its specification is not one of ours."""
     path = features_file(tmp_path / "a.h5")
     with open_artifact(path, FEATURES) as file:
-        expected = {"projection": {"seed": 0}, "checkpoint": "c0"}
+        expected = SPEC.under("c0").of_train()
         with pytest.raises(ArtifactError, match="settings of today's config"):
             check_made_for(file, expected, FEATURES.rule)
         with pytest.raises(ArtifactError, match=r"needs 'loss_weights'.*rule compute_features"):
@@ -66,9 +66,8 @@ def average(results, paths, out):
         scores=out,
         checkpoint_scores=paths,
         features=[],
-        expected=SETTINGS,
-        combine="product_of_averages",
-        loss_weight_power=1,
+        spec=SPEC,
+        defaults="",
         top=3,
         code="code",
         memory_mb=100,

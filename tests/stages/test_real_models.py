@@ -6,7 +6,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from pipeline import read_scores, run_stages
+from pipeline import features_spec, read_scores, run_stages
 from torch.nn.functional import cross_entropy
 
 from trak_core.artifacts import FEATURES, open_artifact
@@ -114,19 +114,11 @@ class Case:
         compute_features(
             features=file,
             checkpoint=self.checkpoint,
-            study=self.study,
-            split=split,
-            shard=1,
-            n_shards=1,
-            spec={
-                "checkpoint": "c0",
-                "model_output": self.output,
-                "parameter_patterns": parameters,
-                "projection": {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0},
-                "dtype": "float32",
-                "targets": targets,
-                "study": "digest",
-            },
+            study_file=self.study,
+            spec=features_spec(
+                self.output, PROJ_DIM, parameters=parameters, split=split, targets=targets
+            ),
+            targets=targets,
             code="code",
             device="cpu",
             batch_size=batch_size,
@@ -240,17 +232,18 @@ def test_only_the_head_of_bert(tmp_path):
 def test_the_look_beforehand_takes_them(name, tmp_path):
     case = Case(name, "float32", tmp_path)
     request = {
-        "study": case.study,
+        "study_file": case.study,
         "model_output": case.output,
-        "parameters": None,
+        "parameter_patterns": None,
         "training": None,
         "splits": {"train": None, "mine": [0, 2]},
         "shards": {"train": 1, "mine": 1},
+        "retraining": None,
     }
     sizes = check_study(**request, weighting="plain")
     assert sizes["n_samples"] == {"train": N_TRAIN, "mine": 2}
     if case.output in ("segmentation", "clip"):
-        with pytest.raises(InputError, match=r"normal_matrix can be curvature where .* to plain"):
+        with pytest.raises(InputError, match=r"weighting can be curvature where .* to plain"):
             check_study(**request, weighting="curvature")
 
 
@@ -292,14 +285,11 @@ def test_both_kinds_of_attention_give_the_same(attention):
 def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
     case = Case("segmentation", "float32", tmp_path)
     features = case.features(tmp_path)
-    with open_artifact(features, FEATURES) as artifact:
-        spec = artifact.spec
-    expected = {"checkpoint": "c0", "projection": {}, "split": spec["split"]}
     with pytest.raises(InputError, match=r"The model output segmentation has none; set scoring"):
         compute_normal_matrix(
-            normal_matrix_file=tmp_path / "matrix.h5",
+            normal_matrix=tmp_path / "matrix.h5",
             features=features,
-            expected=expected,
+            spec=features_spec(case.output, PROJ_DIM),
             weighting="curvature",
             code="code",
             memory_mb=100,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pipeline import changed, scores_spec
 from trained_cases import Case
 
 from trak_core.errors import InputError
@@ -17,14 +18,10 @@ def finished(tmp_path_factory):
     torch.set_num_threads(1)
     case = Case("small_digits", folder)
     case.stages(folder, proj_dim=32)
-    return folder, {
-        "model_output": case.output,
-        "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
-        "dtype": "float32",
-        "study": "digest",
-        "parameter_patterns": None,
-        "targets_digest": ids_digest(case.targets),
-    }
+    projection = {"kind": "rademacher", "proj_dim": 32, "seed": 0}
+    return folder, scores_spec(
+        ["c0", "c1", "c2"], case.targets, model_output=case.output, projection=projection
+    )
 
 
 OTHER_CONFIGS = [
@@ -33,27 +30,27 @@ OTHER_CONFIGS = [
     ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
     ("dtype", "float16"),
-    ("study", "another"),
+    ("study_digest", "another"),
     ("model_output", "regression"),
     ("parameter_patterns", ["8.*"]),
     ("targets_digest", ids_digest([1, 2])),
-    ("checkpoint", "c2"),
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("split", "other")])
+@pytest.mark.parametrize(
+    ("key", "value"), [*OTHER_CONFIGS, ("checkpoint", "c2"), ("experiment", "other")]
+)
 def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, expected = finished
-    expected = {**expected, "checkpoint": "c1", "split": "mine", key: value}
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{key}.*rule compute_features remakes it"):
+    folder, spec = finished
+    own = spec.under("c2") if key == "checkpoint" else changed(spec, **{key: value}).under("c1")
+    said = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_features remakes it"):
         compute_scores(
             scores=tmp_path / "out.h5",
             train=folder / "features/c1/train.h5",
             targets=folder / "features/c1/mine.h5",
             normal_matrix=folder / "normal_matrix/c1.h5",
-            expected=expected,
-            damping=2,
-            weighting="plain",
+            spec=own,
             keep="full",
             code="code",
             memory_mb=100,
@@ -64,7 +61,7 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(pair for pair in OTHER_CONFIGS if pair[0] != "checkpoint"),
+        *OTHER_CONFIGS,
         ("experiment", "other"),
         ("damping", 1),
         ("weighting", "curvature"),
@@ -72,9 +69,7 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
     ],
 )
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, expected = finished
-    mine = {"experiment": "mine", "damping": 2, "weighting": "plain"}
-    expected = {**expected, **mine, "checkpoints": ["c0", "c1", "c2"], key: value}
+    folder, spec = finished
     rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
     found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
     with pytest.raises(InputError, match=found):
@@ -82,9 +77,8 @@ def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
             scores=tmp_path / "out.h5",
             checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
             features=[],
-            expected=expected,
-            combine="product_of_averages",
-            loss_weight_power=1,
+            spec=changed(spec, **{key: value}),
+            defaults="",
             top=3,
             code="code",
             memory_mb=100,

@@ -26,7 +26,7 @@ def train(bias):
 def train(tmp_path, bias):
     study, checkpoint = tmp_path / "study.py", tmp_path / "new/c.pt"
     study.write_text(STUDY)
-    train_checkpoint(checkpoint=checkpoint, study=study, arguments={"bias": bias}, threads=1)
+    train_checkpoint(checkpoint=checkpoint, study_file=study, arguments={"bias": bias}, threads=1)
     return checkpoint
 
 
@@ -55,7 +55,7 @@ def test_the_default_study_learns_to_read(tmp_path):
     path = REPOSITORY / config["study"]
     arguments = config["training"] | config["checkpoints"]["seed0"]
     checkpoint = tmp_path / "seed0.pt"
-    train_checkpoint(checkpoint=checkpoint, study=path, arguments=arguments, threads=1)
+    train_checkpoint(checkpoint=checkpoint, study_file=path, arguments=arguments, threads=1)
     study = Study.load(path)
     model = study.make_model()
     load_checkpoint(model, checkpoint)

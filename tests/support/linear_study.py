@@ -1,8 +1,7 @@
 """The smallest study, with two checkpoints of random weights, for `pipeline`."""
 
 import torch
-
-from trak_core.provenance import ids_digest
+from pipeline import scores_spec
 
 STUDY = """
 import torch
@@ -29,18 +28,12 @@ def target_ids():
 """
 
 TARGETS = ["target-3", "target-1", "target-7"]
-SETTINGS = {
-    "projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0},
-    "model_output": "regression",
-    "dtype": "float32",
-    "study": "digest",
-    "parameter_patterns": None,
-    "targets_digest": ids_digest(TARGETS),
-    "experiment": "mine",
-    "weighting": "plain",
-    "damping": 2,
-    "checkpoints": ["c0", "c1"],
-}
+SPEC = scores_spec(
+    ["c0", "c1"],
+    TARGETS,
+    model_output="regression",
+    projection={"kind": "rademacher", "proj_dim": 8, "seed": 0},
+)
 
 
 def with_two_checkpoints(folder):

@@ -1,10 +1,12 @@
 """Run the stages of a study in one process, as the workflow would, and return its scores file."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
 from trak_core.provenance import ids_digest
+from trak_core.spec import EXACT_PROJECTION, FeaturesSpec, ScoresSpec
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_features import compute_features
@@ -12,6 +14,65 @@ from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.join_shards import join_shards
+
+
+def scores_spec(
+    checkpoints,
+    targets,
+    *,
+    model_output: str,
+    projection: dict,
+    damping: float = 2,
+    weighting: str = "plain",
+    combine: str = "product_of_averages",
+    power: float = 1.0,
+    parameters: list[str] | None = None,
+    dtype: str = "float32",
+    study_digest: str = "digest",
+) -> ScoresSpec:
+    """What decides the scores of an experiment called `mine`."""
+    features = FeaturesSpec(
+        model_output=model_output,
+        parameter_patterns=parameters,
+        projection=projection,
+        dtype=dtype,
+        study_digest=study_digest,
+    )
+    return ScoresSpec(
+        features=features,
+        damping=damping,
+        weighting=weighting,
+        experiment="mine",
+        targets_digest=ids_digest(targets),
+        checkpoints=sorted(checkpoints),
+        combine=combine,
+        loss_weight_power=power,
+    )
+
+
+def features_spec(
+    model_output: str,
+    proj_dim: int,
+    *,
+    kind: str = "rademacher",
+    parameters: list[str] | None = None,
+    dtype: str = "float32",
+    study_digest: str = "digest",
+    checkpoint: str = "c0",
+    split: str = "train",
+    targets: list | None = None,
+) -> FeaturesSpec:
+    """What decides the features of one split under one checkpoint."""
+    return FeaturesSpec(
+        model_output=model_output,
+        parameter_patterns=parameters,
+        projection={"kind": kind, "proj_dim": proj_dim, "seed": 0},
+        dtype=dtype,
+        study_digest=study_digest,
+        checkpoint=checkpoint,
+        split=split,
+        targets_digest=None if targets is None else ids_digest(targets),
+    )
 
 
 def run_stages(
@@ -23,42 +84,33 @@ def run_stages(
     model_output: str,
     proj_dim: int,
     seed: int = 0,
-    damping: float = 2,
-    weighting: str = "plain",
-    combine: str = "product_of_averages",
-    power: float = 1.0,
     keep: str = "full",
     shards: int = 1,
     batch_size: int = 64,
     memory_mb: int = 500,
-    parameters: list[str] | None = None,
-    dtype: str = "float32",
     top: int = 5,
+    **settings,
 ) -> Path:
+    projection = {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed}
+    spec = scores_spec(
+        checkpoints, targets, model_output=model_output, projection=projection, **settings
+    )
     checkpoint_scores, train_features = [], []
     for checkpoint, path in sorted(checkpoints.items()):
-        expected = {
-            "checkpoint": checkpoint,
-            "model_output": model_output,
-            "projection": {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed},
-            "dtype": dtype,
-            "study": "digest",
-            "parameter_patterns": parameters,
-        }
-        to_train = {**expected, "split": "train", "targets_digest": None}
-        to_targets = {**expected, "split": "mine", "targets_digest": ids_digest(targets)}
+        own = spec.under(checkpoint)
 
-        def features(split, ids, number=1, of=1, *, expected=expected, path=path):
+        def features(features_spec, ids, number=1, of=1, *, path=path):
+            split = features_spec.split
             name = f"{split}.h5" if of == 1 else f"{split}-{number}.h5"
-            file = results / "features" / expected["checkpoint"] / name
+            file = results / "features" / features_spec.checkpoint / name
             compute_features(
                 features=file,
                 checkpoint=path,
-                study=study,
-                split=split,
+                study_file=study,
+                spec=features_spec,
+                targets=ids,
                 shard=number,
                 n_shards=of,
-                spec={**expected, "targets": ids},
                 code="code",
                 device="cpu",
                 batch_size=batch_size,
@@ -68,18 +120,18 @@ def run_stages(
             return file
 
         if shards == 1:
-            train = features("train", None)
+            train = features(own.of_train(), None)
         else:
             train = results / "features" / checkpoint / "train.h5"
-            parts = [features("train", None, i, shards) for i in range(1, shards + 1)]
+            parts = [features(own.of_train(), None, i, shards) for i in range(1, shards + 1)]
             join_shards(features=train, shards=parts, code="code")
-        target = features("mine", targets)
+        target = features(own.of_targets(), targets)
         matrix = results / "normal_matrix" / f"{checkpoint}.h5"
         compute_normal_matrix(
-            normal_matrix_file=matrix,
+            normal_matrix=matrix,
             features=train,
-            expected=to_train,
-            weighting=weighting,
+            spec=own.of_train(),
+            weighting=own.weighting,
             code="code",
             memory_mb=memory_mb,
         )
@@ -89,39 +141,16 @@ def run_stages(
             train=train,
             targets=target,
             normal_matrix=matrix,
-            expected=to_targets,
-            damping=damping,
-            weighting=weighting,
+            spec=own,
             keep=keep,
             code="code",
             memory_mb=memory_mb,
         )
         checkpoint_scores.append(scores)
         train_features.append(train)
-    final = results / "scores/mine.h5"
-    average_scores(
-        scores=final,
-        checkpoint_scores=checkpoint_scores,
-        features=train_features if keep == "top_k" else [],
-        expected={
-            "projection": {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed},
-            "model_output": model_output,
-            "dtype": dtype,
-            "study": "digest",
-            "parameter_patterns": parameters,
-            "targets_digest": ids_digest(targets),
-            "experiment": "mine",
-            "weighting": weighting,
-            "damping": damping,
-            "checkpoints": sorted(checkpoints),
-        },
-        combine=combine,
-        loss_weight_power=power,
-        top=top,
-        code="code",
-        memory_mb=memory_mb,
+    return _averaged(
+        results, spec, checkpoint_scores, train_features * (keep == "top_k"), top, memory_mb
     )
-    return final
 
 
 def run_exact_stages(
@@ -131,37 +160,24 @@ def run_exact_stages(
     targets: list,
     *,
     model_output: str,
-    damping: float = 2,
-    weighting: str = "plain",
-    combine: str = "product_of_averages",
-    power: float = 1.0,
     batch_size: int = 64,
     memory_mb: int = 500,
-    parameters: list[str] | None = None,
+    **settings,
 ) -> Path:
     """The same without a projection."""
-    settings = {
-        "model_output": model_output,
-        "projection": {"kind": "exact"},
-        "dtype": "float64",
-        "study": "digest",
-        "parameter_patterns": parameters,
-    }
-    to_targets = {**settings, "targets_digest": ids_digest(targets)}
+    settings = {"model_output": model_output, "projection": EXACT_PROJECTION, **settings}
+    spec = scores_spec(checkpoints, targets, dtype="float64", **settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
+        own = spec.under(checkpoint)
         gramians = {s: results / "gramian" / checkpoint / f"{s}.h5" for s in ("train", "mine")}
         for split, file in gramians.items():
             compute_gramian(
                 gramian=file,
                 checkpoint=path,
-                study=study,
-                split=split,
-                spec={
-                    **settings,
-                    "checkpoint": checkpoint,
-                    "targets": targets if split == "mine" else None,
-                },
+                study_file=study,
+                spec=own.of_train() if split == "train" else own.of_targets(),
+                targets=targets if split == "mine" else None,
                 code="code",
                 device="cpu",
                 batch_size=batch_size,
@@ -173,32 +189,34 @@ def run_exact_stages(
             scores=scores,
             train=gramians["train"],
             targets=gramians["mine"],
-            expected={**to_targets, "checkpoint": checkpoint, "split": "mine"},
-            damping=damping,
-            weighting=weighting,
+            spec=own,
             code="code",
             memory_mb=memory_mb,
         )
         checkpoint_scores.append(scores)
+    return _averaged(results, spec, checkpoint_scores, [], 5, memory_mb)
+
+
+def _averaged(results, spec, checkpoint_scores, features, top, memory_mb) -> Path:
     final = results / "scores/mine.h5"
     average_scores(
         scores=final,
         checkpoint_scores=checkpoint_scores,
-        features=[],
-        expected={
-            **to_targets,
-            "experiment": "mine",
-            "weighting": weighting,
-            "damping": damping,
-            "checkpoints": sorted(checkpoints),
-        },
-        combine=combine,
-        loss_weight_power=power,
-        top=5,
+        features=features,
+        spec=spec,
+        defaults="",
+        top=top,
         code="code",
         memory_mb=memory_mb,
     )
     return final
+
+
+def changed(spec, **changes):
+    """Return a spec with some fields replaced, those of its features too."""
+    own = {k: v for k, v in changes.items() if k in ScoresSpec.__slots__}
+    features = {k: v for k, v in changes.items() if k not in own}
+    return replace(spec, features=replace(spec.features, **features), **own)
 
 
 def read_scores(path: Path) -> pd.DataFrame:

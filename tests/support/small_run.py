@@ -1,15 +1,17 @@
 """A finished run of the small study, its retrained models, and what they must be by plain loops."""
 
+from dataclasses import replace
+
 import h5py
 import numpy as np
 import pandas as pd
 import torch
-from pipeline import run_stages
+from pipeline import changed, run_stages, scores_spec
 from scipy.stats import spearmanr
 from torch.utils.data import Subset
 from workspace import REPOSITORY
 
-from trak_core.provenance import ids_digest
+from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import evaluate_scores
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.stages.train_checkpoint import train_checkpoint
@@ -22,13 +24,14 @@ SEEDS = (0, 1, 2)
 N_TARGETS, PROJ_DIM = 5, 40
 SUBSETS, REPEATS = 9, 2
 PROJECTION = {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0}
-COMMON = {"model_output": "image_classification", "study": "digest", "parameter_patterns": None}
-SETTINGS = {
-    "damping": 2,
-    "weighting": "plain",
-    "combine": "product_of_averages",
-    "loss_weight_power": 0.5,
-}
+RETRAINED = RetrainedSpec(
+    subsets="halves",
+    arguments=ARGUMENTS,
+    model_output="image_classification",
+    study_digest="digest",
+    seeds=REPEATS,
+    seed=4,
+)
 
 
 def margin(logits, label):
@@ -48,7 +51,7 @@ class Run:
         self.checkpoints = {f"c{seed}": folder / f"c{seed}.pt" for seed in SEEDS}
         for seed, path in zip(SEEDS, self.checkpoints.values(), strict=True):
             train_checkpoint(
-                checkpoint=path, study=STUDY, arguments={**ARGUMENTS, "seed": seed}, threads=1
+                checkpoint=path, study_file=STUDY, arguments={**ARGUMENTS, "seed": seed}, threads=1
             )
         self.scores = self.stages(folder / "run")
         self.retrained = [self.retrain(0, 4), self.retrain(5, SUBSETS - 1)]
@@ -70,14 +73,10 @@ class Run:
         path = (folder or self.folder) / f"{first}-{last}.h5"
         retrain_subsets(
             retrained=path,
-            study=STUDY,
-            arguments=ARGUMENTS,
+            study_file=STUDY,
+            spec=RETRAINED,
             first=first,
             last=last,
-            seeds=REPEATS,
-            seed=4,
-            model_output="image_classification",
-            study_digest="digest",
             code="code",
             batch_size=16,
             threads=1,
@@ -90,41 +89,37 @@ class Run:
     def matrices(self):
         return [self.folder / f"run/normal_matrix/{c}.h5" for c in self.checkpoints]
 
-    def evaluate(self, path, retrained=None, **changed):
-        expected = {
-            **COMMON,
-            **SETTINGS,
-            "projection": PROJECTION,
-            "dtype": "float32",
-            "targets_digest": ids_digest(self.targets),
-            "experiment": "mine",
-            "checkpoints": list(self.checkpoints),
-        }
-        asked = {
+    @property
+    def spec(self):
+        return scores_spec(
+            self.checkpoints,
+            self.targets,
+            model_output="image_classification",
+            projection=PROJECTION,
+            power=0.5,
+        )
+
+    def evaluate(self, path, retrained=None, **asked):
+        given = {
             "baselines": [],
             "trak": [],
             "sweep": None,
             "embeddings": [],
-            "features": list(
-                zip(self.features("train"), self.features("mine"), self.matrices(), strict=True)
-            ),
-            "expected_retrained": {"study": "digest", "seeds": REPEATS, "seed": 4},
+            "spec": self.spec,
+            "retrained_spec": RETRAINED,
         }
         evaluate_scores(
             evaluation=path,
             scores=self.scores,
             checkpoint_scores=[self.folder / f"run/scores/mine/{c}.h5" for c in self.checkpoints],
             retrained=retrained or self.retrained,
-            expected={**expected, **changed.pop("expected", {})},
-            expected_embeddings={
-                **COMMON,
-                "projection": {"kind": "embedding"},
-                "dtype": "float32",
-                "checkpoints": list(self.checkpoints),
-            },
+            train=self.features("train"),
+            targets=self.features("mine"),
+            normal_matrices=self.matrices(),
+            embeddings_spec=embeddings_spec(self),
             code="code",
             memory_mb=300,
-            **{**asked, **changed},
+            **{**given, **asked},
         )
         return path
 
@@ -168,13 +163,10 @@ def loss_weights(run):
     return [h5py.File(path)["loss_weights"][:].astype(float) for path in scores]
 
 
-def expected_train(run, **more):
-    return {
-        **COMMON,
-        "projection": PROJECTION,
-        "dtype": "float32",
-        "split": "train",
-        "targets_digest": None,
-        "checkpoints": list(run.checkpoints),
-        **more,
-    }
+def embeddings_spec(run):
+    return replace(run.spec.features, projection={"kind": "embedding"}, split="all")
+
+
+def influences_spec(run, flipped=None):
+    """What decides self-influences: no experiment."""
+    return changed(run.spec, experiment=None, targets_digest=None, flipped=flipped)

@@ -7,6 +7,7 @@ import zipfile
 import pytest
 import torch
 import yaml
+from pipeline import features_spec
 from refusals import GOOD, STUDY
 from safetensors.torch import save_file
 from torch import nn
@@ -157,19 +158,8 @@ def test_bad_checkpoint(workspace, tmp_path, name):
         compute_features(
             features=tmp_path / "out.h5",
             checkpoint=path,
-            study=workspace.path(STUDY),
-            split="train",
-            shard=1,
-            n_shards=1,
-            spec={
-                "checkpoint": "c0",
-                "model_output": "regression",
-                "parameter_patterns": None,
-                "projection": {"kind": "rademacher", "proj_dim": 4, "seed": 0},
-                "dtype": "float32",
-                "targets": None,
-                "study": "digest",
-            },
+            study_file=workspace.path(STUDY),
+            spec=features_spec("regression", 4),
             code="code",
             device="cpu",
             batch_size=64,

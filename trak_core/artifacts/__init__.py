@@ -11,7 +11,6 @@ from trak_core.artifacts._belong import check_splits, check_together
 from trak_core.artifacts._foreign import read_frame
 from trak_core.artifacts._format import (
     CHECKPOINT_SCORES,
-    COMPARISON,
     DISTORTION,
     EMBEDDINGS,
     EVALUATION,
@@ -29,13 +28,12 @@ from trak_core.artifacts._format import (
     ArtifactError,
     Kind,
 )
-from trak_core.artifacts._join import check_made_for, check_same
+from trak_core.artifacts._join import check_made_for, check_retrained, check_same
 from trak_core.artifacts._read import Artifact, open_artifact, verify
 from trak_core.artifacts._write import Writer, create
 
 __all__ = [
     "CHECKPOINT_SCORES",
-    "COMPARISON",
     "DISTORTION",
     "EMBEDDINGS",
     "EVALUATION",
@@ -55,6 +53,7 @@ __all__ = [
     "Kind",
     "Writer",
     "check_made_for",
+    "check_retrained",
     "check_same",
     "check_splits",
     "check_together",

@@ -82,12 +82,11 @@ SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence
 EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
 FLIPPED = Kind("trak-evaluation", ("train", "detection"), "find_flipped")
 REMOVALS = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
-COMPARISON = Kind("trak-evaluation", ("experiments", "targets"), "compare_runs")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE),
-    *(EVALUATION, FLIPPED, REMOVALS, COMPARISON),
+    *(EVALUATION, FLIPPED, REMOVALS),
 )
 
 

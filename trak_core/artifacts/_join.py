@@ -5,6 +5,7 @@ from typing import Any
 
 from trak_core.artifacts._format import ArtifactError
 from trak_core.artifacts._read import Artifact
+from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
 
 def check_same(what: str, expected: Any, found: Any, path: Path, rule: str) -> None:
@@ -37,27 +38,51 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-def check_made_for(artifact: Artifact, expected: dict[str, Any], rule: str) -> None:
-    """Refuse features, or scores of a checkpoint, that were made for another config than today's.
+def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: str) -> None:
+    """Refuse a file that was made for another config than today's.
 
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is.
 
     Args:
         artifact: The open file.
-        expected: From the config: projection (its keys there), dtype, model_output, study,
-            parameter_patterns, checkpoint (id), targets_digest (None for the training samples);
-            for features split, for scores experiment, weighting and damping.
+        spec: What the file must say of itself; of the projection the config's keys, of checkpoints
+            their ids.
         rule: The rule that makes such files.
+
+    Raises:
+        ArtifactError: It names what differs.
     """
-    spec = artifact.spec
-    check_same("rows: the whole split", None, spec.get("shard"), artifact.path, rule)
-    projection, checkpoint = spec.get("projection"), spec.get("checkpoint")
+    found, expected = artifact.spec, spec.as_dict()
+    check_same("rows: the whole split", None, found.get("shard"), artifact.path, rule)
+    projection = found.get("projection")
     if isinstance(projection, dict):
         projection = {key: projection.get(key) for key in expected["projection"]}
-    found = {
-        **{key: spec.get(key) for key in expected},
-        "projection": projection,
-        "checkpoint": checkpoint.get("id") if isinstance(checkpoint, dict) else checkpoint,
-    }
+    said = {key: found.get(key) for key in expected} | {"projection": projection}
+    for key in {"checkpoint", "checkpoints"} & expected.keys():
+        said[key] = _id(said[key])
+    check_same("settings of today's config", expected, said, artifact.path, rule)
+
+
+def _id(checkpoint: Any) -> Any:
+    """Return a checkpoint's id, or those of several, without their hashes."""
+    if isinstance(checkpoint, list):
+        return [_id(one) for one in checkpoint]
+    return checkpoint.get("id") if isinstance(checkpoint, dict) else checkpoint
+
+
+def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
+    """Refuse models that were retrained for another config than today's.
+
+    Args:
+        artifact: The open file.
+        spec: What it must say of itself.
+        rule: The rule that makes it.
+        **more: What else it must say.
+
+    Raises:
+        ArtifactError: It names what differs.
+    """
+    expected = spec.as_dict() | more
+    found = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of today's config", expected, found, artifact.path, rule)

@@ -4,9 +4,8 @@
 job whether the budget holds what a config needs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from trak_core.errors import InputError
 
@@ -14,6 +13,8 @@ from trak_core.errors import InputError
 _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
 _CHUNK_ROWS = 1024
+# Training samples, and projection matrices, whose distortion is measured.
+DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
     """
     what = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
     features = (4 * n_streams + 32) * n_samples * proj_dim
-    remedy = "lower distortion.samples or distortion.streams"
+    remedy = "lower projection.proj_dim, or leave `distortion` out"
     return Need(what, 96 * n_samples**2 + features, remedy=remedy)
 
 
@@ -130,7 +131,8 @@ def evaluation_need(
     n_targets: int,
     n_subsets: int,
     n_checkpoints: int,
-    sweep: Mapping[str, Sequence[Any]] | None,
+    n_settings: int,
+    n_weightings: int,
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
@@ -140,16 +142,16 @@ def evaluation_need(
         n_targets: m.
         n_subsets: S.
         n_checkpoints: Their loss weights are kept.
-        sweep: Values of each setting; None for none.
+        n_settings: Of a sweep, 0 for none.
+        n_weightings: Ways in which loss weights come in there.
     """
-    given = {"damping": [], "loss_weight_power": [], "combine": [], "proj_dim": []}
-    # A study's own value may come on top of each.
-    sizes = {key: len((sweep or given)[key]) + 1 for key in given}
-    pairs = sizes["loss_weight_power"] * sizes["combine"] + 2
-    n_settings = pairs * sizes["damping"] * (1 + sizes["proj_dim"] if sweep else 1)
+    # Two more weightings, for gradient products and TRAK's own formula; some forty sums for the
+    # scores by number of checkpoints, for baselines, and for the bootstrap of each in turn.
+    weightings = n_weightings + 2
     sums = 8 * n_subsets * n_targets * (n_settings + 40)
-    weights = 8 * n_train * (pairs + n_checkpoints)
-    solve = 48 * proj_dim**2 + 24 * pairs * n_subsets * proj_dim + 20 * n_targets * proj_dim
+    weights = 8 * n_train * (weightings + n_checkpoints)
+    # Normal matrix, its copy, eigenvectors, LAPACK's work; rotated sums twice; targets, rotated.
+    solve = 48 * proj_dim**2 + 24 * weightings * n_subsets * proj_dim + 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
     what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
@@ -163,9 +165,9 @@ def check_memory(
     n_train: int,
     n_targets: Mapping[str, int],
     n_checkpoints: int,
-    scores: str,
+    keep: str,
     top: int,
-    distortion: Mapping[str, int] | None,
+    measures_distortion: bool,
 ) -> None:
     """Refuse a budget that a job would refuse, before any job.
 
@@ -175,20 +177,20 @@ def check_memory(
         n_train: Training samples.
         n_targets: Targets of each experiment.
         n_checkpoints: How many.
-        scores: ``full`` or ``top_k``.
+        keep: ``full`` or ``top_k``.
         top: Influences of either sign kept for each target.
-        distortion: ``samples`` and ``streams``; None for none, and without a projection.
+        measures_distortion: Whether the distortion of the projection is measured.
 
     Raises:
         InputError: At the first job that would not fit; it names the experiment if it is one's.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim).check(memory_mb)
-        if distortion is not None:
-            need = distortion_need(distortion["samples"], proj_dim, distortion["streams"])
-            need.check(memory_mb)
+        if measures_distortion:
+            n_samples = min(DISTORTION_SAMPLES, n_train)
+            distortion_need(n_samples, proj_dim, DISTORTION_STREAMS).check(memory_mb)
     for experiment, m in n_targets.items():
-        solved_dim = proj_dim if scores == "top_k" else None
+        solved_dim = proj_dim if keep == "top_k" else None
         average = average_need(
             n_train=n_train,
             n_targets=m,

@@ -1,13 +1,50 @@
-"""Checking what a config asks of an evaluation, in words a user can act on. Pure functions."""
+"""What exact scores and evaluations demand of a config that is valid otherwise. Pure functions."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import TABLE
 from trak_core.spec import ProjectionKind
 
-_CLASSES = ("image_classification", "text_classification")
+_CLASSES = tuple(name for name, about in TABLE.items() if about.has_classes)
 _FEATURES_ONLY = ("trak", "sweep", "self_influence", "flipped")
+
+
+def check_exact(config: Mapping[str, Any]) -> None:
+    """Refuse what exact scores can't do, for a config that is valid otherwise.
+
+    Args:
+        config: With its defaults filled in, and ``projection: exact``.
+
+    Raises:
+        InputError: It names the key.
+    """
+    if config["scoring"]["keep"] != "full":
+        raise InputError(
+            "With `projection: exact`, scoring.keep must be full: top_k streams projected "
+            f"features. Found {config['scoring']['keep']}. Set it to full, or take a projection."
+        )
+    shards = {"compute": config["compute"]["shards"]} | {
+        f"experiments.{name}": one["shards"] for name, one in config["experiments"].items()
+    }
+    for where, n in shards.items():
+        if n != 1:
+            raise InputError(
+                "With `projection: exact`, shards must be 1: a gramian pairs every training sample "
+                f"with every other. Found {n} in {where}.shards. Leave it out, or take a "
+                "projection."
+            )
+    if config["features_dtype"] != "float32":
+        raise InputError(
+            "With `projection: exact`, no features are stored. Found features_dtype "
+            f"{config['features_dtype']}. Leave it out, or take a projection."
+        )
+    if "distortion" in config:
+        raise InputError(
+            "With `projection: exact`, nothing is projected: no distortion is there to measure. "
+            "Found distortion. Leave it out, or take a projection."
+        )
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
@@ -53,7 +90,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if (lds or removals) and config["scoring"]["keep"] != "full":
         raise InputError(
             "An evaluation needs all scores: scoring.keep must be full. Found "
-            f"{config['scoring']['scores']}."
+            f"{config['scoring']['keep']}."
         )
     if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
         key = "flipped" if "flipped" in asked else "baselines: same_class"

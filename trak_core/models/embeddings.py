@@ -9,7 +9,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import Batch, call, in_evaluation_mode
 
 
-def embeddings(model: nn.Module, batch: Batch) -> Tensor:
+def embedded(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
     Dimensions between the first and the last, such as the tokens of a text, are averaged over.

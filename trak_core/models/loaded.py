@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,8 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs import ModelOutput
 from trak_core.models.named_output import CLIP, N_OTHERS, OTHERS_SEED, model_output
-from trak_core.provenance import ids_digest, parameters_digest
+from trak_core.provenance import parameters_digest
+from trak_core.spec import FeaturesSpec
 from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint
 from trak_core.study.study import TRAIN, Split, Study
 
@@ -27,7 +28,7 @@ _FEW = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class LoadedModel:
     """A model with a checkpoint's weights, on its device.
 
     Attributes:
@@ -46,14 +47,14 @@ class Subject:
 
     @classmethod
     def load(
-        cls, study: Path, checkpoint: Path, spec: Mapping[str, Any], device: torch.device
-    ) -> "Subject":
+        cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
+    ) -> Self:
         """Make the study's model and load its weights.
 
         Args:
-            study: The study's Python file.
+            study_file: The study's Python file.
             checkpoint: File or folder with the weights.
-            spec: From the config: model_output and parameter_patterns count here.
+            spec: Its model output and patterns of parameters count here.
             device: Where to compute.
 
         Returns:
@@ -62,14 +63,14 @@ class Subject:
         Raises:
             InputError: If study or checkpoint are not what they must be.
         """
-        loaded = Study.load(study)
-        model = loaded.make_model()
+        study = Study.load(study_file)
+        model = study.make_model()
         load_checkpoint(model, checkpoint)
         model.to(device)
-        parameters = select_parameters(model, spec["parameter_patterns"])
-        pairs = loaded.split(TRAIN, None) if spec["model_output"] == CLIP else None
-        output = model_output(spec["model_output"], model, pairs, device)
-        return cls(loaded, model, parameters, output, device)
+        parameters = select_parameters(model, spec.parameter_patterns)
+        pairs = study.split(TRAIN, None) if spec.model_output == CLIP else None
+        output = model_output(spec.model_output, model, pairs, device)
+        return cls(study, model, parameters, output, device)
 
     def batch(self, split: Split, start: int, stop: int) -> Batch:
         """Return the samples from ``start`` to ``stop`` on the model's device."""
@@ -100,31 +101,23 @@ class Subject:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(
-        self, spec: Mapping[str, Any], checkpoint: Path, split: str, projection: Mapping[str, Any]
+        self, spec: FeaturesSpec, checkpoint: Path, projection: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return what a file says of itself: all that decides its numbers.
 
         Args:
-            spec: From the config: checkpoint (id), model_output, parameter_patterns, dtype, targets
-                (ids; None for train), study (digest).
+            spec: From the config.
             checkpoint: File or folder with the weights.
-            split: ``train``, or the name of an experiment.
             projection: What becomes of the gradients.
         """
-        found = {
+        found = spec.as_dict() | {
             "projection": dict(projection),
-            "parameters": parameters_digest({n: p.shape for n, p in self.parameters.items()}),
-            "model_output": spec["model_output"],
-            "checkpoint": {"id": spec["checkpoint"], "sha256": checkpoint_sha256(checkpoint)},
-            "split": split,
-            "dtype": spec["dtype"],
-            "study": spec["study"],
-            "parameter_patterns": spec["parameter_patterns"],
-            "targets_digest": None if spec["targets"] is None else ids_digest(spec["targets"]),
+            "parameters_digest": parameters_digest({
+                n: p.shape for n, p in self.parameters.items()
+            }),
+            "checkpoint": {"id": spec.checkpoint, "sha256": checkpoint_sha256(checkpoint)},
         }
-        if spec.get("flipped"):
-            found["flipped"] = spec["flipped"]
-        if spec["model_output"] == CLIP:
+        if spec.model_output == CLIP:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found
 

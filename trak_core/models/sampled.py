@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from trak_core.gradients import Batch, GradientMethod, check_finite, in_chunks
-from trak_core.models.loaded import Subject
+from trak_core.models.loaded import LoadedModel
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec
 from trak_core.system.progress import with_progress
@@ -22,14 +22,14 @@ class SampledGradients:
     """Gradients of n samples, computed whenever they are asked for.
 
     Attributes:
-        subject: What they are gradients of.
+        loaded: What they are gradients of.
         samples: The samples.
         ids: Their ids.
         method: From ``gradient_method``.
         chunk: Samples differentiated at once.
     """
 
-    subject: Subject
+    loaded: LoadedModel
     samples: Batch
     ids: Sequence[object]
     method: GradientMethod
@@ -42,7 +42,7 @@ class SampledGradients:
 
         def used(first: int, last: int) -> T:
             batch = self.samples.rows(slice(start + first, start + last))
-            what = self.subject.model, self.subject.parameters, self.subject.output
+            what = self.loaded.model, self.loaded.parameters, self.loaded.output
             result = self.method(*what, batch)
             check_finite(result, self.ids[start + first : start + last])
             return use(result.blocks())

@@ -1,1 +1,1 @@
-"""One module a job: paths and plain values in, one artifact out."""
+"""Jobs of the workflow: one module a rule, with the rule's name; paths and plain values in."""

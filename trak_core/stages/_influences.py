@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,20 +18,20 @@ from trak_core.artifacts import (
 from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import combined, most_frequent, powered
 from trak_core.scoring.solve import damped_factor, damped_squares
-from trak_core.spec import Combine
+from trak_core.spec import Combine, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 
 
 def _similarities(
-    train: Artifact, matrix: Artifact, damping: float, weighting: str, memory_mb: int
+    train: Artifact, matrix: Artifact, spec: ScoresSpec, memory_mb: int
 ) -> np.ndarray:
     """Return A_c[i, i] of every training sample, shape (n,)."""
-    wanted = {"weighting": weighting, "features": train.content_hash}
+    wanted = {"weighting": spec.weighting, "features": train.content_hash}
     found = {key: matrix.spec[key] for key in wanted}
     check_same("features", wanted, found, matrix.path, NORMAL_MATRIX.rule)
     factor = damped_factor(
         matrix.matrix("normal_matrix")[:],
-        damping * matrix.scalar("mean_squared_norm"),
+        spec.damping * matrix.scalar("mean_squared_norm"),
         (matrix.scalar("smallest_eigenvalue"), matrix.scalar("largest_eigenvalue")),
     )
     values = train.matrix("features")
@@ -47,11 +46,7 @@ def self_influences(
     features: Sequence[Path],
     normal_matrices: Sequence[Path],
     *,
-    expected: dict[str, Any],
-    damping: float,
-    weighting: str,
-    combine: str,
-    loss_weight_power: float,
+    spec: ScoresSpec,
     memory_mb: int,
 ) -> tuple[pd.DataFrame, np.ndarray]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
@@ -59,15 +54,11 @@ def self_influences(
     Args:
         features: Training features of each checkpoint.
         normal_matrices: Their normal matrices.
-        expected: See ``check_made_for``; and checkpoints: their ids, in order.
-        damping: Relative damping, at least 0.
-        weighting: Which normal matrices they must be.
-        combine: ``product_of_averages`` or ``average_of_products``.
-        loss_weight_power: In (0, 1].
+        spec: What decides the numbers: of all checkpoints, and no experiment.
         memory_mb: Budget for arrays; changes nothing but rounding.
 
     Returns:
-        A table of id, label, prediction, margin and self_influence, a row a sample; and the loss
+        A table of id, label, prediction, output and self_influence, a row a sample; and the loss
         weights averaged over checkpoints, shape (n,).
 
     Raises:
@@ -76,22 +67,21 @@ def self_influences(
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); spec of the scores, "What a score says".
     """
-    settings = {key: value for key, value in expected.items() if key != "checkpoints"}
+    assert spec.checkpoints is not None
+    assert spec.loss_weight_power is not None
     similarities, loss_weights = [], []
     with ExitStack() as stack:
         files = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        for file, path, checkpoint in zip(
-            files, normal_matrices, expected["checkpoints"], strict=True
-        ):
-            check_made_for(file, {**settings, "checkpoint": checkpoint}, FEATURES.rule)
+        for file, path, checkpoint in zip(files, normal_matrices, spec.checkpoints, strict=True):
+            check_made_for(file, spec.under(checkpoint).of_train(), FEATURES.rule)
             ids = files[0].ids("sample_ids"), file.ids("sample_ids")
             check_same("training samples", *ids, file.path, FEATURES.rule)
             with open_artifact(path, NORMAL_MATRIX) as matrix:
-                found = _similarities(file, matrix, damping, weighting, memory_mb)
+                found = _similarities(file, matrix, spec, memory_mb)
             similarities.append(found[:, None])
             loss_weights.append(file.vector("loss_weights"))
-        powers = [powered(weights, loss_weight_power) for weights in loss_weights]
-        mean = combined(zip(similarities, powers, strict=True), Combine(combine))[:, 0]
+        powers = [powered(weights, spec.loss_weight_power) for weights in loss_weights]
+        mean = combined(zip(similarities, powers, strict=True), Combine(spec.combine))[:, 0]
         predictions = np.stack([file.vector("predictions") for file in files])
         is_class = predictions.dtype.kind != "f"
         table = pd.DataFrame({

@@ -11,7 +11,7 @@ A file of retrained models holds two frames and, beside them, a third:
 Models of one subset differ by the seed of their training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.utils.data import Subset
 from trak_core.artifacts import RETRAINED, create
 from trak_core.models.explained import explained
 from trak_core.models.training import trained_model
+from trak_core.spec import RetrainedSpec
 from trak_core.study.study import Split, Study
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -36,11 +37,10 @@ def retrain(
     masks: np.ndarray,
     numbers: Sequence[int],
     seeds: Sequence[Sequence[int]],
-    arguments: dict[str, Any],
-    output: str,
-    spec: dict[str, Any],
+    spec: RetrainedSpec,
     code: str,
     batch_size: int,
+    more: Mapping[str, Any] | None = None,
 ) -> None:
     """Train on each subset with each of its seeds, and write what the models say.
 
@@ -51,11 +51,10 @@ def retrain(
         masks: Which samples belong to each subset, shape (subsets, n), bool.
         numbers: The subsets' numbers.
         seeds: Seeds of the trainings on each subset.
-        arguments: What else ``train`` gets.
-        output: Name of the model output.
-        spec: All else that decides the numbers.
+        spec: What decides the numbers, beside the subsets.
         code: The stage's code digest.
         batch_size: Targets at once.
+        more: What decided the subsets, for the file.
 
     Raises:
         InputError: If training fails, or if the targets are not what they must be.
@@ -67,10 +66,10 @@ def retrain(
         subset, seed = runs[start]
         # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
         data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
-        model = trained_model(study, {**arguments, "seed": seed}, data)
-        results.append(explained(model, output, train, pool, batch_size))
+        model = trained_model(study, {**spec.arguments, "seed": seed}, data)
+        results.append(explained(model, spec.model_output, train, pool, batch_size))
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
-    file_spec = {**spec, "arguments": arguments, "model_output": output}
+    file_spec = spec.as_dict() | dict(more or {})
     rows = [int(numbers[subset]) for subset, _ in runs]
     with create(retrained, RETRAINED, file_spec, software(code, "cpu", "torch", "numpy")) as writer:
         frame = writer.matrix("masks", [int(i) for i in numbers], train.ids, dtype=np.uint8)

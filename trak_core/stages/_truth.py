@@ -2,31 +2,17 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import RETRAINED, check_same, open_artifact, read_frame
+from trak_core.artifacts import RETRAINED, check_retrained, open_artifact, read_frame
 from trak_core.errors import InputError
+from trak_core.spec import RetrainedSpec
+from trak_core.trust.lds import GroundTruth
 
 _Frame = tuple[np.ndarray, list[Any], list[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class GroundTruth:
-    """Retrained models in the order of a scores file's samples and targets.
-
-    Attributes:
-        masks: 1 where a subset has a training sample, shape (subsets, n), float64.
-        outputs: f of the models, shape (seeds, subsets, m), float64.
-        source: Hashes of the files' content.
-    """
-
-    masks: np.ndarray
-    outputs: np.ndarray
-    source: list[str]
 
 
 def _columns(frame: _Frame, wanted: Sequence[Any], path: Path, key: str) -> np.ndarray:
@@ -80,7 +66,7 @@ def read_ground_truth(
     paths: Sequence[Path],
     train_ids: list[Any],
     target_ids: list[Any],
-    expected: dict[str, Any] | None,
+    spec: RetrainedSpec | None,
 ) -> GroundTruth:
     """Read retrained models.
 
@@ -88,7 +74,7 @@ def read_ground_truth(
         paths: The pipeline's files, or one of a user's.
         train_ids: Ids of the training samples, in order.
         target_ids: Ids of the targets, in order.
-        expected: What the pipeline's files must say of themselves; None for a user's.
+        spec: What the pipeline's files must say of themselves; None for a user's.
 
     Returns:
         Subsets and outputs of all files, one after another.
@@ -98,14 +84,13 @@ def read_ground_truth(
     """
     parts, source = [], []
     for path in paths:
-        if expected is None:
+        if spec is None:
             masks, outputs = (read_frame(path, key) for key in ("masks", "outputs"))
             digest = hashlib.blake2b(masks[0].tobytes() + outputs[0].tobytes(), digest_size=16)
             source.append(digest.hexdigest())
         else:
             with open_artifact(path, RETRAINED) as file:
-                found = {key: file.spec.get(key) for key in expected}
-                check_same("settings of today's config", expected, found, path, RETRAINED.rule)
+                check_retrained(file, spec, RETRAINED.rule)
                 masks, outputs = (
                     (file.matrix(key)[:], file.index(key), file.columns(key))
                     for key in ("masks", "outputs")

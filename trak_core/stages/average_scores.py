@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,7 +27,7 @@ from trak_core.scoring.scores import (
     powered,
     similarities,
 )
-from trak_core.spec import EXACT, Combine
+from trak_core.spec import EXACT, Combine, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -84,12 +83,12 @@ def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
     is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
     common = most_frequent if is_class else _mean
     (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, common)
-    margins, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
+    outputs, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
     return pd.DataFrame({
         "id": ids,
         "label": labels,
         "prediction": predictions,
-        "output": margins,
+        "output": outputs,
         "output_sd": spreads,
     })
 
@@ -130,9 +129,8 @@ def average_scores(
     scores: Path,
     checkpoint_scores: Sequence[Path],
     features: Sequence[Path],
-    expected: dict[str, Any],
-    combine: str,
-    loss_weight_power: float,
+    spec: ScoresSpec,
+    defaults: str,
     top: int,
     code: str,
     memory_mb: int,
@@ -143,10 +141,8 @@ def average_scores(
         scores: The file to write.
         checkpoint_scores: One file a checkpoint.
         features: Their training features, where only the solved targets were kept; else empty.
-        expected: See ``check_made_for``; experiment in place of split, and weighting, damping,
-            checkpoints (ids, in order).
-        combine: ``product_of_averages`` or ``average_of_products``.
-        loss_weight_power: In (0, 1].
+        spec: What decides the numbers: of all checkpoints.
+        defaults: What the config left to the model output, in words; empty for nothing.
         top: Influences of either sign kept for each target.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.
@@ -154,12 +150,15 @@ def average_scores(
     Raises:
         InputError: If the files don't belong together, or exceed the budget.
     """
+    assert spec.checkpoints is not None
+    assert spec.loss_weight_power is not None
+    combine, power = Combine(spec.combine), spec.loss_weight_power
     with ExitStack() as stack:
-        is_exact = expected["projection"]["kind"] == EXACT
+        is_exact = spec.features.projection["kind"] == EXACT
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        check_together(parts, expected, kind.rule)
+        check_together(parts, spec, kind)
         rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
         block = average_need(
@@ -167,7 +166,7 @@ def average_scores(
             n_targets=n_targets,
             n_checkpoints=len(parts),
             top=top,
-            solved_dim=expected["projection"]["proj_dim"] if phis else None,
+            solved_dim=spec.features.projection["proj_dim"] if phis else None,
         ).rows(memory_mb)
         train, targets = (_samples(parts, side, block) for side in ("train", "target"))
         (train["loss_weight"],) = _by_blocks(parts, "loss_weights", n_train, block, _mean)
@@ -175,31 +174,28 @@ def average_scores(
         def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             for part, part_rows in zip(parts, rows, strict=True):
                 weights = part.vector("loss_weights", start, stop)
-                yield part_rows(start, stop), powered(weights, loss_weight_power)
+                yield part_rows(start, stop), powered(weights, power)
 
-        spec = {
-            **expected,
-            "combine": combine,
-            "loss_weight_power": loss_weight_power,
-            "model_output": parts[0].spec["model_output"],
+        file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
             "checkpoints": [part.spec["checkpoint"] for part in parts],
         }
         with create(
             scores,
             SCORES,
-            spec,
+            file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(expected["weighting"], loss_weight_power, parts[0].spec["model_output"]),
+            unit=_unit(spec.weighting, power, spec.features.model_output),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"
             ),
+            defaults=defaults or "none: the config says everything",
             n_checkpoints=len(parts),
-            checkpoints=" ".join(expected["checkpoints"]),
-            damping=float(expected["damping"]),
-            combine=combine,
-            loss_weight_power=float(loss_weight_power),
+            damping=float(spec.damping),
+            weighting=spec.weighting,
+            combine=str(combine),
+            loss_weight_power=float(power),
         ) as writer:
             values = None
             if not phis:
@@ -207,7 +203,7 @@ def average_scores(
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
-                mean = combined(checkpoints(start, stop), Combine(combine)).astype(np.float32)
+                mean = combined(checkpoints(start, stop), combine).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
                 helpful = largest(helpful, start, mean, top)

@@ -79,10 +79,10 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
 
 def check_study(
     *,
-    study: Path,
+    study_file: Path,
     model_output: str,
     weighting: str,
-    parameters: Sequence[str] | None,
+    parameter_patterns: Sequence[str] | None,
     training: dict[str, dict[str, Any]] | None,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
@@ -91,10 +91,10 @@ def check_study(
     """Build the model, read the data, and compare them with what the config asks for.
 
     Args:
-        study: The study's Python file.
+        study_file: The study's Python file.
         model_output: Name of the model output.
         weighting: ``plain`` or ``curvature``.
-        parameters: Name patterns, or None.
+        parameter_patterns: Of names, or None.
         training: Arguments of the study's ``train`` for each checkpoint; None if the checkpoints
             are there.
         splits: Splits to look at: None for the training data, ids for an experiment.
@@ -108,25 +108,25 @@ def check_study(
     Raises:
         InputError: At the first thing that doesn't hold.
     """
-    loaded = Study.load(study)
+    study = Study.load(study_file)
     if training is not None:
-        _check_training(loaded, training)
+        _check_training(study, training)
     if retraining is not None:
-        _check_retraining(loaded, retraining)
-    model = loaded.make_model().eval()
+        _check_retraining(study, retraining)
+    model = study.make_model().eval()
     device = torch.device("cpu")
-    size = n_params(select_parameters(model, parameters))
+    size = n_params(select_parameters(model, parameter_patterns))
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if targets is None else f"experiment {name}"
         try:
-            split = loaded.split(name, targets)
+            split = study.split(name, targets)
             output = named_output(model_output, model, split, device, n_others=1)
             _check_weighting(weighting, model_output, output)
             n_classes = count_classes(model, output, split.batch(0, 1), device)
             _check_split(split, output, n_classes)
         except InputError as error:
-            raise InputError(f"{study}, {where}: {error}") from error
+            raise InputError(f"{study_file}, {where}: {error}") from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "

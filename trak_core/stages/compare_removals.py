@@ -8,7 +8,8 @@ from typing import Any, Self
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_same, create, open_artifact
+from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_retrained, create, open_artifact
+from trak_core.spec import RetrainedSpec
 from trak_core.study.draws import random_removals, top_removals
 from trak_core.system.software import software
 
@@ -39,16 +40,15 @@ def mean_interval(changes: np.ndarray) -> tuple[float, float]:
 
 
 def _models(
-    path: Path, targets: Sequence[Any], seeds: int, expected: dict[str, Any], rule: str
+    path: Path, explained: Sequence[Any], spec: RetrainedSpec, rule: str, **more: Any
 ) -> tuple[np.ndarray, np.ndarray, str]:
     """Return outputs and predictions, each (subsets, seeds, targets), and the file's hash."""
     with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
-        found = {key: file.spec.get(key) for key in expected}
-        check_same("settings of today's config", expected, found, path, rule)
+        check_retrained(file, spec, rule, **more)
         column = {target: i for i, target in enumerate(file.columns("outputs"))}
-        columns = [column[target] for target in targets]
+        columns = [column[target] for target in explained]
         outputs, predictions = (
-            file.matrix(key)[:][:, columns].reshape(-1, seeds, len(columns))
+            file.matrix(key)[:][:, columns].reshape(-1, spec.seeds, len(columns))
             for key in ("outputs", "predictions")
         )
         return outputs, predictions, file.content_hash
@@ -93,19 +93,18 @@ class _Removal:
 def _without_top(
     top: Sequence[Path],
     groups: Sequence[Sequence[Any]],
-    n_removed: Sequence[int],
-    seeds: int,
-    expected: dict[str, Any],
+    spec: RetrainedSpec,
+    scores_hash: str,
 ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], list[str]]:
     """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
     targets = [target for group in groups for target in group]
-    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in n_removed}
+    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in spec.n_removed}
     hashes = []
     for path, group in zip(top, groups, strict=True):
-        own = {**expected, "targets": list(group)}
-        *models, hash_ = _models(path, targets, seeds, own, "retrain_without_top")
+        about = {"scores": scores_hash, "targets": list(group)}
+        *models, hash_ = _models(path, targets, spec, "retrain_without_top", **about)
         hashes.append(hash_)
-        for i, (target, size) in enumerate(top_removals(group, n_removed)):
+        for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
             j = targets.index(target)
             outputs, predictions = (one[i : i + 1, :, j : j + 1] for one in models)
             parts[size].append((outputs, predictions))
@@ -126,10 +125,7 @@ def compare_removals(
     random: Path,
     top: Sequence[Path],
     groups: Sequence[Sequence[Any]],
-    n_removed: Sequence[int],
-    draws: int,
-    seeds: int,
-    spec: dict[str, Any],
+    spec: RetrainedSpec,
     code: str,
 ) -> None:
     """Put models without some samples beside those of the same seed that saw everything.
@@ -140,28 +136,22 @@ def compare_removals(
         random: Models trained on everything, and without random samples.
         top: Models without the most helpful samples of some targets, a file a group.
         groups: Ids of each group's targets.
-        n_removed: How many samples were to go.
-        draws: Random removals of each number.
-        seeds: Trainings on each subset.
-        spec: What decides the numbers, and was to decide the models'.
+        spec: What decided the random removals; of the others all but the draws.
         code: The stage's code digest.
 
     Raises:
         ArtifactError: If the models were made for another config, or for other scores.
     """
     targets = [target for group in groups for target in group]
-    shared = {key: spec[key] for key in ("n_removed", "seeds", "seed", "arguments", "model_output")}
-    shared["study"] = spec["study_digest"]
-    outputs, predictions, hash_ = _models(
-        random, targets, seeds, {**shared, "draws": draws}, "retrain_without_random"
-    )
+    outputs, predictions, hash_ = _models(random, targets, spec, "retrain_without_random")
     everything = outputs[0], predictions[0]
     with open_artifact(scores, SCORES) as file:
         scores_hash = file.content_hash
-    without, hashes = _without_top(top, groups, n_removed, seeds, {**shared, "scores": scores_hash})
-    sizes = random_removals(n_removed, draws)
+    top_spec = replace(spec, subsets="top removals", draws=0)
+    without, hashes = _without_top(top, groups, top_spec, scores_hash)
+    sizes = random_removals(spec.n_removed, spec.draws)
     found = {}
-    for size in n_removed:
+    for size in spec.n_removed:
         drawn = [i + 1 for i, (n, _) in enumerate(sizes) if n == size]
         found["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
         found["top", size] = _Removal.of(*without[size], everything)
@@ -169,7 +159,7 @@ def compare_removals(
     summary = pd.DataFrame([
         {"removed": removed, "n_removed": size, **found[removed, size].row()}
         for removed in ("top", "random", "difference")
-        for size in n_removed
+        for size in spec.n_removed
     ])
     about = {"target_id": targets, "output": outputs[0].mean(axis=0, dtype=np.float64)}
     table = pd.concat(
@@ -181,13 +171,13 @@ def compare_removals(
                 **found[removed, size].targets(),
             })
             for removed in ("top", "random")
-            for size in n_removed
+            for size in spec.n_removed
         ],
         ignore_index=True,
     )
     provenance = software(code, "cpu", "numpy", "pandas")
-    spec = {**spec, "scores": scores_hash, "retrained": [hash_, *hashes]}
-    with create(removals, REMOVALS, spec, provenance, confidence=CONFIDENCE) as writer:
+    file_spec = spec.as_dict() | {"scores": scores_hash, "retrained": [hash_, *hashes]}
+    with create(removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
         writer.table("targets", table, ["target_id"])
     print(summary.to_string(index=False))

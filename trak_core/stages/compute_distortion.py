@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, Writer, create
-from trak_core.config.budget import distortion_need
+from trak_core.config.budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
@@ -22,9 +22,9 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import train_gramian
 from trak_core.models.device import compilers, device_name, full_precision, projecting_device
-from trak_core.models.loaded import Subject
+from trak_core.models.loaded import LoadedModel
 from trak_core.models.sampled import SampledGradients
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.software import software
 from trak_core.trust.distortion import (
@@ -46,32 +46,25 @@ def _drawn(data: Split, n: int) -> Split:
     return data.take([data.ids[i] for i in sorted(order[:n].tolist())])
 
 
-def _projections(spec: dict[str, Any], size: int) -> list[ProjectionSpec]:
-    """Return the checkpoint's own projection, and those of the stream numbers that follow it."""
-    own = stream_of(spec["checkpoint"])
-    streams = [(own + i) % 2**32 for i in range(spec["distortion"]["streams"])]
-    return [ProjectionSpec(**spec["projection"], n_params=size, stream=s) for s in streams]
-
-
 def _room(
-    subject: Subject, few: Batch, samples: Batch, batch_size: int, left_bytes: int
+    loaded: LoadedModel, few: Batch, samples: Batch, batch_size: int, left_bytes: int
 ) -> tuple[int, int]:
     """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
     left_bytes -= sum(tensor.nbytes for _, tensor in samples.tensors())
-    kept_bytes = 4 * n_params(subject.parameters)
-    work_bytes = sample_bytes(subject.model, subject.parameters, subject.output, few)
+    kept_bytes = 4 * n_params(loaded.parameters)
+    work_bytes = sample_bytes(loaded.model, loaded.parameters, loaded.output, few)
     left_mb = max(0, left_bytes // 2**20)
-    chunk = min(batch_size, samples_that_fit(work_bytes + kept_bytes, subject.device, left_mb))
-    in_work = chunk * work_bytes if subject.device.type == "cpu" else 0
+    chunk = min(batch_size, samples_that_fit(work_bytes + kept_bytes, loaded.device, left_mb))
+    in_work = chunk * work_bytes if loaded.device.type == "cpu" else 0
     return chunk, max(1, (left_bytes - in_work) // kept_bytes)
 
 
-def _gramian(subject: Subject, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
+def _gramian(loaded: LoadedModel, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
     """Return the exact inner products of gradients, by the engine."""
     half = max(1, chunk // 2)  # two blocks are in the model at a time
     blocks = [samples.rows(slice(i, i + half)) for i in range(0, len(samples), half)]
-    with in_evaluation_mode(subject.model):
-        gramian = train_gramian(subject.model, subject.parameters, subject.output, blocks)
+    with in_evaluation_mode(loaded.model):
+        gramian = train_gramian(loaded.model, loaded.parameters, loaded.output, blocks)
     check_finite_gramian(gramian, ids, ids)
     return gramian
 
@@ -83,8 +76,7 @@ def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
     if len(ids) - len(zero) < 2:
         raise InputError(
             "Measuring distortion needs at least two samples whose gradients aren't zero. Found "
-            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Raise distortion.samples, or "
-            "leave `distortion` out."
+            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Leave `distortion` out."
         )
     if zero:
         print(
@@ -116,13 +108,15 @@ def compute_distortion(
     *,
     distortion: Path,
     checkpoint: Path,
-    study: Path,
-    spec: dict[str, Any],
+    study_file: Path,
+    spec: FeaturesSpec,
     code: str,
     device: str,
     batch_size: int,
     memory_mb: int,
     threads: int,
+    most_samples: int = DISTORTION_SAMPLES,
+    n_streams: int = DISTORTION_STREAMS,
 ) -> None:
     """Compare squared norms and inner products of projected gradients with the exact ones.
 
@@ -133,43 +127,47 @@ def compute_distortion(
     Args:
         distortion: The file to write.
         checkpoint: File or folder with the weights.
-        study: The study's Python file.
-        spec: From the config: checkpoint (id), model_output, parameter_patterns, projection, dtype,
-            targets (None), study (digest), distortion (samples, streams).
+        study_file: The study's Python file.
+        spec: What decides the numbers: of one checkpoint's training samples.
         code: The stage's code digest.
         device: ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once, at most.
         memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
             free memory instead.
         threads: For torch and the projection.
+        most_samples: Training samples to compare, fewer if there are fewer.
+        n_streams: Projection matrices to compare with: the checkpoint's own, and those of the
+            stream numbers that follow it. Standard errors run over them.
 
     Raises:
         InputError: If study, checkpoint or gradients are not what they must be, if fewer than two
             gradients aren't zero, or if the budget doesn't hold it.
     """
     torch.set_num_threads(threads)
-    subject = Subject.load(study, checkpoint, spec, full_precision(projecting_device(device)))
-    size = n_params(subject.parameters)
-    projections = _projections(spec, size)
+    where = full_precision(projecting_device(device))
+    loaded = LoadedModel.load(study_file, checkpoint, spec, where)
+    size = n_params(loaded.parameters)
+    projections = [projection_of(spec, size, i) for i in range(n_streams)]
     own, streams = projections[0], [p.stream for p in projections]
-    n_drawn = spec["distortion"]["samples"]
-    need = distortion_need(n_drawn, own.proj_dim, len(streams))
+    train = loaded.study.split(TRAIN, None)
+    n_drawn = min(most_samples, len(train.ids))
+    need = distortion_need(n_drawn, own.proj_dim, n_streams)
     need.check(memory_mb)
-    where = device_name(subject.device)
-    print(f"{n_drawn} training samples, {size} parameters, {len(streams)} streams on {where}")
-    data = _drawn(subject.study.split(TRAIN, None), n_drawn)
-    few, n_classes = subject.few(data, 0, n_drawn)
-    samples = subject.batch(data, 0, n_drawn)
-    check_labels(samples.labels, subject.output, n_classes, data.ids)
+    where = device_name(loaded.device)
+    print(f"{n_drawn} training samples, {size} parameters, {n_streams} streams on {where}")
+    data = _drawn(train, n_drawn)
+    few, n_classes = loaded.few(data, 0, n_drawn)
+    samples = loaded.batch(data, 0, n_drawn)
+    check_labels(samples.labels, loaded.output, n_classes, data.ids)
     left_bytes = memory_mb * 2**20 - need.fixed_bytes
-    chunk, held = _room(subject, few, samples, batch_size, left_bytes)
-    subject.check_apart(few, chunk)
-    gramian = _gramian(subject, samples, data.ids, chunk)
+    chunk, held = _room(loaded, few, samples, batch_size, left_bytes)
+    loaded.check_apart(few, chunk)
+    gramian = _gramian(loaded, samples, data.ids, chunk)
     rows = _not_zero(gramian, data.ids)
     gramian, ids = gramian[np.ix_(rows, rows)], [data.ids[i] for i in rows.tolist()]
-    method = gradient_method(subject.model, subject.parameters, subject.output, few)
+    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
     samples = samples.rows(torch.from_numpy(rows))
-    gradients = SampledGradients(subject, samples, ids, method, chunk)
+    gradients = SampledGradients(loaded, samples, ids, method, chunk)
     features = gradients.features(projections, threads)
     block = lossless_block(own)
     peaks = np.zeros_like(gramian) if block is None else gradients.peakedness(size, block, held)
@@ -178,14 +176,13 @@ def compute_distortion(
         "squared_norm": squared_norm_agreement(gramian, list(features), predicted_sd),
         "inner_product": inner_product_agreement(gramian, list(features), predicted_sd),
     }
-    as_projected = {**own.as_dict(), "scale": "1/sqrt(proj_dim)"}
     file_spec = {
-        **subject.file_spec(spec, checkpoint, TRAIN, as_projected),
+        **loaded.file_spec(spec, checkpoint, own.scaled()),
         "sample": {"drawn": n_drawn, "seed": _SEED},
-        "streams": len(streams),
+        "streams": n_streams,
     }
-    provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
-    counts = {"n_streams": len(streams), "n_zero_gradients": n_drawn - len(ids)}
+    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
+    counts = {"n_streams": n_streams, "n_zero_gradients": n_drawn - len(ids)}
     with create(distortion, DISTORTION, file_spec, provenance, **counts) as writer:
         _write_agreements(writer, found, streams)
         _write(writer, "gramian", ids, ids, gramian)

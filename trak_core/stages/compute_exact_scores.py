@@ -1,7 +1,6 @@
 """Exact scores of an experiment under one checkpoint: the gramians solved, without a projection."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from trak_core.artifacts import (
 )
 from trak_core.config.budget import exact_need
 from trak_core.scoring.exact import exact_similarities
+from trak_core.spec import ScoresSpec
 from trak_core.stages._splits import normal_weights, write_samples
 from trak_core.system.software import software
 
@@ -24,9 +24,7 @@ def compute_exact_scores(
     scores: Path,
     train: Path,
     targets: Path,
-    expected: dict[str, Any],
-    damping: float,
-    weighting: str,
+    spec: ScoresSpec,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -39,9 +37,7 @@ def compute_exact_scores(
         scores: The file to write.
         train: The checkpoint's gramian of the training samples.
         targets: Its gramian between them and the experiment's targets.
-        expected: See ``check_made_for``; its split is the experiment.
-        damping: Relative damping, at least 0.
-        weighting: ``plain`` or ``curvature``.
+        spec: What decides the numbers: of one checkpoint and experiment.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.
 
@@ -53,29 +49,26 @@ def compute_exact_scores(
         open_artifact(train, GRAMIAN) as train_file,
         open_artifact(targets, GRAMIAN) as target_file,
     ):
-        shared = check_splits(train_file, target_file, expected, GRAMIAN.rule)
+        shared = check_splits(train_file, target_file, spec, GRAMIAN)
         train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
         check_same(
             "training samples", train_file.index("gramian"), train_ids, targets, GRAMIAN.rule
         )
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
-        weights = normal_weights(train_file, weighting)
+        weights = normal_weights(train_file, spec.weighting)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
         similarities, lambda_ = exact_similarities(
-            train_file.matrix("gramian")[:], target_file.matrix("gramian")[:], weights, damping
+            train_file.matrix("gramian")[:], target_file.matrix("gramian")[:], weights, spec.damping
         )
-        spec = {
+        file_spec = {
+            **spec.as_dict(),
             **shared,
-            "experiment": expected["split"],
-            "targets_digest": expected["targets_digest"],
-            "weighting": weighting,
-            "damping": damping,
             "lambda": lambda_,
             "train_gramian": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
-        with create(scores, EXACT_SCORES, spec, provenance) as writer:
+        with create(scores, EXACT_SCORES, file_spec, provenance) as writer:
             values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
             values[:] = similarities.astype(np.float32)
             write_samples(writer, train_file, target_file)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,9 @@ from trak_core.gradients import (
     samples_that_fit,
 )
 from trak_core.models.device import compilers, device_name, projecting_device
-from trak_core.models.loaded import Subject, warn_of_saturation
+from trak_core.models.loaded import LoadedModel, warn_of_saturation
 from trak_core.projection import project
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.flipped import with_flipped_labels
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
@@ -56,11 +55,11 @@ def compute_features(
     *,
     features: Path,
     checkpoint: Path,
-    study: Path,
-    split: str,
-    shard: int,
-    n_shards: int,
-    spec: dict[str, Any],
+    study_file: Path,
+    spec: FeaturesSpec,
+    targets: Sequence[int | str] | None = None,
+    shard: int = 1,
+    n_shards: int = 1,
     code: str,
     device: str,
     batch_size: int,
@@ -75,13 +74,11 @@ def compute_features(
     Args:
         features: The file to write.
         checkpoint: File or folder with the weights.
-        study: The study's Python file.
-        split: ``train``, or the name of an experiment.
+        study_file: The study's Python file.
+        spec: What decides the numbers: of one checkpoint and split.
+        targets: Ids of the experiment's targets; None for the training samples.
         shard: Which shard, from 1.
         n_shards: How many there are; 1 for the whole split.
-        spec: From the config: checkpoint (id), model_output, parameter_patterns, projection,
-            dtype, targets (ids; None for train), study (digest); and flipped (``fraction`` and
-            ``seed``) where some labels are to be flipped.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
         batch_size: Samples differentiated at once, at most.
@@ -93,50 +90,48 @@ def compute_features(
         InputError: If study, checkpoint or gradients are not what they must be.
     """
     torch.set_num_threads(threads)
-    subject = Subject.load(study, checkpoint, spec, projecting_device(device))
-    model, parameters, output = subject.model, subject.parameters, subject.output
-    data = subject.study.split(split, spec["targets"])
-    if spec.get("flipped"):
-        data = with_flipped_labels(data, **spec["flipped"])
+    loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
+    model, parameters, output = loaded.model, loaded.parameters, loaded.output
+    split = spec.split or TRAIN
+    data = loaded.study.split(split, targets)
+    if spec.flipped is not None:
+        data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
-    projection = ProjectionSpec(
-        **spec["projection"], n_params=n_params(parameters), stream=stream_of(spec["checkpoint"])
-    )
-    as_stored = {**projection.as_dict(), "scale": "1/sqrt(proj_dim)"}
-    file_spec = subject.file_spec(spec, checkpoint, split, as_stored)
+    projection = projection_of(spec, n_params(parameters))
+    file_spec = loaded.file_spec(spec, checkpoint, projection.scaled())
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
-    where = device_name(subject.device)
-    provenance = software(code, where, "torch", "numpy", *compilers(subject.device))
+    where = device_name(loaded.device)
+    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
         f"to {projection.proj_dim} dimensions, gradients on {where}",
         flush=True,
     )
     ids = data.ids[start:stop]
-    few, n_classes = subject.few(data, start, stop)
+    few, n_classes = loaded.few(data, start, stop)
     needed_bytes = sample_bytes(model, parameters, output, few)
-    chunk = min(batch_size, samples_that_fit(needed_bytes, subject.device, memory_mb))
-    subject.check_apart(few, chunk)
+    chunk = min(batch_size, samples_that_fit(needed_bytes, loaded.device, memory_mb))
+    loaded.check_apart(few, chunk)
     method = gradient_method(model, parameters, output, few)
     print(f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each", flush=True)
 
     def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
         """Return the features of some samples to be stored, and what goes with each sample."""
-        batch = subject.batch(data, start + first, start + last)
+        batch = loaded.batch(data, start + first, start + last)
         check_labels(batch.labels, output, n_classes, ids[first:last])
         result = method(model, parameters, output, batch)
         check_finite(result, ids[first:last])
         projected = project(result.blocks(), projection, scale=True, threads=threads).cpu().numpy()
         numbers = vmap(output.label_number)(batch.labels)
         columns = [column.cpu() for column in (numbers, *result.columns())]
-        return _stored(projected, spec["dtype"], ids[first:last]), columns
+        return _stored(projected, spec.dtype, ids[first:last]), columns
 
     results: list[list[Tensor]] = []
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
-            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec["dtype"])
+            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
         )
         chunks = in_chunks(computed, len(ids), chunk)
         for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
@@ -150,7 +145,7 @@ def compute_features(
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            warn_of_saturation(weights, spec["model_output"])
+            warn_of_saturation(weights, spec.model_output)
             writer.vector("loss_weights", weights.float().numpy())
             for numbers in curvature:
                 writer.vector("curvature", numbers.float().numpy())

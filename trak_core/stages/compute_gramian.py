@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,30 +21,30 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.models.device import device_name, find_device, full_precision
-from trak_core.models.loaded import Subject, warn_of_saturation
-from trak_core.spec import EXACT_PROJECTION
+from trak_core.models.loaded import LoadedModel, warn_of_saturation
+from trak_core.spec import EXACT_PROJECTION, FeaturesSpec
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
 
-def _looked_at(subject: Subject, split: Split) -> tuple[Batch, Batch, int]:
+def _looked_at(loaded: LoadedModel, split: Split) -> tuple[Batch, Batch, int]:
     """Return all samples, their labels checked; a few of them; and what one takes in the model."""
-    few, n_classes = subject.few(split, 0, len(split.ids))
-    samples = subject.batch(split, 0, len(split.ids))
-    check_labels(samples.labels, subject.output, n_classes, split.ids)
+    few, n_classes = loaded.few(split, 0, len(split.ids))
+    samples = loaded.batch(split, 0, len(split.ids))
+    check_labels(samples.labels, loaded.output, n_classes, split.ids)
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
-    largest = max(subject.parameters.items(), key=lambda item: item[1].numel())
-    return samples, few, sample_bytes(subject.model, dict([largest]), subject.output, few)
+    largest = max(loaded.parameters.items(), key=lambda item: item[1].numel())
+    return samples, few, sample_bytes(loaded.model, dict([largest]), loaded.output, few)
 
 
-def _at_once(subject: Subject, looks: Sequence[tuple[Batch, Batch, int]], left_mb: int) -> int:
+def _at_once(loaded: LoadedModel, looks: Sequence[tuple[Batch, Batch, int]], left_mb: int) -> int:
     """Return how many samples fit beside what is held, once they are known not to mix."""
     inputs = [tensor.nbytes for samples, _, _ in looks for _, tensor in samples.tensors()]
     needed_bytes = max(size for *_, size in looks)
-    fit = samples_that_fit(needed_bytes, subject.device, left_mb - sum(inputs) // 2**20)
+    fit = samples_that_fit(needed_bytes, loaded.device, left_mb - sum(inputs) // 2**20)
     for _, few, _ in looks:
-        subject.check_apart(few, fit)
+        loaded.check_apart(few, fit)
     return fit
 
 
@@ -54,9 +53,9 @@ def _blocks(samples: Batch, start: int, size: int) -> list[Batch]:
     return [samples.rows(slice(i, i + size)) for i in stops]
 
 
-def _gramian(subject: Subject, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
+def _gramian(loaded: LoadedModel, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
     """Return the gramian, block of rows by block of rows; without targets, of train with itself."""
-    what = subject.model, subject.parameters, subject.output
+    what = loaded.model, loaded.parameters, loaded.output
     gramian = np.empty((len(train), len(train if targets is None else targets)))
 
     def fill(first: int, last: int) -> None:
@@ -79,9 +78,9 @@ def compute_gramian(
     *,
     gramian: Path,
     checkpoint: Path,
-    study: Path,
-    split: str,
-    spec: dict[str, Any],
+    study_file: Path,
+    spec: FeaturesSpec,
+    targets: Sequence[int | str] | None = None,
     code: str,
     device: str,
     batch_size: int,
@@ -96,10 +95,9 @@ def compute_gramian(
     Args:
         gramian: The file to write: rows are training samples, columns the split's.
         checkpoint: File or folder with the weights.
-        study: The study's Python file.
-        split: ``train``, or the name of an experiment.
-        spec: From the config: checkpoint (id), model_output, parameter_patterns, dtype, targets
-            (ids; None for train), study (digest).
+        study_file: The study's Python file.
+        spec: What decides the numbers: of one checkpoint and split.
+        targets: Ids of the experiment's targets; None for the training samples.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Two blocks of so many samples are in the model at once, at most.
@@ -112,31 +110,32 @@ def compute_gramian(
             exceeds the budget.
     """
     torch.set_num_threads(threads)
-    subject = Subject.load(study, checkpoint, spec, full_precision(find_device(device)))
-    data = subject.study.split(TRAIN, None)
-    own = data if split == TRAIN else subject.study.split(split, spec["targets"])
+    loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
+    split = spec.split or TRAIN
+    data = loaded.study.split(TRAIN, None)
+    own = data if split == TRAIN else loaded.study.split(split, targets)
     need = gramian_need(len(data.ids), len(own.ids))
     need.check(memory_mb)
-    where = device_name(subject.device)
+    where = device_name(loaded.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
-    looks = [_looked_at(subject, part) for part in ([data] if split == TRAIN else [own, data])]
+    looks = [_looked_at(loaded, part) for part in ([data] if split == TRAIN else [own, data])]
     samples, train = looks[0][0], looks[-1][0]
-    fit = _at_once(subject, looks, memory_mb - need.fixed_bytes // 2**20)
+    fit = _at_once(loaded, looks, memory_mb - need.fixed_bytes // 2**20)
     # Two blocks are in the model at a time.
     chunk = max(1, min(batch_size, fit // 2))
     print(f"two times {chunk} samples at once", flush=True)
-    parts = [columns_of(subject.model, subject.output, b) for b in _blocks(samples, 0, chunk)]
+    parts = [columns_of(loaded.model, loaded.output, b) for b in _blocks(samples, 0, chunk)]
     outputs, predictions, weights, *curvature = (
         torch.cat(c).cpu() for c in zip(*parts, strict=True)
     )
     if not outputs.isfinite().all():
         rows = (~outputs.isfinite()).nonzero().flatten().tolist()
         refuse_not_finite([own.ids[i] for i in rows], "Model outputs")
-    with in_evaluation_mode(subject.model):
-        values = _gramian(subject, train, None if split == TRAIN else samples, chunk)
+    with in_evaluation_mode(loaded.model):
+        values = _gramian(loaded, train, None if split == TRAIN else samples, chunk)
     check_finite_gramian(values, data.ids, own.ids)
-    numbers = torch.vmap(subject.output.label_number)(samples.labels).cpu()
-    file_spec = subject.file_spec(spec, checkpoint, split, EXACT_PROJECTION)
+    numbers = torch.vmap(loaded.output.label_number)(samples.labels).cpu()
+    file_spec = loaded.file_spec(spec, checkpoint, EXACT_PROJECTION)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values
@@ -145,7 +144,7 @@ def compute_gramian(
         writer.vector("outputs", outputs.float().numpy())
         writer.vector("predictions", predictions.numpy())
         if split == TRAIN:
-            warn_of_saturation(weights, spec["model_output"])
+            warn_of_saturation(weights, spec.model_output)
             writer.vector("loss_weights", weights.float().numpy())
             for column in curvature:
                 writer.vector("curvature", column.float().numpy())

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.config.budget import normal_matrix_need
-from trak_core.scoring.solve import extreme_eigenvalues, normal_matrix
+from trak_core.scoring import solve
+from trak_core.spec import FeaturesSpec
 from trak_core.stages._splits import normal_weights
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -16,9 +16,9 @@ from trak_core.system.software import software
 
 def compute_normal_matrix(
     *,
-    normal_matrix_file: Path,
+    normal_matrix: Path,
     features: Path,
-    expected: dict[str, Any],
+    spec: FeaturesSpec,
     weighting: str,
     code: str,
     memory_mb: int,
@@ -26,9 +26,9 @@ def compute_normal_matrix(
     """Stream the training features once and keep N, its mean squared norm and its spectrum's ends.
 
     Args:
-        normal_matrix_file: The file to write.
+        normal_matrix: The file to write.
         features: The checkpoint's training features.
-        expected: See ``check_made_for``.
+        spec: What the features must be.
         weighting: ``plain`` or ``curvature``.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing but rounding.
@@ -37,7 +37,7 @@ def compute_normal_matrix(
         InputError: If the features are not what they must be, or exceed the budget.
     """
     with open_artifact(features, FEATURES) as train:
-        check_made_for(train, expected, "compute_features")
+        check_made_for(train, spec, FEATURES.rule)
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
         weights = normal_weights(train, weighting)
@@ -47,13 +47,13 @@ def compute_normal_matrix(
             for start, stop in blocks_with_progress(n_rows, block, "samples"):
                 yield values[start:stop], weights[start:stop]
 
-        matrix, mean_squared_norm, n_train = normal_matrix(blocks())
-        spec = {**train.spec, "weighting": weighting, "features": train.content_hash}
-    smallest, largest = extreme_eigenvalues(matrix)
+        matrix, mean_squared_norm, n_train = solve.normal_matrix(blocks())
+        file_spec = {**train.spec, "weighting": weighting, "features": train.content_hash}
+    smallest, largest = solve.extreme_eigenvalues(matrix)
     with create(
-        normal_matrix_file,
+        normal_matrix,
         NORMAL_MATRIX,
-        spec,
+        file_spec,
         software(code, "cpu", "numpy", "scipy"),
         weighting=weighting,
     ) as writer:

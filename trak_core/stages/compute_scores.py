@@ -1,7 +1,6 @@
 """Compare every training sample with every target of an experiment under one checkpoint."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from trak_core.artifacts import (
 from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
+from trak_core.spec import ScoresSpec
 from trak_core.stages._splits import write_samples
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -28,9 +28,7 @@ def compute_scores(
     train: Path,
     targets: Path,
     normal_matrix: Path,
-    expected: dict[str, Any],
-    damping: float,
-    weighting: str,
+    spec: ScoresSpec,
     keep: str,
     code: str,
     memory_mb: int,
@@ -46,9 +44,7 @@ def compute_scores(
         train: The checkpoint's training features.
         targets: Its features of the experiment's targets.
         normal_matrix: Its normal matrix.
-        expected: See ``check_made_for``; its split is the experiment.
-        damping: Relative damping, at least 0.
-        weighting: Which normal matrix it must be.
+        spec: What decides the numbers: of one checkpoint and experiment.
         keep: ``full`` or ``top_k``.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing but rounding.
@@ -62,33 +58,30 @@ def compute_scores(
         open_artifact(targets, FEATURES) as target_file,
         open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
-        shared = check_splits(train_file, target_file, expected, "compute_features")
-        wanted = {"weighting": weighting, "features": train_file.content_hash}
+        shared = check_splits(train_file, target_file, spec, FEATURES)
+        wanted = {"weighting": spec.weighting, "features": train_file.content_hash}
         found = {key: matrix_file.spec.get(key) for key in wanted}
-        check_same("features", wanted, found, normal_matrix, "compute_normal_matrix")
+        check_same("features", wanted, found, normal_matrix, NORMAL_MATRIX.rule)
 
         n_train, proj_dim = train_file.matrix("features").shape
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
-        lambda_ = damping * matrix_file.scalar("mean_squared_norm")
+        lambda_ = spec.damping * matrix_file.scalar("mean_squared_norm")
         solved = damped_solve(
             matrix_file.matrix("normal_matrix")[:],
             lambda_,
             (matrix_file.scalar("smallest_eigenvalue"), matrix_file.scalar("largest_eigenvalue")),
             target_file.matrix("features")[:].astype(np.float64).T,
         )
-        spec = {
+        file_spec = {
+            **spec.as_dict(),
             **shared,
-            "experiment": expected["split"],
-            "targets_digest": expected["targets_digest"],
-            "weighting": weighting,
-            "damping": damping,
             "lambda": lambda_,
             "train_features": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
-        with create(scores, CHECKPOINT_SCORES, spec, provenance) as writer:
+        with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
                 features = train_file.matrix("features")

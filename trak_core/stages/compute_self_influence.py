@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from trak_core.artifacts import SELF_INFLUENCE, create
+from trak_core.spec import ScoresSpec
 from trak_core.stages._influences import self_influences
 from trak_core.system.software import software
 
@@ -14,8 +14,7 @@ def compute_self_influence(
     self_influence: Path,
     features: Sequence[Path],
     normal_matrices: Sequence[Path],
-    expected: dict[str, Any],
-    settings: dict[str, Any],
+    spec: ScoresSpec,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -25,14 +24,11 @@ def compute_self_influence(
         self_influence: The file to write.
         features: See ``self_influences``.
         normal_matrices: Likewise.
-        expected: Likewise.
-        settings: Its damping, weighting, combine and loss_weight_power.
+        spec: Likewise.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
-    table, _ = self_influences(
-        features, normal_matrices, expected=expected, memory_mb=memory_mb, **settings
-    )
+    table, _ = self_influences(features, normal_matrices, spec=spec, memory_mb=memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(self_influence, SELF_INFLUENCE, {**expected, **settings}, provenance) as writer:
+    with create(self_influence, SELF_INFLUENCE, spec.as_dict(), provenance) as writer:
         writer.table("train", table, ["id", "self_influence"])

@@ -38,23 +38,23 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def draw_influences(*, figure: Path, scores: Path, study: Path) -> None:
+def draw_influences(*, figure: Path, scores: Path, study_file: Path) -> None:
     """Write a picture: one row a target, the most helpful and most harmful samples beside it.
 
     Args:
         figure: The PNG file to write.
         scores: The experiment's scores.
-        study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
+        study_file: The study's Python file; its ``draw(axes, sample)`` draws one sample.
     """
     with open_artifact(scores, SCORES) as file:
         experiment = file.spec["experiment"]
         targets, train = (file.table(key).set_index("id") for key in ("targets", "train"))
         influences = file.table("top_influences")
-    loaded = Study.load(study)
+    loaded = Study.load(study_file)
     draw = loaded.function("draw") if loaded.has("draw") else _draw_text
 
     def drawn(axes: Axes, samples: Samples, row: int) -> None:
-        with users_code(f"{study}: drawing a sample"):
+        with users_code(f"{study_file}: drawing a sample"):
             draw(axes, samples[row])
 
     train_split = loaded.split("train", None)

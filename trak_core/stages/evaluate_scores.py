@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +13,147 @@ import numpy as np
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
+    EMBEDDINGS,
     EVALUATION,
     EXACT_SCORES,
+    FEATURES,
+    NORMAL_MATRIX,
     SCORES,
     Artifact,
+    check_made_for,
     check_same,
+    check_splits,
     check_together,
     create,
     open_artifact,
 )
 from trak_core.config.budget import evaluation_need
+from trak_core.config.sweep import Setting, settings_of
 from trak_core.scoring.scores import combined, powered
-from trak_core.spec import EXACT, Combine
+from trak_core.scoring.solve import normal_matrix
+from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec
 from trak_core.stages._truth import read_ground_truth
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 from trak_core.trust.lds import CONFIDENCE, lds_tables, sweep_tables
-from trak_core.trust.rivals import Key, Setting, cosine_sums, feature_sums, simple_sums
+from trak_core.trust.rivals import (
+    FeatureRivals,
+    Key,
+    average_weights,
+    cosine_sums,
+    label_sums,
+    random_sums,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Scores that belong together, and the subsets they are summed over.
+
+    Attributes:
+        spec: Of all checkpoints.
+        parts: Each checkpoint's scores.
+        masks: Shape (S, n), float64.
+        own: The study's own setting.
+        block: Training samples at once.
+    """
+
+    spec: ScoresSpec
+    parts: Sequence[Artifact]
+    masks: np.ndarray
+    own: Setting
+    block: int
+
+    def sums(self, final: Artifact) -> np.ndarray:
+        """Return the sums of the final scores, shape (S, m)."""
+        values = final.matrix("scores")
+        total = np.zeros((len(self.masks), values.shape[1]))
+        for start in range(0, self.masks.shape[1], self.block):
+            rows = slice(start, start + self.block)
+            total += self.masks[:, rows] @ values[rows]
+        return total
+
+    def sums_by_count(self) -> dict[int, np.ndarray]:
+        """Return the sums of scores with the first checkpoints, for every count."""
+        sums = {count: np.zeros(()) for count in _counts(len(self.parts))}
+        power, combine = self.own.weighting
+
+        def first(count: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            for part in self.parts[:count]:
+                weights = part.vector("loss_weights", start, stop)
+                yield part.matrix("similarities")[start:stop], powered(weights, power)
+
+        n_train = self.masks.shape[1]
+        for start, stop in blocks_with_progress(n_train, self.block, "training samples"):
+            for count in sums:
+                rows = combined(first(count, start, stop), combine)
+                sums[count] = sums[count] + self.masks[:, start:stop] @ rows
+        return sums
+
+    def baseline_sums(self, names: Sequence[str]) -> dict[Key, np.ndarray]:
+        """Return the sums of the baselines that need no gradients; other names are passed over."""
+        labels, own = (self.parts[0].vector(f"{side}_labels") for side in ("train", "target"))
+        sums = {
+            "random": lambda: random_sums(self.masks, len(own), self.block),
+            "same_class": lambda: label_sums(self.masks, labels, own, self.block),
+        }
+        return {(name, "baseline", 0): sums[name]() for name in names if name in sums}
+
+    def embedding_sums(self, paths: Sequence[Path], spec: FeaturesSpec) -> np.ndarray:
+        """Return the sums of cosines between embeddings, averaged over checkpoints."""
+        assert self.spec.checkpoints is not None
+        train_ids, target_ids = (self.parts[0].ids(f"{side}_ids") for side in ("train", "target"))
+        total = np.zeros(())
+        for path, checkpoint in zip(paths, self.spec.checkpoints, strict=True):
+            with open_artifact(path, EMBEDDINGS) as file:
+                check_made_for(file, spec.under(checkpoint), EMBEDDINGS.rule)
+                same = train_ids, file.index("train")
+                check_same("training samples", *same, path, EMBEDDINGS.rule)
+                row = {target: i for i, target in enumerate(file.index("targets"))}
+                there = [target for target in target_ids if target in row]
+                check_same("targets", target_ids, there, path, EMBEDDINGS.rule)
+                # HDF5 reads rows in their own order.
+                rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
+                targets = file.matrix("targets")[rows][place]
+                blocks = _blocks(file.matrix("train"), self.block)
+                total = total + cosine_sums(self.masks, blocks, targets)
+        return total / len(paths)
+
+    def feature_sums(
+        self, rivals: FeatureRivals, files: Sequence[tuple[Path, Path, Path]]
+    ) -> dict[Key | Setting, np.ndarray]:
+        """Return the sums of everything that comes straight from features.
+
+        Args:
+            rivals: What to sum.
+            files: Training features, target features and normal matrix of each checkpoint.
+        """
+        assert self.spec.checkpoints is not None
+        found: dict[Key | Setting, np.ndarray] = {}
+        for (train, targets, matrix), checkpoint, scored in zip(
+            files, self.spec.checkpoints, self.parts, strict=True
+        ):
+            print(f"Checkpoint {checkpoint}", flush=True)
+            with (
+                open_artifact(train, FEATURES) as train_file,
+                open_artifact(targets, FEATURES) as target_file,
+                open_artifact(matrix, NORMAL_MATRIX) as matrix_file,
+            ):
+                spec = self.spec.under(checkpoint)
+                _check_files(train_file, target_file, matrix_file, scored, spec)
+                features = train_file.matrix("features")
+                normal = matrix_file.matrix("normal_matrix")[:]
+                shares = rivals.sums(
+                    self.masks,
+                    scored.vector("loss_weights"),
+                    _blocks(features, self.block),
+                    target_file.matrix("features")[:].astype(np.float64),
+                    normal,
+                    normal if spec.weighting == "plain" else _plain_matrix(features, self.block),
+                )
+            for key, share in shares.items():
+                found[key] = found[key] + share if key in found else share
+        return found
 
 
 def _counts(n_checkpoints: int) -> list[int]:
@@ -37,34 +162,36 @@ def _counts(n_checkpoints: int) -> list[int]:
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
 
-def _sums_by_count(
-    parts: Sequence[Artifact], masks: np.ndarray, power: float, combine: Combine, block: int
-) -> dict[int, np.ndarray]:
-    """Return subset sums of the scores with the first checkpoints, for every count."""
-    n_train = masks.shape[1]
-    sums = {count: np.zeros(()) for count in _counts(len(parts))}
-
-    def checkpoints(count: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for part in parts[:count]:
-            weights = part.vector("loss_weights", start, stop)
-            yield part.matrix("similarities")[start:stop], powered(weights, power)
-
-    for start, stop in blocks_with_progress(n_train, block, "training samples"):
-        for count in sums:
-            rows = combined(checkpoints(count, start, stop), combine)
-            sums[count] = sums[count] + masks[:, start:stop] @ rows
-    return sums
+def _blocks(values: Any, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    for start in range(0, len(values), block):
+        stop = min(start + block, len(values))
+        yield start, stop, values[start:stop]
 
 
-def _check_scores(scores: Artifact, expected: dict[str, Any], parts: Sequence[Artifact]) -> None:
+def _plain_matrix(features: Any, block: int) -> np.ndarray:
+    """Return the normal matrix of weights 1, where the stored one is weighted by curvature."""
+    return normal_matrix((rows, np.ones(len(rows))) for _, _, rows in _blocks(features, block))[0]
+
+
+def _check_files(
+    train: Artifact, targets: Artifact, matrix: Artifact, scored: Artifact, spec: ScoresSpec
+) -> None:
+    """Refuse features that a checkpoint's scores were not made of."""
+    check_splits(train, targets, spec, FEATURES)
+    wanted = {"weighting": spec.weighting, "features": train.content_hash}
+    found = {key: matrix.spec[key] for key in wanted}
+    check_same("features", wanted, found, matrix.path, NORMAL_MATRIX.rule)
+    made_of = scored.spec["train_features"]
+    check_same("training features", made_of, train.content_hash, train.path, FEATURES.rule)
+    ids = scored.ids("target_ids"), targets.ids("sample_ids")
+    check_same("targets", *ids, targets.path, FEATURES.rule)
+
+
+def _check_final(final: Artifact, spec: ScoresSpec, parts: Sequence[Artifact]) -> None:
     """Refuse scores of another config than today's, or of other checkpoints' files."""
-    wanted = {k: v for k, v in expected.items() if k not in ("projection", "checkpoints")}
-    found = {key: scores.spec.get(key) for key in wanted}
-    wanted["projection"] = expected["projection"]
-    found["projection"] = {k: scores.spec["projection"].get(k) for k in expected["projection"]}
-    wanted["checkpoints"] = [part.spec["checkpoint"] for part in parts]
-    found["checkpoints"] = scores.spec["checkpoints"]
-    check_same("settings of today's config", wanted, found, scores.path, SCORES.rule)
+    check_made_for(final, spec, SCORES.rule)
+    made_of = [part.spec["checkpoint"] for part in parts]
+    check_same("checkpoints", made_of, final.spec["checkpoints"], final.path, SCORES.rule)
 
 
 def evaluate_scores(
@@ -73,11 +200,13 @@ def evaluate_scores(
     scores: Path,
     checkpoint_scores: Sequence[Path],
     retrained: Sequence[Path],
-    features: Sequence[tuple[Path, Path, Path]],
+    train: Sequence[Path],
+    targets: Sequence[Path],
+    normal_matrices: Sequence[Path],
     embeddings: Sequence[Path],
-    expected: dict[str, Any],
-    expected_embeddings: dict[str, Any],
-    expected_retrained: dict[str, Any] | None,
+    spec: ScoresSpec,
+    embeddings_spec: FeaturesSpec,
+    retrained_spec: RetrainedSpec | None,
     baselines: Sequence[str],
     trak: Sequence[int],
     sweep: dict[str, Any] | None,
@@ -91,104 +220,89 @@ def evaluate_scores(
         scores: The experiment's scores.
         checkpoint_scores: Those of each checkpoint.
         retrained: The pipeline's retrained models, or a file of a user's.
-        features: Training features, target features and normal matrix of each checkpoint; empty
-            where nothing needs them.
+        train: Training features of each checkpoint; empty where nothing needs features.
+        targets: Likewise the targets' features.
+        normal_matrices: Likewise the normal matrices.
         embeddings: Of each checkpoint; empty without ``embedding_cosine``.
-        expected: See ``check_together``; and combine and loss_weight_power.
-        expected_embeddings: See ``cosine_sums``.
-        expected_retrained: What retrained models must say of themselves; None for a user's.
+        spec: What the scores must be: of all checkpoints.
+        embeddings_spec: What the embeddings must be.
+        retrained_spec: What retrained models must be; None for a user's.
         baselines: Any of random, same_class, gradient_dot and embedding_cosine.
         trak: Dimensions to measure TRAK 0.3.2's formula at, with lambda 0.
-        sweep: Values of each field of ``Setting``; None for none.
+        sweep: Values of each field of ``Setting`` but ``combine``; None for none.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
 
     Raises:
         InputError: If files don't belong together, or exceed the budget.
     """
-    power, combine = expected["loss_weight_power"], Combine(expected["combine"])
-    is_exact = expected["projection"]["kind"] == EXACT
-    of_each = {k: v for k, v in expected.items() if k not in ("combine", "loss_weight_power")}
+    assert spec.loss_weight_power is not None
+    projection = spec.features.projection
+    proj_dim = projection.get("proj_dim", 0)
+    own = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
+    settings = settings_of(sweep, own)
     with ExitStack() as stack:
-        kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
+        kind = EXACT_SCORES if projection["kind"] == EXACT else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         final = stack.enter_context(open_artifact(scores, SCORES))
-        check_together(parts, of_each, kind.rule)
-        _check_scores(final, expected, parts)
+        check_together(parts, spec, kind)
+        _check_final(final, spec, parts)
         train_ids, target_ids = parts[0].ids("train_ids"), parts[0].ids("target_ids")
-        truth = read_ground_truth(retrained, train_ids, target_ids, expected_retrained)
-        masks, mean = truth.masks, truth.outputs.mean(axis=0)
-        own = Setting(
-            expected["damping"], power, str(combine), expected["projection"].get("proj_dim", 0)
-        )
+        truth = read_ground_truth(retrained, train_ids, target_ids, retrained_spec)
         block = evaluation_need(
-            proj_dim=own.proj_dim if features else 0,
+            proj_dim=proj_dim if train else 0,
             n_train=len(train_ids),
             n_targets=len(target_ids),
-            n_subsets=len(masks),
+            n_subsets=len(truth.masks),
             n_checkpoints=len(parts),
-            sweep=sweep,
+            n_settings=len(settings),
+            n_weightings=len({setting.weighting for setting in settings}),
         ).rows(memory_mb)
+        scored = _Scored(spec, parts, truth.masks, own, block)
 
-        values = final.matrix("scores")
-        total = np.zeros(mean.shape)
-        for start in range(0, len(train_ids), block):
-            total += masks[:, start : start + block] @ values[start : start + block]
-        methods: dict[Key, np.ndarray] = {("scores", "scores", own.proj_dim): total}
-        by_count = _sums_by_count(parts, masks, power, combine, block)
+        methods: dict[Key, np.ndarray] = {("scores", "scores", proj_dim): scored.sums(final)}
+        by_count = scored.sums_by_count()
         swept: dict[Setting, np.ndarray] = {}
-        if features:
-            of_features = {"damping", "weighting", "experiment"}
-            beside = feature_sums(
-                features,
-                parts,
-                masks,
-                expected={
-                    **{k: v for k, v in of_each.items() if k not in of_features},
-                    "split": expected["experiment"],
-                },
-                weighting=expected["weighting"],
-                own=own,
-                sweep=sweep,
-                trak=trak,
-                gradient_dot="gradient_dot" in baselines,
-                block=block,
+        if train:
+            rivals = FeatureRivals(
+                settings,
+                trak,
+                proj_dim if "gradient_dot" in baselines else None,
+                average_weights(settings, [part.vector("loss_weights") for part in parts]),
             )
-            methods |= beside.methods
-            swept = beside.swept
+            files = list(zip(train, targets, normal_matrices, strict=True))
+            for key, sums in scored.feature_sums(rivals, files).items():
+                if isinstance(key, Setting):
+                    swept[key] = sums
+                else:
+                    methods[key] = sums
         if embeddings:
             key = ("embedding_cosine", "baseline", 0)
-            methods[key] = cosine_sums(
-                embeddings, masks, train_ids, target_ids, expected_embeddings, block
-            )
-        methods |= simple_sums(baselines, masks, parts[0], block)
-
-        summary, targets, curve = lds_tables(methods, by_count, truth, target_ids)
-        spec = {
-            **expected,
+            methods[key] = scored.embedding_sums(embeddings, embeddings_spec)
+        methods |= scored.baseline_sums(baselines)
+        source = {
             "retrained": truth.source,
             "scores": final.content_hash,
             "baselines": list(baselines),
             "trak": list(trak),
             "sweep": sweep,
         }
-        with create(
-            evaluation,
-            EVALUATION,
-            spec,
-            software(code, "cpu", "numpy", "scipy", "pandas"),
-            experiment=expected["experiment"],
-            n_subsets=len(masks),
-            n_seeds=len(truth.outputs),
-            n_targets=len(target_ids),
-            confidence=CONFIDENCE,
-        ) as writer:
-            writer.table("summary", summary, ["method", "kind"])
-            writer.table("targets", targets, ["method", "target_id"])
-            writer.table("checkpoints", curve, ["n_checkpoints"])
-            if swept:
-                for key, table in zip(
-                    ("sweep", "best"), sweep_tables(swept, own, truth), strict=True
-                ):
-                    writer.table(key, table, [])
-        print(summary.to_string(index=False))
+    summary, of_targets, curve = lds_tables(methods, by_count, truth, target_ids)
+    with create(
+        evaluation,
+        EVALUATION,
+        spec.as_dict() | source,
+        software(code, "cpu", "numpy", "scipy", "pandas"),
+        experiment=spec.experiment,
+        n_subsets=len(truth.masks),
+        n_seeds=len(truth.outputs),
+        n_targets=len(target_ids),
+        confidence=CONFIDENCE,
+    ) as writer:
+        writer.table("summary", summary, ["method", "kind"])
+        writer.table("targets", of_targets, ["method", "target_id"])
+        writer.table("checkpoints", curve, ["n_checkpoints"])
+        if swept:
+            for key, table in zip(("sweep", "best"), sweep_tables(swept, own, truth), strict=True):
+                writer.table(key, table, [])
+    print(summary.to_string(index=False))

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact
+from trak_core.spec import ScoresSpec
 from trak_core.stages._influences import self_influences
 from trak_core.study.draws import flipped_samples
 from trak_core.system.software import software
@@ -27,8 +27,7 @@ def find_flipped(
     features: Sequence[Path],
     normal_matrices: Sequence[Path],
     original: Path,
-    expected: dict[str, Any],
-    settings: dict[str, Any],
+    spec: ScoresSpec,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -39,15 +38,13 @@ def find_flipped(
         features: Training features, with the flipped labels, of each checkpoint trained with them.
         normal_matrices: Their normal matrices.
         original: Training features of any checkpoint of the study, for the labels as they were.
-        expected: See ``self_influences``; its ``flipped`` has the fraction and the seed.
-        settings: See ``compute_self_influence``.
+        spec: See ``self_influences``; its features say how labels were flipped.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
-    table, loss_weights = self_influences(
-        features, normal_matrices, expected=expected, memory_mb=memory_mb, **settings
-    )
-    is_flipped = flipped_samples(len(table), **expected["flipped"])
+    table, loss_weights = self_influences(features, normal_matrices, spec=spec, memory_mb=memory_mb)
+    assert spec.features.flipped is not None
+    is_flipped = flipped_samples(len(table), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:
         ids = file.ids("sample_ids")
         check_same("training samples", table["id"].tolist(), ids, original, FEATURES.rule)
@@ -67,7 +64,7 @@ def find_flipped(
         "found": [_found(train[name].to_numpy(), is_flipped) for name in methods],
     })
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(flipped, FLIPPED, {**expected, **settings}, provenance) as writer:
+    with create(flipped, FLIPPED, spec.as_dict(), provenance) as writer:
         writer.table("train", train, ["id", "self_influence"])
         writer.table("detection", detection, [])
     print(detection.to_string(index=False))

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import SCORES, Artifact, check_same, open_artifact
+from trak_core.spec import RetrainedSpec
 from trak_core.stages._retrain import retrain
 from trak_core.study.draws import random_removal, random_removals, top_removals, training_seed
 from trak_core.study.study import TRAIN, Study
@@ -35,17 +36,11 @@ def without_top(scores: Artifact, removals: Sequence[tuple[Any, int]]) -> np.nda
 def retrain_without(
     *,
     retrained: Path,
-    study: Path,
-    scores: Path | None,
-    experiment: dict[str, Any] | None,
-    targets: Sequence[Any],
-    n_removed: Sequence[int],
-    draws: int,
-    seeds: int,
-    seed: int,
-    arguments: dict[str, Any],
-    model_output: str,
-    study_digest: str,
+    study_file: Path,
+    spec: RetrainedSpec,
+    scores: Path | None = None,
+    experiment: str | None = None,
+    targets: Sequence[Any] = (),
     code: str,
     batch_size: int,
     threads: int,
@@ -53,20 +48,14 @@ def retrain_without(
     """Retrain without the most helpful samples of some targets; or on everything and at random.
 
     Args:
-        retrained: The file to write; see ``trak_core.stages._retrain``. Subset i is the
-            i-th of ``top_removals``; without scores subset 0 is everything, and i + 1 the i-th of
+        retrained: The file to write; see ``trak_core.stages._retrain``. Subset i is the i-th of
+            ``top_removals``; without scores subset 0 is everything, and i + 1 the i-th of
             ``random_removals``.
-        study: The study's Python file.
+        study_file: The study's Python file.
+        spec: What decides the numbers, beside the subsets.
         scores: The experiment's scores; None for everything and random removals.
-        experiment: What the scores must say of themselves.
+        experiment: Its name.
         targets: Ids of the targets.
-        n_removed: How many samples go, each number on its own.
-        draws: Random removals of each number.
-        seeds: Trainings on each subset.
-        seed: Of draws and trainings.
-        arguments: Of ``train``, but for ``seed`` and ``data``.
-        model_output: Name of the model output.
-        study_digest: Digest of the study's source.
         code: The stage's code digest.
         batch_size: Targets at once.
         threads: For torch.
@@ -75,38 +64,32 @@ def retrain_without(
         InputError: If more samples are to go than there are, or if training fails.
     """
     torch.set_num_threads(threads)
-    loaded = Study.load(study)
-    train = loaded.split(TRAIN, None)
+    study = Study.load(study_file)
+    train = study.split(TRAIN, None)
     n_train = len(train.ids)
-    spec = {"study": study_digest, "n_removed": list(n_removed), "seeds": seeds, "seed": seed}
+    more: dict[str, Any] = {}
     if scores is None:
-        sizes = random_removals(n_removed, draws)
         masks = [np.ones(n_train, dtype=bool)]
-        masks += [random_removal(n_train, size, draw, seed) for size, draw in sizes]
+        for size, draw in random_removals(spec.n_removed, spec.draws):
+            masks.append(random_removal(n_train, size, draw, spec.seed))
         masks = np.stack(masks)
-        spec |= {"subsets": "everything and random removals", "draws": draws}
     else:
-        assert experiment is not None
+        expected = {"experiment": experiment, "study_digest": spec.study_digest}
         with open_artifact(scores, SCORES) as file:
-            found = {key: file.spec.get(key) for key in experiment}
-            check_same("settings of today's config", experiment, found, scores, SCORES.rule)
+            found = {key: file.spec.get(key) for key in expected}
+            check_same("settings of today's config", expected, found, scores, SCORES.rule)
             check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
-            masks = without_top(file, top_removals(targets, n_removed))
-            spec |= {
-                "subsets": "without the most helpful samples",
-                "scores": file.content_hash,
-                "targets": list(targets),
-            }
+            masks = without_top(file, top_removals(targets, spec.n_removed))
+            more = {"scores": file.content_hash, "targets": list(targets)}
     retrain(
         retrained=retrained,
-        study=loaded,
+        study=study,
         train=train,
         masks=masks,
         numbers=range(len(masks)),
-        seeds=[[training_seed(seed, 0, repeat) for repeat in range(seeds)]] * len(masks),
-        arguments=arguments,
-        output=model_output,
+        seeds=[[training_seed(spec.seed, 0, j) for j in range(spec.seeds)]] * len(masks),
         spec=spec,
         code=code,
         batch_size=batch_size,
+        more=more,
     )

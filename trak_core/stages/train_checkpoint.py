@@ -14,7 +14,7 @@ from trak_core.system.whole_file import written_whole
 def train_checkpoint(
     *,
     checkpoint: Path,
-    study: Path,
+    study_file: Path,
     arguments: dict[str, Any],
     threads: int,
     flipped: dict[str, Any] | None = None,
@@ -23,7 +23,7 @@ def train_checkpoint(
 
     Args:
         checkpoint: The file to write, whole or not at all.
-        study: The study's Python file.
+        study_file: The study's Python file.
         arguments: Passed to ``train`` by name.
         threads: For torch; 1 makes training repeatable to the bit on one machine.
         flipped: Train with some labels flipped: ``fraction`` and ``seed`` of the draw.
@@ -32,9 +32,9 @@ def train_checkpoint(
         InputError: If ``train`` doesn't return a model, or one with parameters that are not finite.
     """
     torch.set_num_threads(threads)
-    loaded = Study.load(study)
-    data = None if flipped is None else with_flipped_labels(loaded.split(TRAIN, None), **flipped)
-    model = trained_model(loaded, arguments, None if data is None else data.samples)
+    study = Study.load(study_file)
+    data = None if flipped is None else with_flipped_labels(study.split(TRAIN, None), **flipped)
+    model = trained_model(study, arguments, None if data is None else data.samples)
     # By an open file: given a path, torch writes the file's name, here a process id, into it.
     with written_whole(checkpoint) as partial, partial.open("wb") as file:
         torch.save(model.state_dict(), file)

@@ -24,15 +24,15 @@ from trak_core.study.study import TRAIN, Study, users_code
 from trak_core.system.whole_file import written_whole
 
 
-def _examples(study: Path, experiments: list[Experiment], shown: list[int]) -> Html:
+def _examples(study_file: Path, experiments: list[Experiment], shown: list[int]) -> Html:
     """Show targets and their strongest training samples, each drawn or printed once."""
-    loaded = Study.load(study)
+    loaded = Study.load(study_file)
     draw = loaded.function("draw") if loaded.has("draw") else None
 
     def show(sample: Any, description: str) -> Html:
         if draw is None:
             return element("span", printed(sample), class_="mono")
-        with users_code(f"{study}: drawing a sample"):
+        with users_code(f"{study_file}: drawing a sample"):
             return drawn(draw, sample, description)
 
     train_split = loaded.split(TRAIN, None)
@@ -72,7 +72,7 @@ def write_report(
     removals: Sequence[Path],
     flipped: Sequence[Path],
     self_influence: Sequence[Path],
-    study: Path,
+    study_file: Path,
     config: dict[str, Any],
 ) -> None:
     """Read what a study left, and write the report; the same artifacts give the same page.
@@ -87,7 +87,7 @@ def write_report(
         removals: Of each experiment with one.
         flipped: At most one.
         self_influence: At most one.
-        study: The study's Python file; its ``draw(axes, sample)`` draws one sample.
+        study_file: The study's Python file; its ``draw(axes, sample)`` draws one sample.
         config: What decides the numbers.
 
     Raises:
@@ -113,6 +113,6 @@ def write_report(
     )
     for measured in (*facts.evaluations.items(), *facts.removals.items()):
         _check_scores_of(*measured, facts)
-    text = document(facts, _examples(study, experiments, shown))
+    text = document(facts, _examples(study_file, experiments, shown))
     with written_whole(report) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -1,16 +1,32 @@
-"""The tables of an evaluation, from subset sums and retrained models."""
+"""Linear datamodeling scores: an evaluation's tables, from subset sums and retrained models."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from trak_core.stages._truth import GroundTruth
+from trak_core.config.sweep import Setting
 from trak_core.trust.correlations import bootstrap_intervals, noise_ceiling, rank_correlations
-from trak_core.trust.rivals import Key, Setting
+from trak_core.trust.rivals import Key
 
 CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class GroundTruth:
+    """Retrained models in the order of a scores file's samples and targets.
+
+    Attributes:
+        masks: 1 where a subset has a training sample, shape (subsets, n), float64.
+        outputs: f of the models, shape (seeds, subsets, m), float64.
+        source: Hashes of the files' content.
+    """
+
+    masks: np.ndarray
+    outputs: np.ndarray
+    source: list[str]
 
 
 def lds_tables(

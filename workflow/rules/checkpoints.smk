@@ -11,13 +11,12 @@ rule train_checkpoint:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.train_checkpoint"),
-        digest=study,
-        study=config["study"],
-        arguments=training_arguments,
+        digest=specs.study_digest,
+        study_file=config["study"],
+        arguments=lambda wildcards: specs.training_arguments(wildcards.checkpoint),
     message:
         "Training checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/train_checkpoint.py"
+        "../scripts/stage.py"

@@ -13,7 +13,6 @@ rule compute_distortion:
     resources:
         gpu=int(compute["device"] == "cuda"),
         mem_mb=job_mb,
-        runtime=job_minutes,
         device=compute["device"],
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
@@ -21,8 +20,8 @@ rule compute_distortion:
         code=code_digest("trak_core.stages.compute_distortion"),
         signature=checkpoint_signature,
         spec=distortion_spec,
-        study=config["study"],
+        study_file=config["study"],
     message:
         "Comparing projected gradients with whole ones under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_distortion.py"
+        "../scripts/stage.py"

@@ -1,3 +1,12 @@
+# Models that were retrained elsewhere stay where they are.
+ground_truth = specs.evaluation.get("ground_truth")
+retrained_files = []
+if ground_truth is not None:
+    retrained_files = [ancient(ground_truth)]
+elif "subsets" in specs.evaluation:
+    retrained_files = [f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.half_groups()]
+
+
 rule retrain_subsets:
     output:
         retrained="<results>/retrained/{first}-{last}.h5",
@@ -14,24 +23,15 @@ rule retrain_subsets:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
         batch_size=compute["batch_size"],
     params:
         code=code_digest("trak_core.stages.retrain_subsets"),
-        study=config["study"],
-        settings=lambda wildcards: ordered(
-            {
-                "arguments": config["training"],
-                "model_output": config["model_output"],
-                "seeds": evaluation["subsets"]["seeds"],
-                "seed": evaluation["subsets"]["seed"],
-                "study_digest": study,
-            }
-        ),
+        study_file=config["study"],
+        spec=lambda wildcards: specs.halves.as_dict(),
     message:
         "Retraining on halves {wildcards.first} to {wildcards.last}"
     script:
-        "../scripts/retrain_subsets.py"
+        "../scripts/stage.py"
 
 
 rule compute_embeddings:
@@ -49,33 +49,36 @@ rule compute_embeddings:
     resources:
         gpu=int(compute["device"] == "cuda"),
         mem_mb=job_mb,
-        runtime=job_minutes,
         device=compute["device"],
         batch_size=compute["batch_size"],
     params:
         code=code_digest("trak_core.stages.compute_embeddings"),
         signature=checkpoint_signature,
-        spec=lambda wildcards: ordered(
-            expected_embeddings() | {"checkpoint": wildcards.checkpoint}
-        ),
-        study=config["study"],
+        spec=embeddings_spec,
+        study_file=config["study"],
     message:
         "Embedding all samples under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_embeddings.py"
+        "../scripts/stage.py"
 
 
 rule evaluate_scores:
     input:
         scores="<results>/scores/{experiment}.h5",
-        checkpoint_scores=checkpoint_scores,
-        retrained=retrained_files() if measured else [],
-        train=of_checkpoints("{results}/features/{c}/train.h5", looks_at_features),
-        targets=evaluated_targets,
-        normal_matrices=of_checkpoints(
-            "{results}/normal_matrix/{c}.h5", looks_at_features
+        checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
+        retrained=retrained_files,
+        train=of_checkpoints("features/{c}/train.h5") if specs.measures_features else [],
+        targets=(
+            of_checkpoints("features/{c}/{experiment}.h5")
+            if specs.measures_features
+            else []
         ),
-        embeddings=of_checkpoints("{results}/embeddings/{c}.h5", embedded),
+        normal_matrices=(
+            of_checkpoints("normal_matrix/{c}.h5") if specs.measures_features else []
+        ),
+        embeddings=(
+            of_checkpoints("embeddings/{c}.h5") if specs.measures_embeddings else []
+        ),
     output:
         evaluation="<results>/evaluation/{experiment}.h5",
     log:
@@ -89,39 +92,29 @@ rule evaluate_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.evaluate_scores"),
         signature=(
-            stat_signature(Path(evaluation["ground_truth"]))
-            if "ground_truth" in evaluation
-            else None
+            stat_signature(Path(ground_truth)) if ground_truth is not None else None
         ),
-        expected=lambda wildcards: ordered(
-            {
-                "expected": expected_final_scores(wildcards),
-                "expected_embeddings": expected_embeddings()
-                | {"checkpoints": list(checkpoints)},
-                "expected_retrained": expected_retrained(),
-            }
+        spec=scores_spec,
+        embeddings_spec=specs.embeddings.as_dict(),
+        retrained_spec=(
+            specs.halves.as_dict() if "subsets" in specs.evaluation else None
         ),
-        settings=ordered(
-            {
-                "baselines": evaluation.get("baselines", []),
-                "trak": evaluation.get("trak", []),
-                "sweep": evaluation.get("sweep"),
-            }
-        ),
+        baselines=specs.evaluation["baselines"],
+        trak=specs.evaluation["trak"],
+        sweep=specs.evaluation.get("sweep"),
     message:
         "Measuring the scores of experiment {wildcards.experiment}"
     script:
-        "../scripts/evaluate_scores.py"
+        "../scripts/stage.py"
 
 
 rule compute_self_influence:
     input:
-        features=of_checkpoints("{results}/features/{c}/train.h5", True),
-        normal_matrices=of_checkpoints("{results}/normal_matrix/{c}.h5", True),
+        features=of_checkpoints("features/{c}/train.h5"),
+        normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
     output:
         self_influence="<results>/self_influence.h5",
     log:
@@ -136,12 +129,10 @@ rule compute_self_influence:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compute_self_influence"),
-        expected=ordered(expected_train_features()),
-        settings=influence_settings,
+        spec=specs.self_influence.as_dict(),
     message:
         "Computing self-influence"
     script:
-        "../scripts/compute_self_influence.py"
+        "../scripts/stage.py"

@@ -8,14 +8,13 @@ rule compute_features:
     benchmark:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
-        split=any_of([split for split, n in shards.items() if n == 1]),
+        split=any_of([split for split, n in specs.shards.items() if n == 1]),
     conda:
         "../envs/trak.yaml"
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
         mem_mb=job_mb,
-        runtime=job_minutes,
         device=compute["device"],
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
@@ -23,11 +22,12 @@ rule compute_features:
         code=code_digest("trak_core.stages.compute_features"),
         signature=checkpoint_signature,
         spec=features_spec,
-        study=config["study"],
+        targets=split_targets,
+        study_file=config["study"],
     message:
         "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_features.py"
+        "../scripts/stage.py"
 
 
 use rule compute_features as compute_features_shard with:
@@ -38,7 +38,6 @@ use rule compute_features as compute_features_shard with:
     benchmark:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}/{shard}-of-{n_shards}.tsv"
     wildcard_constraints:
-        split=any_of(shards),
         n_shards=r"\d+",
     message:
         "Projecting gradients of {wildcards.split}, shard {wildcards.shard} of "
@@ -55,20 +54,19 @@ rule join_shards:
     benchmark:
         "<results>/benchmarks/join_shards/{checkpoint}/{split}.tsv"
     wildcard_constraints:
-        split=any_of([split for split, n in shards.items() if n > 1]),
+        split=any_of([split for split, n in specs.shards.items() if n > 1]),
     conda:
         "../envs/trak.yaml"
     threads: 1
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.join_shards"),
     message:
         "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/join_shards.py"
+        "../scripts/stage.py"
 
 
 rule compute_normal_matrix:
@@ -87,15 +85,14 @@ rule compute_normal_matrix:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compute_normal_matrix"),
-        expected=lambda wildcards: expected_features(wildcards.checkpoint, "train"),
-        weighting=config["scoring"]["weighting"],
+        spec=train_spec,
+        weighting=scoring["weighting"],
     message:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_normal_matrix.py"
+        "../scripts/stage.py"
 
 
 rule compute_scores:
@@ -117,20 +114,11 @@ rule compute_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compute_scores"),
-        expected=lambda wildcards: expected_features(
-            wildcards.checkpoint, wildcards.experiment
-        ),
-        settings=ordered(
-            {
-                "damping": scoring["damping"],
-                "weighting": scoring["weighting"],
-                "keep": scoring["keep"],
-            }
-        ),
+        spec=checkpoint_scores_spec,
+        keep=scoring["keep"],
     message:
         "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_scores.py"
+        "../scripts/stage.py"

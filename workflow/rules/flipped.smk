@@ -1,7 +1,4 @@
 # The same stages once more, on checkpoints trained with some labels flipped.
-flipped = ordered(evaluation["flipped"])
-
-
 use rule train_checkpoint as train_checkpoint_flipped with:
     output:
         checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
@@ -10,7 +7,7 @@ use rule train_checkpoint as train_checkpoint_flipped with:
     benchmark:
         "<results>/benchmarks/train_checkpoint_flipped/{checkpoint}.tsv"
     params:
-        flipped=flipped,
+        flipped=specs.flipped,
     message:
         "Training checkpoint {wildcards.checkpoint} with flipped labels"
 
@@ -24,18 +21,10 @@ use rule compute_features as compute_features_flipped with:
         "<results>/logs/compute_features_flipped/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_features_flipped/{checkpoint}.tsv"
-    wildcard_constraints:
-        checkpoint=any_of(checkpoints),
     params:
         signature=None,
-        spec=lambda wildcards: ordered(
-            features_settings
-            | {
-                "checkpoint": wildcards.checkpoint,
-                "targets": None,
-                "flipped": flipped,
-            }
-        ),
+        spec=features_spec_flipped,
+        targets=None,
     message:
         "Projecting gradients of flipped labels under checkpoint {wildcards.checkpoint}"
 
@@ -50,21 +39,17 @@ use rule compute_normal_matrix as compute_normal_matrix_flipped with:
     benchmark:
         "<results>/benchmarks/compute_normal_matrix_flipped/{checkpoint}.tsv"
     params:
-        expected=lambda wildcards: ordered(
-            expected_features(wildcards.checkpoint, "train")
-            | {"flipped": flipped}
-        ),
+        spec=features_spec_flipped,
     message:
         "Summing the normal matrix of flipped labels, checkpoint {wildcards.checkpoint}"
 
 
 rule find_flipped:
     input:
-        features=of_checkpoints("{results}/flipped/features/{c}.h5", True),
-        normal_matrices=of_checkpoints(
-            "{results}/flipped/normal_matrix/{c}.h5", True
-        ),
-        original=f"{folder}/features/{next(iter(checkpoints))}/train.h5",
+        features=of_checkpoints("flipped/features/{c}.h5"),
+        normal_matrices=of_checkpoints("flipped/normal_matrix/{c}.h5"),
+        # For the labels as they were.
+        original=of_checkpoints("features/{c}/train.h5")[0],
     output:
         flipped="<results>/flipped.h5",
     log:
@@ -79,12 +64,10 @@ rule find_flipped:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.find_flipped"),
-        expected=ordered(expected_train_features() | {"flipped": flipped}),
-        settings=influence_settings,
+        spec=specs.found_flipped.as_dict(),
     message:
         "Looking for flipped labels"
     script:
-        "../scripts/find_flipped.py"
+        "../scripts/stage.py"

@@ -13,7 +13,6 @@ rule compute_gramian:
     resources:
         gpu=int(compute["device"] == "cuda"),
         mem_mb=job_mb,
-        runtime=job_minutes,
         device=compute["device"],
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
@@ -21,11 +20,12 @@ rule compute_gramian:
         code=code_digest("trak_core.stages.compute_gramian"),
         signature=checkpoint_signature,
         spec=features_spec,
-        study=config["study"],
+        targets=split_targets,
+        study_file=config["study"],
     message:
         "Multiplying gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_gramian.py"
+        "../scripts/stage.py"
 
 
 rule compute_exact_scores:
@@ -46,16 +46,10 @@ rule compute_exact_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compute_exact_scores"),
-        expected=lambda wildcards: expected_features(
-            wildcards.checkpoint, wildcards.experiment
-        ),
-        settings=ordered(
-            {"damping": scoring["damping"], "weighting": scoring["weighting"]}
-        ),
+        spec=checkpoint_scores_spec,
     message:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"
     script:
-        "../scripts/compute_exact_scores.py"
+        "../scripts/stage.py"

@@ -11,16 +11,15 @@ rule retrain_without_random:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
         batch_size=compute["batch_size"],
     params:
         code=code_digest("trak_core.stages.retrain_without"),
-        study=config["study"],
-        settings=ordered(removals() | {"experiment": None, "targets": []}),
+        study_file=config["study"],
+        spec=specs.random_removals.as_dict(),
     message:
         "Retraining on everything, and without random samples"
     script:
-        "../scripts/retrain_without.py"
+        "../scripts/stage.py"
 
 
 use rule retrain_without_random as retrain_without_top with:
@@ -35,13 +34,8 @@ use rule retrain_without_random as retrain_without_top with:
     wildcard_constraints:
         group=r"\d+",
     params:
-        settings=lambda wildcards: ordered(
-            removals()
-            | {
-                "experiment": {"experiment": wildcards.experiment, "study": study},
-                "targets": removals_groups()[int(wildcards.group) - 1],
-            }
-        ),
+        spec=specs.top_removals.as_dict(),
+        targets=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
     message:
         "Retraining without the most helpful samples, targets of group {wildcards.group}"
 
@@ -52,7 +46,7 @@ rule compare_removals:
         random="<results>/retrained/random.h5",
         top=[
             f"{folder}/retrained/{{experiment}}/{i + 1}.h5"
-            for i in range(len(removals_groups()))
+            for i in range(len(specs.removal_groups()))
         ],
     output:
         removals="<results>/removals/{experiment}.h5",
@@ -61,26 +55,18 @@ rule compare_removals:
     benchmark:
         "<results>/benchmarks/compare_removals/{experiment}.tsv"
     wildcard_constraints:
-        experiment=any_of([evaluation["removals"]["experiment"]]),
+        experiment=any_of([specs.evaluation["removals"]["experiment"]]),
     conda:
         "../envs/trak.yaml"
     threads: 1
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.compare_removals"),
-        settings=ordered(
-            {
-                "draws": evaluation["removals"]["draws"],
-                "groups": removals_groups(),
-                "n_removed": evaluation["removals"]["n_removed"],
-                "seeds": evaluation["removals"]["seeds"],
-                "spec": removals(),
-            }
-        ),
+        spec=specs.random_removals.as_dict(),
+        groups=specs.removal_groups(),
     message:
         "Comparing removals for experiment {wildcards.experiment}"
     script:
-        "../scripts/compare_removals.py"
+        "../scripts/stage.py"

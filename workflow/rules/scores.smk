@@ -1,7 +1,12 @@
 rule average_scores:
     input:
-        checkpoint_scores=checkpoint_scores,
-        features=streamed_features,
+        checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
+        # Where only the solved targets were kept.
+        features=(
+            of_checkpoints("features/{c}/train.h5")
+            if scoring["keep"] == "top_k"
+            else []
+        ),
     output:
         scores="<results>/scores/{experiment}.h5",
     log:
@@ -15,21 +20,15 @@ rule average_scores:
         gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.average_scores"),
-        expected=expected_scores,
-        settings=ordered(
-            {
-                "combine": scoring["combine"],
-                "loss_weight_power": scoring["loss_weight_power"],
-                "top": scoring["top"],
-            }
-        ),
+        spec=scores_spec,
+        defaults=specs.defaults,
+        top=scoring["top"],
     message:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
     script:
-        "../scripts/average_scores.py"
+        "../scripts/stage.py"
 
 
 rule draw_influences:
@@ -52,12 +51,11 @@ rule draw_influences:
     resources:
         gpu=0,
         mem_mb=job_mb,
-        runtime=job_minutes,
     params:
         code=code_digest("trak_core.stages.draw_influences"),
-        digest=study,
-        study=config["study"],
+        digest=specs.study_digest,
+        study_file=config["study"],
     message:
         "Drawing the influences on experiment {wildcards.experiment}"
     script:
-        "../scripts/draw_influences.py"
+        "../scripts/stage.py"

@@ -17,7 +17,7 @@ answer = os.dup(1)
 os.dup2(2, 1)
 request = json.load(sys.stdin)
 try:
-    sizes = check_study(**(request | {"study": Path(request["study"])}))
+    sizes = check_study(**(request | {"study_file": Path(request["study_file"])}))
 except InputError as error:
     sys.exit(str(error))
 with os.fdopen(answer, "w") as file:

@@ -1,0 +1,152 @@
+"""One look over a study before any job: does it load, does it fit, is everything there?
+
+The study itself is looked at in a process of its own, and the answer stays in the results folder
+under a key of all that was looked at, so that a further start costs nothing.
+"""
+
+import hashlib
+import json
+import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trak_core.config.budget import check_memory, evaluation_need
+from trak_core.config.demands import check_sizes
+from trak_core.config.specs import TRAIN, Specs
+from trak_core.errors import InputError
+from trak_core.provenance import code_digest
+from trak_core.spec import ProjectionSpec
+from trak_core.system.record import read_record, write_record
+
+
+def look_over(specs: Specs, script: Path) -> None:
+    """Refuse, in one message, what some job would stop at later.
+
+    Args:
+        specs: Of the config.
+        script: Asks a study in a process of its own; ``workflow/scripts/check_study.py``.
+
+    Raises:
+        InputError: At the first thing that doesn't hold.
+    """
+    _check_files(specs)
+    record = Path(specs.config["results"], "study.json")
+    known = read_record(record)
+    found = _found(specs, known, script)
+    _check_sizes(specs, found)
+    if found != known:
+        write_record(record, found)
+
+
+def _check_files(specs: Specs) -> None:
+    """Refuse checkpoints or retrained models that are not there."""
+    here = f"(from {Path.cwd()})"
+    if "training" not in specs.config:
+        gone = [path for path in specs.checkpoints.values() if not Path(path).exists()]
+        if gone:
+            raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
+    truth = specs.evaluation.get("ground_truth")
+    if truth is not None and not Path(truth).is_file():
+        raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+
+
+def _request(specs: Specs) -> dict[str, Any]:
+    """Return what a study is asked, whatever the split."""
+    config = specs.config
+    training = config.get("training")
+    trained = {"subsets", "removals", "flipped"} & set(specs.evaluation)
+    return {
+        "study_file": config["study"],
+        "model_output": config["model_output"],
+        "weighting": config["scoring"]["weighting"],
+        "parameter_patterns": specs.all_features.parameter_patterns,
+        "training": (
+            None
+            if training is None
+            else {name: training | own for name, own in specs.checkpoints.items()}
+        ),
+        "retraining": training if trained else None,
+    }
+
+
+def _found(specs: Specs, known: dict[str, Any], script: Path) -> dict[str, Any]:
+    """Return sizes of the study, having asked it for what is not known."""
+    request, shards = _request(specs), specs.shards
+    looked_by = [specs.study_digest, code_digest("trak_core.stages.check_study")]
+    keys = {
+        split: _key([*looked_by, request, split, specs.experiments.get(split), n_shards])
+        for split, n_shards in shards.items()
+    }
+    splits = known.get("splits", {})
+    new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
+    if not new:
+        return known
+    request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
+    sizes = _asked(request, script)
+    found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    return {
+        "n_params": sizes["n_params"],
+        "splits": {s: found.get(s) or splits[s] for s in shards},
+    }
+
+
+def _key(looked_at: list[Any]) -> str:
+    text = json.dumps(looked_at, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _asked(request: Mapping[str, Any], script: Path) -> dict[str, Any]:
+    answer = subprocess.run(  # ruff: ignore[subprocess-without-shell-equals-true] -- no user's text
+        [sys.executable, script],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode or not answer.stdout:
+        raise InputError(
+            answer.stderr.strip()
+            or f"{request['study_file']}: the study must load. The process that looks it over "
+            f"ended with exit status {answer.returncode} and without a message: out of memory, or "
+            "a crash."
+        )
+    print(answer.stderr, end="", file=sys.stderr)
+    return json.loads(answer.stdout)
+
+
+def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
+    """Refuse what the study's sizes, and the memory of a job, don't allow."""
+    config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
+    proj_dim = None
+    if not specs.is_exact:
+        proj_dim = config["projection"]["proj_dim"]
+        ProjectionSpec(**config["projection"], n_params=found["n_params"], stream=0)
+    n_targets = {split: one["n_samples"] for split, one in found["splits"].items()}
+    n_train = n_targets.pop(TRAIN)
+    check_memory(
+        memory_mb,
+        proj_dim=proj_dim,
+        n_train=n_train,
+        n_targets=n_targets,
+        n_checkpoints=len(specs.checkpoints),
+        keep=config["scoring"]["keep"],
+        top=config["scoring"]["top"],
+        measures_distortion="distortion" in config,
+    )
+    if not specs.evaluation:
+        return
+    check_sizes(specs.evaluation, n_train, n_targets)
+    # Models retrained elsewhere are counted when they are read.
+    for experiment in specs.measured if "subsets" in specs.evaluation else []:
+        settings = specs.settings
+        evaluation_need(
+            proj_dim=(proj_dim or 0) if specs.measures_features else 0,
+            n_train=n_train,
+            n_targets=n_targets[experiment],
+            n_subsets=specs.evaluation["subsets"]["count"],
+            n_checkpoints=len(specs.checkpoints),
+            n_settings=len(settings),
+            n_weightings=len({setting.weighting for setting in settings}),
+        ).check(memory_mb)

@@ -1,0 +1,248 @@
+"""What decides the numbers of each job of one config: specs, made here and nowhere else."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trak_core.config.demands import check_evaluation, check_exact
+from trak_core.config.sweep import Setting, settings_of
+from trak_core.config.tables import checkpoint_table, target_ids
+from trak_core.model_outputs.table import TABLE
+from trak_core.provenance import ids_digest, study_digest
+from trak_core.spec import (
+    EXACT,
+    EXACT_PROJECTION,
+    Combine,
+    FeaturesSpec,
+    RetrainedSpec,
+    ScoresSpec,
+    ordered,
+)
+
+TRAIN = "train"
+# Halves, and targets with their removals, that one job trains for.
+_HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
+# Random removals of each number, and trainings without each set of samples.
+_DRAWS, _REMOVAL_SEEDS = 3, 3
+# Of what is drawn for flipped labels and removals.
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """A config with its defaults, and what follows from it.
+
+    Attributes:
+        config: Plain values; every default is filled in.
+        checkpoints: Ids, sorted, with their paths or training arguments.
+        experiments: Names with the ids of their targets.
+        study_digest: Hash of the study's source and data files.
+        defaults: What the config left to the model output, in words; empty for nothing.
+    """
+
+    config: Mapping[str, Any]
+    checkpoints: Mapping[str, Any]
+    experiments: Mapping[str, Sequence[int | str]]
+    study_digest: str
+    defaults: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether scores come without a projection."""
+        return self.config["projection"] == EXACT
+
+    @property
+    def evaluation(self) -> Mapping[str, Any]:
+        """What the config asks of an evaluation, empty for nothing."""
+        return self.config.get("evaluation", {})
+
+    @property
+    def shards(self) -> dict[str, int]:
+        """Jobs that each split's features are cut into."""
+        own = {name: one["shards"] for name, one in self.config["experiments"].items()}
+        return {TRAIN: self.config["compute"]["shards"], **own}
+
+    @property
+    def reported(self) -> dict[str, Any]:
+        """What of the config decides numbers: what runs where does not."""
+        return ordered({k: v for k, v in self.config.items() if k != "compute"})
+
+    def training_arguments(self, checkpoint: str) -> dict[str, Any]:
+        """Return what the study's ``train`` gets for one checkpoint."""
+        return ordered(self.config["training"] | self.checkpoints[checkpoint])
+
+    def targets_digest(self, split: str) -> str | None:
+        """Return the hash of an experiment's target ids, None for the training samples."""
+        return ids_digest(self.experiments[split]) if split in self.experiments else None
+
+    @property
+    def all_features(self) -> FeaturesSpec:
+        """What decides the features, or Gramians, of all checkpoints and splits."""
+        patterns = self.config["parameters"]
+        return FeaturesSpec(
+            model_output=self.config["model_output"],
+            parameter_patterns=None if patterns == "all" else patterns,
+            projection=EXACT_PROJECTION if self.is_exact else self.config["projection"],
+            dtype="float64" if self.is_exact else self.config["features_dtype"],
+            study_digest=self.study_digest,
+        )
+
+    def features(self, checkpoint: str, split: str) -> FeaturesSpec:
+        """Return what decides one file of features, or one Gramian."""
+        return self.all_features.under(checkpoint).of(split, self.targets_digest(split))
+
+    @property
+    def all_flipped_features(self) -> FeaturesSpec:
+        """What decides the features of models that were trained with flipped labels."""
+        return replace(self.all_features, flipped=self.flipped)
+
+    @property
+    def flipped(self) -> dict[str, Any]:
+        """How labels are flipped."""
+        return {**self.evaluation["flipped"], "seed": _SEED}
+
+    def distortion(self, checkpoint: str) -> FeaturesSpec:
+        """Return what decides one checkpoint's distortion; how features are stored does not."""
+        return replace(self.features(checkpoint, TRAIN), dtype="float64")
+
+    @property
+    def embeddings(self) -> FeaturesSpec:
+        """What decides the embeddings of all checkpoints."""
+        embedding = {"kind": "embedding"}
+        return replace(self.all_features, projection=embedding, dtype="float32", split="all")
+
+    def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
+        """Return what decides one checkpoint's scores of an experiment."""
+        return self.scores(experiment).under(checkpoint)
+
+    def scores(self, experiment: str) -> ScoresSpec:
+        """Return what decides an experiment's scores."""
+        digest = self.targets_digest(experiment)
+        return replace(self.self_influence, experiment=experiment, targets_digest=digest)
+
+    @property
+    def self_influence(self) -> ScoresSpec:
+        """What decides self-influences, and the scores of every experiment."""
+        scoring = self.config["scoring"]
+        return ScoresSpec(
+            features=self.all_features,
+            damping=scoring["damping"],
+            weighting=scoring["weighting"],
+            checkpoints=list(self.checkpoints),
+            combine=scoring["combine"],
+            loss_weight_power=scoring["loss_weight_power"],
+        )
+
+    @property
+    def found_flipped(self) -> ScoresSpec:
+        """What decides the self-influences of samples with flipped labels."""
+        return replace(self.self_influence, features=self.all_flipped_features)
+
+    @property
+    def measured(self) -> list[str]:
+        """Experiments whose scores are compared with retrained models."""
+        if not {"subsets", "ground_truth"} & set(self.evaluation):
+            return []
+        return list(self.evaluation.get("experiments", self.experiments))
+
+    @property
+    def measures_features(self) -> bool:
+        """Whether something is measured that scores alone can't say."""
+        asked = self.evaluation
+        needed = asked.get("trak") or "sweep" in asked or "gradient_dot" in asked["baselines"]
+        return bool(self.measured and needed)
+
+    @property
+    def measures_embeddings(self) -> bool:
+        """Whether embeddings are a baseline."""
+        return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
+
+    @property
+    def settings(self) -> list[Setting]:
+        """Other settings of scoring to measure, the study's own among them; none for no sweep."""
+        scoring, sweep = self.config["scoring"], self.evaluation.get("sweep")
+        if sweep is None:
+            return []
+        own = Setting(
+            scoring["damping"],
+            scoring["loss_weight_power"],
+            Combine(scoring["combine"]),
+            self.config["projection"]["proj_dim"],
+        )
+        return settings_of(sweep, own)
+
+    @property
+    def halves(self) -> RetrainedSpec:
+        """What decides models retrained on random halves."""
+        subsets = self.evaluation["subsets"]
+        return self._retrained("halves", subsets["seeds"], subsets["seed"])
+
+    def half_groups(self) -> list[tuple[int, int]]:
+        """Return the first and last half of each job."""
+        count = self.evaluation["subsets"]["count"]
+        starts = range(0, count, _HALVES_A_JOB)
+        return [(start, min(start + _HALVES_A_JOB, count) - 1) for start in starts]
+
+    @property
+    def random_removals(self) -> RetrainedSpec:
+        """What decides models retrained on everything, and without random samples."""
+        return replace(self.top_removals, subsets="random removals", draws=_DRAWS)
+
+    @property
+    def top_removals(self) -> RetrainedSpec:
+        """What decides models retrained without a target's most helpful samples."""
+        n_removed = self.evaluation["removals"]["n_removed"]
+        return replace(self._retrained("top removals", _REMOVAL_SEEDS, _SEED), n_removed=n_removed)
+
+    def removal_groups(self) -> list[list[int | str]]:
+        """Return the targets of each job."""
+        asked = self.evaluation["removals"]
+        targets = list(self.experiments[asked["experiment"]][: asked["targets"]])
+        starts = range(0, len(targets), _REMOVALS_A_JOB)
+        return [targets[start : start + _REMOVALS_A_JOB] for start in starts]
+
+    def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
+        return RetrainedSpec(
+            subsets=subsets,
+            arguments=self.config["training"],
+            model_output=self.config["model_output"],
+            study_digest=self.study_digest,
+            seeds=seeds,
+            seed=seed,
+        )
+
+
+def specs_of(config: dict[str, Any]) -> Specs:
+    """Check what a schema cannot, and fill in what depends on the model output.
+
+    Args:
+        config: Checked by its schema, with the schema's defaults; the defaults that depend on the
+            model output are filled in.
+
+    Returns:
+        The config's specs.
+
+    Raises:
+        InputError: At the first thing that doesn't hold.
+    """
+    defaults = ""
+    if "loss_weight_power" not in config["scoring"]:
+        is_probability = TABLE[config["model_output"]].weight_is_probability
+        power = 0.5 if is_probability else 1
+        config["scoring"]["loss_weight_power"] = power
+        defaults = (
+            f"loss_weight_power is {power}, the default of {config['model_output']}, whose loss "
+            f"weight is {'a' if is_probability else 'no'} probability"
+        )
+    if config["projection"] == EXACT:
+        check_exact(config)
+    checkpoints = checkpoint_table(config["checkpoints"], trained="training" in config)
+    experiments = {
+        name: target_ids(experiment["targets"])
+        for name, experiment in config["experiments"].items()
+    }
+    if "evaluation" in config:
+        check_evaluation(config)
+    digest = study_digest(Path(config["study"]))
+    return Specs(config, checkpoints, experiments, digest, defaults)

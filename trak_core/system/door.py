@@ -1,0 +1,64 @@
+"""From a rule to its stage: what the rule names is what the stage takes. Only this knows Snakemake.
+
+A rule's name begins with its stage's: ``compute_features_flipped`` runs ``compute_features``, the
+function of that name in the module of that name.
+"""
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
+
+_STAGES = Path(__file__).parents[1] / "stages"
+
+
+def stage_of(rule: str) -> Callable[..., None]:
+    """Return the function that a rule runs.
+
+    Raises:
+        ModuleNotFoundError: If no stage's name begins the rule's.
+    """
+    words = rule.split("_")
+    for n in range(len(words), 0, -1):
+        name = "_".join(words[:n])
+        if (_STAGES / f"{name}.py").is_file():
+            return getattr(importlib.import_module(f"trak_core.stages.{name}"), name)
+    raise ModuleNotFoundError(f"rule {rule!r} has no stage in {_STAGES}")
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """Return what Snakemake passes as what a stage takes: paths, numbers, specs.
+
+    Args:
+        value: Text, a list of texts, or plain values.
+        hint: The type of the stage's parameter.
+    """
+    kinds = (hint, *typing.get_args(hint))
+    if value is None:
+        return None
+    for spec in (FeaturesSpec, ScoresSpec, RetrainedSpec):
+        if spec in kinds:
+            return made_of(spec, value)
+    if Path in kinds:
+        return Path(value) if isinstance(value, str) else [Path(path) for path in value]
+    return int(value) if hint is int else value
+
+
+def run(job: Any) -> None:
+    """Call a job's stage with what its rule names.
+
+    Args:
+        job: Snakemake's object of a script.
+    """
+    stage = stage_of(job.rule)
+    named: dict[str, Any] = {"threads": job.threads}
+    # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
+    for group in (job.wildcards, job.resources, job.params, job.input, job.output):
+        named.update(group.items())
+    hints = typing.get_type_hints(stage)
+    taken = [name for name in inspect.signature(stage).parameters if name in named]
+    stage(**{name: typed(named[name], hints[name]) for name in taken})

@@ -1,0 +1,77 @@
+# Files and params of jobs, as functions of their wildcards; there are no rules here.
+#
+# Snakemake compares params as an unordered set of values, and each value as text: what decides a
+# job's numbers therefore goes into one dict, with its keys sorted.
+folder = config["results"]
+trained = "training" in config
+
+
+def checkpoint_path(wildcards):
+    if trained:
+        return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
+    return specs.checkpoints[wildcards.checkpoint]
+
+
+# A user's own file counts by its size and time, in a param: Snakemake alone would miss one that was
+# replaced by an older file, or changed inside a folder.
+checkpoint_input = checkpoint_path if trained else ancient(checkpoint_path)
+
+
+def checkpoint_signature(wildcards):
+    return None if trained else stat_signature(Path(checkpoint_path(wildcards)))
+
+
+def features_spec(wildcards):
+    return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
+
+
+def features_spec_flipped(wildcards):
+    return specs.all_flipped_features.under(wildcards.checkpoint).of("train").as_dict()
+
+
+def train_spec(wildcards):
+    return specs.features(wildcards.checkpoint, "train").as_dict()
+
+
+def distortion_spec(wildcards):
+    return specs.distortion(wildcards.checkpoint).as_dict()
+
+
+def embeddings_spec(wildcards):
+    return specs.embeddings.under(wildcards.checkpoint).as_dict()
+
+
+def checkpoint_scores_spec(wildcards):
+    return specs.checkpoint_scores(wildcards.experiment, wildcards.checkpoint).as_dict()
+
+
+def scores_spec(wildcards):
+    return specs.scores(wildcards.experiment).as_dict()
+
+
+def split_targets(wildcards):
+    return specs.experiments.get(wildcards.split)
+
+
+def of_checkpoints(pattern):
+    """One file a checkpoint; the pattern's other wildcards stay."""
+    return [f"{folder}/{pattern}".replace("{c}", c) for c in specs.checkpoints]
+
+
+def shards_of(wildcards):
+    n = specs.shards[wildcards.split]
+    shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+# What is asked for beside scores, as files: none for what the config leaves out.
+distortion_files = of_checkpoints("distortion/{c}.h5") if "distortion" in config else []
+evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
+removals_files = [
+    f"{folder}/removals/{specs.evaluation[key]['experiment']}.h5"
+    for key in {"removals"} & set(specs.evaluation)
+]
+flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
+self_influence_files = [f"{folder}/self_influence.h5"] * bool(
+    specs.evaluation.get("self_influence")
+)
