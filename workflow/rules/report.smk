@@ -1,5 +1,8 @@
 rule write_report:
     input:
+        # Not read, and so without a name: the report is the last to run, so that every stage's time
+        # is in it.
+        expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),
         normal_matrices=(
             [] if specs.is_exact else of_checkpoints("normal_matrix/{c}.h5")
@@ -9,10 +12,6 @@ rule write_report:
         removals=removals_files,
         flipped=flipped_files,
         self_influence=self_influence_files,
-        # Not read: the report is the last to run, so that every stage's time is in it.
-        figures=expand(
-            "<results>/figures/{experiment}.png", experiment=specs.experiments
-        ),
     output:
         report=report(
             "<results>/report.html",

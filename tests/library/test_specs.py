@@ -1,0 +1,210 @@
+"""What decides each job's numbers, from a config: no Snakemake, no torch."""
+
+import copy
+from dataclasses import fields, replace
+
+import pytest
+
+from trak_core.config.specs import specs_of
+from trak_core.errors import InputError
+from trak_core.provenance import ids_digest
+from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
+
+# With the schema's defaults, but for what depends on the model output.
+CONFIG = {
+    "study": "study.py",
+    "results": "results",
+    "model_output": "image_classification",
+    "training": {"steps": 5},
+    "checkpoints": {"c1": {"seed": 1}, "c0": {"seed": 0}},
+    "experiments": {"few": {"targets": [3, 1], "shards": 1}, "one": {"targets": [3], "shards": 2}},
+    "parameters": "all",
+    "features_dtype": "float32",
+    "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
+    "scoring": {
+        "damping": 2,
+        "weighting": "plain",
+        "combine": "product_of_averages",
+        "keep": "full",
+        "top": 20,
+    },
+    "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu"},
+}
+EVALUATION = {
+    "subsets": {"count": 60, "seeds": 2, "seed": 7},
+    "baselines": ["random"],
+    "trak": [],
+    "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
+    "flipped": {"fraction": 0.1},
+    "removals": {"experiment": "few", "targets": 2, "n_removed": [4]},
+}
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Make the specs of a changed config; keys of a change may be paths, such as scoring.top."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "study.py").write_text("make_model = None\n")
+
+    def specs(**changes):
+        config = copy.deepcopy(CONFIG)
+        for path, value in changes.items():
+            *above, key = path.split("__")
+            inner = config
+            for name in above:
+                inner = inner[name]
+            inner[key] = copy.deepcopy(value)
+        return specs_of(config)
+
+    return specs
+
+
+def all_specs(specs):
+    """Every spec that a job gets, by the job."""
+    found = {
+        "features": specs.features("c0", "few"),
+        "train": specs.features("c0", "train"),
+        "distortion": specs.distortion("c0"),
+        "embeddings": specs.embeddings.under("c0"),
+        "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
+        "scores": specs.scores("few"),
+        "self_influence": specs.self_influence,
+    }
+    if "subsets" in specs.evaluation:
+        found |= {
+            "halves": specs.halves,
+            "random_removals": specs.random_removals,
+            "top_removals": specs.top_removals,
+            "flipped": specs.found_flipped,
+        }
+    return found
+
+
+def test_a_spec_is_what_its_plain_values_say(made):
+    for spec in all_specs(made(evaluation=EVALUATION)).values():
+        plain = spec.as_dict()
+        assert made_of(type(spec), plain).as_dict() == plain
+        assert list(plain) == sorted(plain)
+
+
+def test_no_field_of_scores_hides_one_of_features():
+    """Both are written into one mapping; targets_digest is the scores' own there."""
+    names = [{field.name for field in fields(spec)} for spec in (FeaturesSpec, ScoresSpec)]
+    assert names[0] & names[1] == {"targets_digest"}
+
+
+# What a change decides, of the jobs above.
+FEATURES = {"features", "train", "distortion", "embeddings"}
+SCORES = {"checkpoint_scores", "scores", "self_influence", "flipped"}
+RETRAINED = {"halves", "random_removals", "top_removals"}
+
+
+@pytest.mark.parametrize(
+    ("change", "decided"),
+    [
+        ({"compute__memory_mb": 5}, set()),
+        ({"compute__shards": 1}, set()),
+        ({"scoring__top": 3}, set()),
+        ({"scoring__keep": "top_k", "evaluation": {**EVALUATION}}, None),
+        ({"scoring__combine": "average_of_products"}, {"scores", "self_influence", "flipped"}),
+        ({"scoring__loss_weight_power": 1}, {"scores", "self_influence", "flipped"}),
+        ({"scoring__damping": 1}, SCORES),
+        ({"scoring__weighting": "curvature"}, SCORES),
+        ({"features_dtype": "float16"}, {"features", "train", *SCORES}),
+        (
+            {"projection": {"kind": "rademacher", "proj_dim": 32, "seed": 1}},
+            {"features", "train", "distortion", *SCORES},
+        ),
+        ({"parameters": ["fc.*"]}, FEATURES | SCORES),
+        (
+            {"experiments": {"few": {"targets": [1, 3], "shards": 1}}},
+            {"features", "checkpoint_scores", "scores"},
+        ),
+        ({"checkpoints": {"c0": {"seed": 0}}}, {"scores", "self_influence", "flipped"}),
+        ({"training": {"steps": 6}}, RETRAINED),
+    ],
+    ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_what_a_change_of_the_config_decides(made, change, decided):
+    before = all_specs(made(evaluation=EVALUATION))
+    if decided is None:
+        with pytest.raises(InputError, match=r"scoring\.keep must be full"):
+            made(**change)
+        return
+    after = all_specs(made(evaluation=EVALUATION, **change))
+    assert {job for job in before if before[job].as_dict() != after[job].as_dict()} == decided
+
+
+def test_an_edit_of_the_study_decides_everything(made, tmp_path):
+    before = all_specs(made(evaluation=EVALUATION))
+    (tmp_path / "study.py").write_text("make_model = 1\n")
+    after = all_specs(made(evaluation=EVALUATION))
+    assert {job for job in before if before[job] == after[job]} == set()
+
+
+def test_the_order_of_a_configs_keys_does_not_count(made):
+    turned = {key: dict(reversed(CONFIG[key].items())) for key in ("checkpoints", "projection")}
+    for own, other in zip(
+        all_specs(made()).values(), all_specs(made(**turned)).values(), strict=True
+    ):
+        assert repr(own.as_dict()) == repr(other.as_dict())
+
+
+def test_a_checkpoints_spec_knows_nothing_of_the_others(made):
+    spec = made().scores("few")
+    assert spec.checkpoints == ["c0", "c1"]
+    own = spec.under("c1")
+    assert (own.checkpoints, own.combine, own.loss_weight_power) == (None, None, None)
+    assert own.features.checkpoint == "c1"
+    assert own.of_train() == made().features("c1", "train")
+    assert own.of_targets() == made().features("c1", "few")
+    assert own.of_targets().targets_digest == ids_digest([3, 1])
+
+
+@pytest.mark.parametrize(
+    ("output", "power", "said"),
+    [
+        ("image_classification", 0.5, "whose loss weight is a probability"),
+        ("text_classification", 0.5, "whose loss weight is a probability"),
+        ("language_modelling", 0.5, "whose loss weight is a probability"),
+        ("regression", 1, "whose loss weight is no probability"),
+    ],
+)
+def test_the_power_of_loss_weights_is_the_model_outputs_own(made, output, power, said):
+    specs = made(model_output=output)
+    assert specs.scores("few").loss_weight_power == power
+    assert said in specs.defaults
+    assert output in specs.defaults
+    given = made(model_output=output, scoring__loss_weight_power=0.25)
+    assert given.scores("few").loss_weight_power == 0.25
+    assert not given.defaults
+
+
+def test_jobs_of_retraining(made):
+    specs = made(evaluation=EVALUATION)
+    assert specs.half_groups() == [(0, 24), (25, 49), (50, 59)]
+    assert specs.removal_groups() == [[3, 1]]
+    assert specs.halves.seed == 7
+    assert specs.halves == replace(specs.halves, arguments={"steps": 5})
+    assert replace(specs.random_removals, subsets="top removals", draws=0) == specs.top_removals
+    assert isinstance(specs.halves, RetrainedSpec)
+
+
+def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):
+    settings = made(evaluation=EVALUATION).settings
+    assert len(settings) == len(set(settings)) == 2 * 2 * 2 * 2
+    assert {s.damping for s in settings} == {0.5, 2}
+    assert {s.loss_weight_power for s in settings} == {0.5, 1}
+    assert {s.proj_dim for s in settings} == {16, 32}
+    assert {str(s.combine) for s in settings} == {"average_of_products", "product_of_averages"}
+    assert made().settings == []
+
+
+def test_what_is_measured(made):
+    assert made().measured == []
+    specs = made(evaluation=EVALUATION)
+    assert specs.measured == ["few", "one"]
+    assert specs.measures_features
+    assert not specs.measures_embeddings
+    some = made(evaluation={**EVALUATION, "experiments": ["one"], "baselines": []})
+    assert some.measured == ["one"]

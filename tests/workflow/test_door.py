@@ -1,0 +1,144 @@
+"""What a rule names is what its stage takes: the jobs of configs that use everything, none run."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from workspace import REPOSITORY
+
+from trak_core.provenance import code_digest
+from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
+from trak_core.system.door import run, stage_of, typed
+
+STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"check_study"}
+# Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
+TRIGGERS = {"code", "signature", "digest"}
+EXACT = {
+    "model_output": "regression",
+    "checkpoints": {"c0": "c0.pt"},
+    "experiments": {"mine": {"targets": ["patient-342"]}},
+    "projection": "exact",
+    "evaluation": {"ground_truth": "mine.h5"},
+}
+
+
+def jobs_of(folder, config):
+    (folder / "study.yaml").write_text(yaml.safe_dump(config))
+    program = REPOSITORY / "tests/support/jobs_of.py"
+    result = subprocess.run(
+        [sys.executable, program, REPOSITORY / "Snakefile", "study.yaml"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    """One job of every rule."""
+    folder = tmp_path_factory.mktemp("jobs")
+    everything = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
+    everything |= {
+        "study": str(REPOSITORY / "config/digits.py"),
+        "compute": {"shards": 2},
+        "distortion": {},
+    }
+    exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
+    torch.save({}, folder / "c0.pt")
+    (folder / "mine.h5").touch()
+    return {job["rule"]: job for c in (everything, exact) for job in jobs_of(folder, c)}
+
+
+def stage_names(rule):
+    return set(inspect.signature(stage_of(rule)).parameters)
+
+
+def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
+    assert jobs.keys() | {"retrain_without"} >= STAGES
+    assert {stage_of(rule).__name__ for rule in jobs} == STAGES
+    assert {job["script"] for job in jobs.values()} == {"../scripts/stage.py"}
+
+
+def test_what_a_rule_names_its_stage_takes_and_what_it_must_have_is_there(jobs):
+    for rule, job in jobs.items():
+        taken = stage_names(rule)
+        named = {*job["input"], *job["output"], *job["params"]}
+        assert named - TRIGGERS <= taken, rule
+        given = named | {*job["wildcards"], *job["resources"], "threads"}
+        parameters = inspect.signature(stage_of(rule)).parameters.values()
+        needed = {p.name for p in parameters if p.default is p.empty}
+        assert needed <= given, rule
+
+
+def test_everything_reaches_the_stage_as_what_it_takes(jobs):
+    plain = {str, int, float, dict, list, type(None)}
+    for rule, job in jobs.items():
+        hints = typing.get_type_hints(stage_of(rule))
+        for group in ("wildcards", "resources", "params", "input", "output"):
+            for name, value in job[group].items():
+                if name not in stage_names(rule):
+                    continue
+                made, kinds = (
+                    typed(value, hints[name]),
+                    (hints[name], *typing.get_args(hints[name])),
+                )
+                specs = [k for k in (FeaturesSpec, ScoresSpec, RetrainedSpec) if k in kinds]
+                if made is None:
+                    assert type(None) in kinds, (rule, name)
+                elif specs:
+                    assert type(made) is specs[0], (rule, name)
+                    assert made.as_dict() == value
+                elif Path in kinds:
+                    paths = made if isinstance(made, list) else [made]
+                    assert all(isinstance(path, Path) for path in paths), (rule, name)
+                else:
+                    assert type(made) in plain, (rule, name)
+
+
+def test_the_code_of_a_job_is_that_of_its_stage(jobs):
+    for rule, job in jobs.items():
+        stage = stage_of(rule).__name__
+        assert job["params"]["code"] == code_digest(f"trak_core.stages.{stage}"), rule
+
+
+def test_a_rule_without_a_stage():
+    with pytest.raises(ModuleNotFoundError, match="'paint_influences' has no stage"):
+        stage_of("paint_influences")
+
+
+def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
+    """A checkpoint's id and its file have one name."""
+    given = {}
+
+    job = SimpleNamespace(
+        rule="train_checkpoint",
+        threads=3,
+        wildcards={"checkpoint": "c0"},
+        resources={"mem_mb": 5},
+        params={"study_file": "study.py", "arguments": {"seed": 1}, "code": "code"},
+        input={},
+        output={"checkpoint": "results/c0.pt"},
+    )
+
+    def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
+        given.update(checkpoint=checkpoint, study=study_file, arguments=arguments, threads=threads)
+
+    monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
+    run(job)
+    assert given == {
+        "checkpoint": Path("results/c0.pt"),
+        "study": Path("study.py"),
+        "arguments": {"seed": 1},
+        "threads": 3,
+    }
