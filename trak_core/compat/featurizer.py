@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_core.compat._vectors import get_num_params
 from trak_core.compat.batches import (
     checked_batch,
     integer,
@@ -16,16 +17,7 @@ from trak_core.compat.batches import (
     stored,
     taken_by_the_model,
 )
-from trak_core.compat.exchange import check_task, describe, write_artifact
-from trak_core.compat.finalize import checked_ids, finalize_model
-from trak_core.compat.gradient_computers import (
-    AbstractGradientComputer,
-    FunctionalGradientComputer,
-    check_gradients,
-    chosen_parameters,
-)
-from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.parts import (
+from trak_core.compat.checks import (
     Projector,
     check_weights,
     checked_class,
@@ -34,9 +26,17 @@ from trak_core.compat.parts import (
     put_weights,
     store_metadata,
 )
+from trak_core.compat.finalize import checked_ids, finalize_model
+from trak_core.compat.gradient_computers import (
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    check_gradients,
+    chosen_parameters,
+)
+from trak_core.compat.modelout_functions import AbstractModelOutput
+from trak_core.compat.samples import check_task, describe
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
-from trak_core.compat.utils import get_num_params
 from trak_core.errors import InputError
 from trak_core.gradients import in_chunks
 
@@ -275,7 +275,7 @@ class Featurizer:
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
-        """Compute G K of each checkpoint, and write its features for the pipeline.
+        """Compute G K of each checkpoint.
 
         Checkpoints that are finalized with this ``lambda_reg`` are left alone.
 
@@ -307,6 +307,5 @@ class Featurizer:
                 dtype=self.dtype,
             )
             self.logger.info(f"Model id {model_id} is finalized{'' if made else ' already'}.")
-            write_artifact(self, model_id)
             if del_grads and self.saver.current_store["grads"] is not None:
                 self.saver.del_grads(model_id)

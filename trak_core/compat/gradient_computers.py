@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_core.compat._vectors import vectorize
 from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.utils import vectorize
 from trak_core.errors import InputError
 from trak_core.gradients import PerSample, check_finite, looped_gradients, per_sample_gradients
 from trak_core.model_outputs import ModelOutput

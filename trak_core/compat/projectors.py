@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.compat.utils import vectorize
+from trak_core.compat._vectors import vectorize
 from trak_core.errors import InputError
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from trak_core.compat.utils import get_matrix_mult
+from trak_core.compat._vectors import get_matrix_mult
 from trak_core.errors import InputError
 
 # Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
