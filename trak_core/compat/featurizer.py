@@ -135,6 +135,7 @@ class Featurizer:
             logging_level=logging_level,
             lambda_reg=self.lambda_reg,
         )
+        self.score_computer.max_rank = min(self.train_set_size, self.num_params_for_grad)
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.saver = checked_class(saver, MmapSaver, "saver")(
@@ -277,7 +278,9 @@ class Featurizer:
     ) -> None:
         """Compute G K of each checkpoint.
 
-        Checkpoints that are finalized with this ``lambda_reg`` are left alone.
+        Checkpoints that are finalized with this ``lambda_reg`` are left alone. Where
+        G^T G + lambda I has no inverse, its pseudo-inverse counts, with a warning that says what
+        to set.
 
         Args:
             model_ids: Which; all in ``save_dir`` if None.
@@ -285,18 +288,12 @@ class Featurizer:
 
         Raises:
             ModelIDException: If a model id is unknown or not fully featurized.
-            InputError: If G^T G + lambda I is singular, or float16 cannot hold the features.
+            InputError: If float16 cannot hold the features.
         """
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
-        if self.lambda_reg == 0 and self.proj_dim > self.num_params_for_grad:
-            raise InputError(
-                "With lambda_reg = 0, proj_dim must not exceed the number of parameters, "
-                f"{self.num_params_for_grad}: G^T G has no inverse. Found {self.proj_dim}. Lower "
-                "proj_dim, or raise lambda_reg."
-            )
         for model_id in checked_ids(self.saver, model_ids):
             made = finalize_model(
                 self.saver,
