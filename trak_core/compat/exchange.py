@@ -6,7 +6,6 @@ is the same one where kind, seed and stream are: the stream is the model id. A c
 of a config has the model id ``stream_of("run1")``.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,6 @@ from trak_core.study.study import TRAIN
 from trak_core.system.software import software
 
 _BLOCK = 4096
-
-
-@functools.cache
-def _code() -> str:
-    return code_digest(__name__)
 
 
 def _projection(traker: TRAKer, model_id: int) -> ProjectionSpec:
@@ -129,7 +123,7 @@ def export_features(
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": None if exp_name is None else ids_digest(ids),
     }
-    made_by = software(_code(), str(traker.device), "torch", "numpy", "numba")
+    made_by = software(code_digest(__name__), str(traker.device), "torch", "numpy", "numba")
     # What the store had rounded stays rounded, and is said here.
     made_by["store"] = str(gradients.dtype)
     with create(Path(file), FEATURES, spec, made_by) as writer:

@@ -100,17 +100,12 @@ class BasicScoreComputer(AbstractScoreComputer):
         Where G^T G + lambda I has no inverse to working precision, as with lambda 0 and fewer rows
         than columns, K is made of its pseudo-inverse, and a warning says what to set.
         """
-        k = len(xtx)
+        k, xtx = len(xtx), xtx.double()
         identity = torch.eye(k, dtype=torch.float64, device=xtx.device)
-        known = self.max_rank if self.lambda_reg == 0 else None
-        inverse, rank = inverse_or_pseudo_inverse(
-            xtx.double() + self.lambda_reg * identity, k if known is None else min(k, known)
-        )
-        dtype = torch.float32
+        max_rank = k if self.lambda_reg > 0 or self.max_rank is None else min(k, self.max_rank)
+        inverse, rank = inverse_or_pseudo_inverse(xtx + self.lambda_reg * identity, max_rank)
         if rank < k:
-            # Small eigenvalues make entries that float32 would round too coarsely.
-            dtype = torch.float64
-            usual = 2 * float(xtx.double().trace()) / len(grads)
+            usual = 2 * float(xtx.trace()) / len(grads)
             warnings.warn(
                 f"G^T G + lambda I has no inverse: its rank is {rank}, with proj_dim {k}, "
                 f"{len(grads)} training samples and lambda_reg {self.lambda_reg:g}. Its "
@@ -122,10 +117,11 @@ class BasicScoreComputer(AbstractScoreComputer):
             )
         if rank:
             inverse /= inverse.abs().mean()
-        weights = inverse.to(dtype)
+        # Small eigenvalues of a matrix without inverse make entries too fine for float32.
+        weights = inverse.float() if rank == k else inverse
         blocks = torch.split(grads, self.CUDA_MAX_DIM_SIZE)
-        products = [block.to(self.device).to(dtype) @ weights for block in blocks]
-        return torch.cat([product.float() for product in products])
+        products = [(block.to(self.device, weights.dtype) @ weights).float() for block in blocks]
+        return torch.cat(products)
 
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add the scores to a float32 accumulator on the CPU, block of rows by block of rows."""
@@ -138,14 +134,4 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
-    """The steps with all rows at once."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: str | torch.device,
-        logging_level: int = logging.INFO,
-        lambda_reg: float = 0.0,
-    ) -> None:
-        """Take lambda, added to the diagonal of G^T G."""
-        super().__init__(dtype, device, 2**62, logging_level=logging_level, lambda_reg=lambda_reg)
+    """The same: how many rows are taken at once changes no number."""
