@@ -209,16 +209,6 @@ def test_finalizing_what_is_not_there(loaded, tmp_path):
         loaded.start_scoring_checkpoint("mine", STATE, 9, M)
 
 
-def test_a_singular_matrix_is_refused(tmp_path):
-    made = tracer(tmp_path, proj_dim=N + 10)
-    made.load_checkpoint(STATE, 0)
-    made.featurize(TRAIN, num_samples=N)
-    with pytest.raises(InputError, match=r"must have an inverse.* proj_dim = 50 and 40 training"):
-        made.finalize_features()
-    assert made.saver.model_ids[0]["is_finalized"] == 0
-    tracer(tmp_path, proj_dim=N + 10, lambda_reg=0.1).finalize_features()
-
-
 def test_experiments(loaded, tmp_path):
     loaded.featurize(TRAIN, num_samples=N)
     loaded.finalize_features()

@@ -25,6 +25,7 @@ import trak_core.compat as trak
 from trak_core.artifacts import FEATURES, ArtifactError, open_artifact
 from trak_core.compat.exchange import export_features, import_features
 from trak_core.compat.projectors import NoOpProjector
+from trak_core.compat.savers import ModelIDException
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
@@ -114,30 +115,44 @@ def test_a_notebook_scores_what_the_pipeline_featurized(study, tmp_path):
     close(compat_scores(study, tmp_path / "store"), read_scores(final).to_numpy())
 
 
-def test_finalizing_writes_artifacts_that_go_together(study, tmp_path):
-    made = featurized(study, tmp_path)
+def test_only_what_was_asked_for_is_written(study, tmp_path):
+    """The files of ``trak``, a lock, and the maps of labels and predictions for an export."""
+    made = featurized(study, tmp_path / "store")
     made.finalize_scores("mine")
-    folder = tmp_path / "artifacts/features" / str(stream_of("run1"))
-    p = made.num_params_for_grad
-    made.saver.load_current_store(stream_of("run1"))
+    names = [
+        "grads",
+        "features",
+        "out_to_loss",
+        "_is_featurized",
+        "_samples",
+        "mine_grads",
+        "mine_samples",
+    ]
+    ids = [stream_of(name) for name in study["checkpoints"]]
+    expected = {f"{m}/{name}.mmap" for m in ids for name in names} | {f"id_{m}.json" for m in ids}
+    expected |= {"metadata.json", "experiments.json", "scores/mine.mmap", ".lock"}
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(tmp_path / "store")) for path in files} == expected
+
+
+def test_exports_of_one_store_go_together(study, tmp_path):
+    made = featurized(study, tmp_path / "store")
+    run1, p = stream_of("run1"), made.num_params_for_grad
+    export_features(made, run1, tmp_path / "train.h5")
+    export_features(made, run1, tmp_path / "mine.h5", exp_name="mine")
+    made.saver.load_current_store(run1)
     with (
-        open_artifact(folder / "train.h5", FEATURES) as train,
-        open_artifact(folder / "mine.h5", FEATURES) as mine,
+        open_artifact(tmp_path / "train.h5", FEATURES) as train,
+        open_artifact(tmp_path / "mine.h5", FEATURES) as mine,
     ):
-        shared = ("projection", "parameters", "checkpoint", "model_output", "study", "dtype")
-        assert [train.spec[key] for key in shared] == [mine.spec[key] for key in shared]
-        assert train.spec["projection"]["stream"] == stream_of("run1")
+        assert train.spec.keys() == mine.spec.keys()
+        own = {"split", "targets_digest"}
+        for key in train.spec.keys() - own:
+            assert train.spec[key] == mine.spec[key], key
+        assert train.spec["projection"]["stream"] == run1
         expected = made.saver.current_store["grads"] * np.sqrt(p / K)
         np.testing.assert_allclose(train.matrix("features"), expected, rtol=1e-6)
-    frame = pd.read_hdf(folder / "mine.h5", "features")
-    assert frame.shape == (len(TARGETS), K)
-    # Training features do not change; scoring again replaces those of the targets.
-    before = (folder / "train.h5").stat().st_mtime_ns, (folder / "mine.h5").stat().st_mtime_ns
-    made.finalize_features()
-    made.finalize_scores("mine")
-    after = (folder / "train.h5").stat().st_mtime_ns, (folder / "mine.h5").stat().st_mtime_ns
-    assert after[0] == before[0]
-    assert after[1] > before[1]
+    assert pd.read_hdf(tmp_path / "mine.h5", "features").shape == (len(TARGETS), K)
 
 
 def test_what_does_not_belong_together_is_refused(study, tmp_path):
@@ -159,13 +174,17 @@ def test_what_does_not_belong_together_is_refused(study, tmp_path):
     unknown.projector = NoOpProjector(device="cpu")
     with pytest.raises(ArtifactError, match="'none'"):
         import_features(unknown, file, run1)
+    with pytest.raises(InputError, match=f"all rows of model id {run1} must be there"):
+        export_features(made, run1, tmp_path / "late.h5", exp_name="other")
+    with pytest.raises(ModelIDException, match="Found no 7"):
+        export_features(made, 7, tmp_path / "late.h5")
     made.saver.del_grads(run1)
     with pytest.raises(InputError, match="all rows of model id"):
         export_features(made, run1, tmp_path / "late.h5")
     assert not Path(tmp_path / "late.h5").exists()
 
 
-def test_tasks_that_the_pipeline_does_not_know_leave_no_artifact(study, tmp_path):
+def test_tasks_that_the_pipeline_does_not_know_are_not_exchanged(study, tmp_path):
     class Mine(trak.modelout_functions.ImageClassificationModelOutput):
         pass
 
@@ -173,9 +192,9 @@ def test_tasks_that_the_pipeline_does_not_know_leave_no_artifact(study, tmp_path
     made.task = Mine()
     made.load_checkpoint(torch.load(study["checkpoints"]["run1"]), model_id=0)
     made.featurize((study["x"][:N], study["y"][:N]), num_samples=N)
-    made.finalize_features()
-    assert not (tmp_path / "artifacts").exists()
-    with pytest.raises(
-        InputError, match=r"own model outputs and projections only\. Found the task"
-    ):
+    message = r"own model outputs .* only\. Found the task Mine"
+    with pytest.raises(InputError, match=message):
         export_features(made, 0, tmp_path / "train.h5")
+    with pytest.raises(InputError, match=message):
+        import_features(made, tmp_path / "train.h5", 0)
+    assert not (tmp_path / "train.h5").exists()

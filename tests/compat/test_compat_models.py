@@ -1,12 +1,14 @@
 """Whole models through TRAK's interface: featurize, score, finalize; and CLIP's model output."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from compat_models import images, walk
 from torch import nn
 
 import trak_core.compat as trak
+from trak_core.compat.exchange import export_features
 from trak_core.compat.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
@@ -151,7 +153,8 @@ def test_bert_as_transformers_makes_it(computer, tmp_path):
     )
     assert scores.shape == (24, 3)
     assert np.isfinite(scores).all()
-    assert (tmp_path / "artifacts/features/0/train.h5").is_file()
+    export_features(made, 0, tmp_path / "train.h5")
+    assert pd.read_hdf(tmp_path / "train.h5", "features").shape == (24, 8)
     assert made.num_params_for_grad == sum(p.numel() for p in model.parameters())
 
 

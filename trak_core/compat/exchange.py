@@ -6,108 +6,57 @@ is the same one where kind, seed and stream are: the stream is the model id. A c
 of a config has the model id ``stream_of("run1")``.
 """
 
-from __future__ import annotations
-
-import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from trak_core.artifacts import FEATURES, check_same, create, open_artifact
 from trak_core.compat.batches import stored
-from trak_core.compat.modelout_functions import (
-    AbstractModelOutput,
-    ClassificationModelOutput,
-)
+from trak_core.compat.finalize import checked_ids
 from trak_core.compat.projectors import known_projection
+from trak_core.compat.samples import model_output_of
 from trak_core.compat.savers import SAMPLE_COLUMNS
+from trak_core.compat.traker import TRAKer
 from trak_core.errors import InputError
-from trak_core.gradients import check_labels, check_samples_apart
-from trak_core.model_outputs import MODEL_OUTPUTS
 from trak_core.provenance import code_digest, ids_digest, parameters_digest, study_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec, stream_of
 from trak_core.study.checkpoints import checkpoint_sha256
 from trak_core.study.study import TRAIN
 from trak_core.system.software import software
 
-if TYPE_CHECKING:
-    from trak_core.compat.featurizer import Featurizer
-
 _BLOCK = 4096
 
 
-@functools.cache
-def _code() -> str:
-    return code_digest(__name__)
+def _projection(traker: TRAKer, model_id: int) -> ProjectionSpec:
+    projection = known_projection(traker.projector, traker.num_params_for_grad, model_id)
+    if projection is None or model_output_of(traker.task) is None:
+        raise InputError(
+            "The pipeline can take features of its own model outputs and projections only. Found "
+            f"the task {type(traker.task).__name__} and {type(traker.projector).__name__}."
+        )
+    return projection
 
 
-def model_output_of(task: AbstractModelOutput) -> str | None:
-    """Return the pipeline's name of a task's model output, None if it has none.
-
-    A subclass may compute anything, and a temperature is nothing that the pipeline knows.
-    """
-    name = vars(type(task)).get("model_output")
-    return name if getattr(task, "loss_temperature", 1) == 1 else None
-
-
-def check_task(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor]) -> None:
-    """Refuse a model that mixes the samples of a batch, where the task is a known one.
-
-    Raises:
-        InputError: It names the layer.
-    """
-    name = model_output_of(task)
-    if name is not None:
-        assert isinstance(task, ClassificationModelOutput)
-        check_samples_apart(model, MODEL_OUTPUTS[name], task.as_samples(batch))
-
-
-def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor]) -> np.ndarray:
-    """Return what the pipeline keeps of samples beside features, NaN where it has no name for them.
-
-    Args:
-        task: The model output.
-        model: With the checkpoint's weights.
-        batch: Inputs and, last, labels.
-
-    Returns:
-        ``SAMPLE_COLUMNS``, shape (B, 4), float64.
-
-    Raises:
-        InputError: If a label is not one of the model's.
-    """
-    name = model_output_of(task)
-    if name is None:
-        return np.full((len(batch[0]), len(SAMPLE_COLUMNS)), np.nan)
-    output, labels = MODEL_OUTPUTS[name], batch[-1]
-    assert isinstance(task, ClassificationModelOutput)
-    assert output.curvature is not None
-    with torch.no_grad():
-        logits = task.get_logits(model, None, None, batch[:-1])
-        check_labels(labels, output, logits.shape[-1], range(len(labels)))
-        functions = (output.value, output.prediction, output.curvature)
-        f, predictions, curvature = (torch.vmap(g)(logits, labels) for g in functions)
-        columns = [column.double() for column in (f, labels, predictions, curvature)]
-    return torch.stack(columns, dim=1).cpu().numpy()
-
-
-def _described(projection: ProjectionSpec) -> dict[str, Any]:
-    """Return a projection as artifacts describe it."""
+def _shared_spec(traker: TRAKer, projection: ProjectionSpec) -> dict[str, Any]:
+    """Return what an artifact says of itself that a TRAKer knows as well, under the same keys."""
     scale = "1" if projection.kind is ProjectionKind.NONE else "1/sqrt(proj_dim)"
-    return {**projection.as_dict(), "scale": scale}
+    return {
+        "projection": {**projection.as_dict(), "scale": scale},
+        "parameters": parameters_digest(traker.parameters),
+        "model_output": model_output_of(traker.task),
+    }
 
 
-def _scale(traker: Featurizer, projection: ProjectionSpec) -> float:
+def _scale(traker: TRAKer, projection: ProjectionSpec) -> float:
     """Return Phi / G."""
     return projection.scale * float(traker.normalize_factor)
 
 
 def export_features(
-    traker: Featurizer,
+    traker: TRAKer,
     model_id: int,
     file: Path | str,
     *,
@@ -135,16 +84,11 @@ def export_features(
         sample_ids: The samples' ids, in order; 0, 1, 2, ... if None.
 
     Raises:
+        ModelIDException: If the model id is not in the store.
         InputError: If the pipeline has no such model output or projection, if rows are missing, or
             if the ids don't fit.
     """
-    name = model_output_of(traker.task)
-    projection = known_projection(traker.projector, traker.num_params_for_grad, model_id)
-    if name is None or projection is None:
-        raise InputError(
-            "The pipeline can take features of its own model outputs and projections only. Found "
-            f"the task {type(traker.task).__name__} and {type(traker.projector).__name__}."
-        )
+    projection = _projection(traker, model_id)
     if checkpoint is not None and stream_of(checkpoint) != model_id:
         raise InputError(
             f"The model id of checkpoint {checkpoint!r} must be its projection's stream, "
@@ -171,9 +115,7 @@ def export_features(
     if checkpoint_file is not None:
         identity["sha256"] = checkpoint_sha256(Path(checkpoint_file))
     spec = {
-        "projection": _described(projection),
-        "parameters": parameters_digest(traker.parameters),
-        "model_output": name,
+        **_shared_spec(traker, projection),
         "checkpoint": identity,
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
@@ -181,7 +123,7 @@ def export_features(
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": None if exp_name is None else ids_digest(ids),
     }
-    made_by = software(_code(), str(traker.device), "torch", "numpy", "numba")
+    made_by = software(code_digest(__name__), str(traker.device), "torch", "numpy", "numba")
     # What the store had rounded stays rounded, and is said here.
     made_by["store"] = str(gradients.dtype)
     with create(Path(file), FEATURES, spec, made_by) as writer:
@@ -200,25 +142,28 @@ def export_features(
 
 
 def _rows(
-    traker: Featurizer, model_id: int, exp_name: str | None
+    traker: TRAKer, model_id: int, exp_name: str | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
     """Return gradients, samples and, in training, loss weights; None if rows are missing."""
     saver = traker.saver
+    checked_ids(saver, [model_id])
     saver.load_current_store(model_id, mode="r")
-    if exp_name is not None:
-        num_targets = saver.experiments[exp_name]["num_targets"]
-        saver.load_current_store(model_id, exp_name, num_targets, mode="r")
-    prefix = "" if exp_name is None else f"{exp_name}_"
-    gradients = saver.current_store.get(f"{prefix}grads")
-    samples = saver.current_store.get(f"{prefix}samples")
-    complete = exp_name is not None or saver.model_ids[model_id]["is_featurized"]
-    if gradients is None or samples is None or not complete or np.isnan(samples).any():
+    store, prefix = saver.current_store, ""
+    if exp_name is None:
+        complete = bool(saver.model_ids[model_id]["is_featurized"])
+    else:
+        complete, prefix = exp_name in saver.experiments, f"{exp_name}_"
+        if complete:
+            num_targets = saver.experiments[exp_name]["num_targets"]
+            saver.load_current_store(model_id, exp_name, num_targets, mode="r")
+    gradients, samples = store.get(f"{prefix}grads"), store.get(f"{prefix}samples")
+    if not complete or gradients is None or samples is None or np.isnan(samples).any():
         return None
-    return gradients, samples, saver.current_store["out_to_loss"] if exp_name is None else None
+    return gradients, samples, store["out_to_loss"] if exp_name is None else None
 
 
 def import_features(
-    traker: Featurizer, file: Path | str, model_id: int, *, exp_name: str | None = None
+    traker: TRAKer, file: Path | str, model_id: int, *, exp_name: str | None = None
 ) -> None:
     """Take a features artifact of the pipeline into the store, as if it had been computed here.
 
@@ -229,20 +174,15 @@ def import_features(
         exp_name: Take it as the targets of this experiment; None: as training samples.
 
     Raises:
-        InputError: If the file is damaged, or was made for something else.
+        InputError: If the file is damaged, or was made for something else; if the pipeline has no
+            such model output or projection.
     """
     saver, path = traker.saver, Path(file)
+    projection = _projection(traker, model_id)
+    expected = {**_shared_spec(traker, projection), "shard": None}
     with open_artifact(path, FEATURES) as artifact:
-        projection = known_projection(traker.projector, traker.num_params_for_grad, model_id)
-        expected: dict[str, Any] = {
-            "projection": projection and _described(projection),
-            "parameters": parameters_digest(traker.parameters),
-            "model_output": model_output_of(traker.task),
-            "shard": None,
-        }
         found = {key: artifact.spec.get(key) for key in expected}
         check_same("settings of this TRAKer and model id", expected, found, path, FEATURES.rule)
-        assert projection is not None
         features, n_rows = artifact.matrix("features"), len(artifact.vector("sample_ids"))
         if exp_name is None:
             check_same("number of samples", traker.train_set_size, n_rows, path, FEATURES.rule)
@@ -273,23 +213,3 @@ def import_features(
             )
             store["is_featurized"][:] = 1
             saver.serialize_current_model_id_metadata()
-
-
-def write_artifact(traker: Featurizer, model_id: int, exp_name: str | None = None) -> None:
-    """Write what the pipeline can take into ``save_dir``, ``artifacts/features/{m}/{split}.h5``.
-
-    Nothing is written for a task or a projector that the pipeline does not know, and for a training
-    set whose gradients were deleted.
-    """
-    split = TRAIN if exp_name is None else exp_name
-    file = traker.save_dir / "artifacts" / "features" / str(model_id) / f"{split}.h5"
-    # Training features change no more once they are complete; targets may be scored again.
-    if exp_name is None and file.exists():
-        return
-    name = model_output_of(traker.task)
-    projection = known_projection(traker.projector, traker.num_params_for_grad, model_id)
-    rows = _rows(traker, model_id, exp_name)
-    if name is None or projection is None or rows is None or exp_name == TRAIN:
-        traker.logger.info(f"Model id {model_id}: nothing is written for the pipeline of {split}.")
-        return
-    export_features(traker, model_id, file, exp_name=exp_name)

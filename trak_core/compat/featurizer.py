@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_core.compat._vectors import get_num_params
 from trak_core.compat.batches import (
     checked_batch,
     integer,
@@ -16,16 +17,7 @@ from trak_core.compat.batches import (
     stored,
     taken_by_the_model,
 )
-from trak_core.compat.exchange import check_task, describe, write_artifact
-from trak_core.compat.finalize import checked_ids, finalize_model
-from trak_core.compat.gradient_computers import (
-    AbstractGradientComputer,
-    FunctionalGradientComputer,
-    check_gradients,
-    chosen_parameters,
-)
-from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.parts import (
+from trak_core.compat.checks import (
     Projector,
     check_weights,
     checked_class,
@@ -34,9 +26,17 @@ from trak_core.compat.parts import (
     put_weights,
     store_metadata,
 )
+from trak_core.compat.finalize import checked_ids, finalize_model
+from trak_core.compat.gradient_computers import (
+    AbstractGradientComputer,
+    FunctionalGradientComputer,
+    check_gradients,
+    chosen_parameters,
+)
+from trak_core.compat.modelout_functions import AbstractModelOutput
+from trak_core.compat.samples import check_task, describe
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
-from trak_core.compat.utils import get_num_params
 from trak_core.errors import InputError
 from trak_core.gradients import in_chunks
 
@@ -135,6 +135,7 @@ class Featurizer:
             logging_level=logging_level,
             lambda_reg=self.lambda_reg,
         )
+        self.score_computer.max_rank = min(self.train_set_size, self.num_params_for_grad)
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
         self.saver = checked_class(saver, MmapSaver, "saver")(
@@ -275,9 +276,11 @@ class Featurizer:
     def finalize_features(
         self, model_ids: Iterable[int] | None = None, del_grads: bool = False
     ) -> None:
-        """Compute G K of each checkpoint, and write its features for the pipeline.
+        """Compute G K of each checkpoint.
 
-        Checkpoints that are finalized with this ``lambda_reg`` are left alone.
+        Checkpoints that are finalized with this ``lambda_reg`` are left alone. Where
+        G^T G + lambda I has no inverse, its pseudo-inverse counts, with a warning that says what
+        to set.
 
         Args:
             model_ids: Which; all in ``save_dir`` if None.
@@ -285,18 +288,12 @@ class Featurizer:
 
         Raises:
             ModelIDException: If a model id is unknown or not fully featurized.
-            InputError: If G^T G + lambda I is singular, or float16 cannot hold the features.
+            InputError: If float16 cannot hold the features.
         """
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
-        if self.lambda_reg == 0 and self.proj_dim > self.num_params_for_grad:
-            raise InputError(
-                "With lambda_reg = 0, proj_dim must not exceed the number of parameters, "
-                f"{self.num_params_for_grad}: G^T G has no inverse. Found {self.proj_dim}. Lower "
-                "proj_dim, or raise lambda_reg."
-            )
         for model_id in checked_ids(self.saver, model_ids):
             made = finalize_model(
                 self.saver,
@@ -307,6 +304,5 @@ class Featurizer:
                 dtype=self.dtype,
             )
             self.logger.info(f"Model id {model_id} is finalized{'' if made else ' already'}.")
-            write_artifact(self, model_id)
             if del_grads and self.saver.current_store["grads"] is not None:
                 self.saver.del_grads(model_id)

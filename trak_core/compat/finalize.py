@@ -4,7 +4,7 @@
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
 
 over the checkpoints c, with projected training gradients G_c (n, k), target gradients T_c (m, k)
-and loss weights Q_c (n, 1).
+and loss weights Q_c (n, 1); inv is the pseudo-inverse where there is no inverse.
 
 Source: the package ``trak``, version 0.3.2; Park et al., "TRAK", ICML 2023, equations 16 and 17.
 """
@@ -58,7 +58,7 @@ def finalize_model(
 
     Raises:
         ModelIDException: If not all training samples are featurized.
-        InputError: If the gradients were deleted, the matrix is singular, or float16 is too small.
+        InputError: If the gradients were deleted, or float16 is too small for the features.
     """
     saver.load_current_store(model_id)
     # Counted again: a killed process may have left its last samples uncounted.

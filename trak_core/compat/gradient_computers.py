@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trak_core.compat._vectors import vectorize
 from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.utils import vectorize
 from trak_core.errors import InputError
 from trak_core.gradients import PerSample, check_finite, looped_gradients, per_sample_gradients
 from trak_core.model_outputs import ModelOutput
@@ -94,10 +94,8 @@ def check_gradients(
     if isinstance(gradients, Tensor):
         sizes = [size.numel() for size in shapes.values()]
         gradients = dict(zip(shapes, gradients.split(sizes, dim=1), strict=True))
-    # A parameter may be a single number.
-    blocks = {name: block.reshape(len(block), -1) for name, block in gradients.items()}
     nothing = torch.zeros(len(rows), device=next(iter(gradients.values())).device)
-    check_finite(PerSample(blocks, nothing, nothing, nothing, None), rows.tolist())
+    check_finite(PerSample(dict(gradients), nothing, nothing, nothing, None), rows.tolist())
 
 
 class AbstractGradientComputer(ABC):
@@ -132,8 +130,8 @@ class AbstractGradientComputer(ABC):
         """Return Q of each sample, shape (B, 1)."""
 
 
-class FunctionalGradientComputer(AbstractGradientComputer):
-    """Gradients by ``vmap(grad(f))``; the result is names to tensors (B, *shape)."""
+class _OfChosenParameters(AbstractGradientComputer):
+    """What both ways share: which parameters are differentiated."""
 
     def __init__(
         self,
@@ -151,9 +149,17 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         self.load_model_params(model)
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Set ``func_weights`` and ``func_buffers``, names to tensors."""
+        """Take the parameters that the model has now."""
         self.model = model
         self._chosen = chosen_parameters(model, self.grad_wrt)
+
+
+class FunctionalGradientComputer(_OfChosenParameters):
+    """Gradients by ``vmap(grad(f))``; the result is names to tensors (B, *shape)."""
+
+    def load_model_params(self, model: nn.Module) -> None:
+        """Set ``func_weights`` and ``func_buffers``, names to tensors."""
+        super().load_model_params(model)
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
 
@@ -171,32 +177,16 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         )
 
 
-class IterativeGradientComputer(AbstractGradientComputer):
+class IterativeGradientComputer(_OfChosenParameters):
     """Gradients by autograd in a loop, for what ``vmap`` cannot take; shape (B, grad_dim).
 
     The task's ``get_output`` is called with weights and buffers None, once a sample: with a batch
     of one, or, for the tasks here that take one sample, with the sample.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: AbstractModelOutput,
-        grad_dim: int | None = None,
-        dtype: torch.dtype = torch.float16,
-        device: str | torch.device = "cuda",
-        grad_wrt: Iterable[str] | None = None,
-    ) -> None:
-        """Take the names of the parameters to differentiate; all of them if None."""
-        super().__init__(model, task, grad_dim, dtype, device)
-        self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
-        self.logger = logging.getLogger("GradientComputer")
-        self.load_model_params(model)
-
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``model_params``, the parameters to differentiate."""
-        self.model = model
-        self._chosen = chosen_parameters(model, self.grad_wrt)
+        super().load_model_params(model)
         self.model_params = list(self._chosen.values())
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor:

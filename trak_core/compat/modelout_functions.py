@@ -26,11 +26,7 @@ Weights = Mapping[str, Tensor] | None
 
 
 def _called(
-    model: nn.Module,
-    weights: Weights,
-    buffers: Weights,
-    args: tuple[Tensor, ...],
-    kwargs: dict[str, Tensor],
+    model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
     """Call a model, with other weights than its own if given."""
     if weights is None:
@@ -38,22 +34,11 @@ def _called(
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
 
 
-def _logits(
-    model: nn.Module,
-    weights: Weights,
-    buffers: Weights,
-    args: tuple[Tensor, ...] = (),
-    kwargs: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Return the logits of a model, whatever it wraps them in."""
-    return read_logits(_called(model, weights, buffers, args, dict(kwargs or {})))
-
-
 def _pair(
     model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, texts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return embeddings of images and texts, and the logit scale, of a model like open_clip's."""
-    returned = _called(model, weights, buffers, (), {"image": images, "text": texts})
+    returned = _called(model, weights, buffers, image=images, text=texts)
     if isinstance(returned, Mapping):
         keys = ("image_features", "text_features", "logit_scale")
         returned = tuple(returned[key] for key in keys)
@@ -103,11 +88,11 @@ class ClassificationModelOutput(AbstractModelOutput):
         """Take the temperature of the training loss; it enters Q only."""
         self.loss_temperature = temperature
 
-    @abstractmethod
     def get_logits(
         self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
     ) -> Tensor:
         """Return the logits of a batch without its labels, shape (B, classes)."""
+        return read_logits(_called(model, weights, buffers, *inputs))
 
     def as_samples(self, batch: Sequence[Tensor]) -> Sequence[Tensor] | dict[str, Tensor]:
         """Return a batch as ``trak_core.gradients`` takes it."""
@@ -136,15 +121,8 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
         model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
     ) -> Tensor:
         """Return the margin of one image without batch dimension, a scalar."""
-        logits = _logits(model, weights, buffers, (image.unsqueeze(0),))
+        logits = read_logits(_called(model, weights, buffers, image.unsqueeze(0)))
         return margin(logits.squeeze(0), _integers(label))
-
-    def get_logits(
-        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the logits of a batch of images, shape (B, classes)."""
-        (images,) = inputs
-        return _logits(model, weights, buffers, (images,))
 
 
 class IterativeImageClassificationModelOutput(ClassificationModelOutput):
@@ -157,14 +135,8 @@ class IterativeImageClassificationModelOutput(ClassificationModelOutput):
         model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, labels: Tensor
     ) -> Tensor:
         """Return the margins of a batch, shape (B,)."""
-        return margin(_logits(model, weights, buffers, (images,)), _integers(labels))
-
-    def get_logits(
-        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the logits of a batch of images, shape (B, classes)."""
-        (images,) = inputs
-        return _logits(model, weights, buffers, (images,))
+        logits = read_logits(_called(model, weights, buffers, images))
+        return margin(logits, _integers(labels))
 
 
 class TextClassificationModelOutput(ClassificationModelOutput):
@@ -185,12 +157,9 @@ class TextClassificationModelOutput(ClassificationModelOutput):
         label: Tensor,
     ) -> Tensor:
         """Return the margin of one text without batch dimension, a scalar."""
-        inputs = (input_id, token_type_id, attention_mask)
-        named = {
-            name: value.unsqueeze(0)
-            for name, value in zip(TextClassificationModelOutput._NAMES, inputs, strict=True)
-        }
-        logits = _logits(model, weights, buffers, kwargs=named)
+        inputs = [t.unsqueeze(0) for t in (input_id, token_type_id, attention_mask)]
+        named = dict(zip(TextClassificationModelOutput._NAMES, inputs, strict=True))
+        logits = read_logits(_called(model, weights, buffers, **named))
         return margin(logits.squeeze(0), _integers(label))
 
     def as_samples(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -202,7 +171,7 @@ class TextClassificationModelOutput(ClassificationModelOutput):
     ) -> Tensor:
         """Return the logits of a batch of texts, shape (B, classes)."""
         named: dict[str, Tensor] = dict(zip(self._NAMES, inputs, strict=True))
-        return _logits(model, weights, buffers, kwargs=named)
+        return read_logits(_called(model, weights, buffers, **named))
 
 
 class CLIPModelOutput(AbstractModelOutput):

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.compat.utils import vectorize
+from trak_core.compat._vectors import vectorize
 from trak_core.errors import InputError
+from trak_core.gradients import as_blocks
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -33,10 +34,7 @@ class ProjectionType(StrEnum):
 def _blocks(grads: Gradients, device: torch.device | str) -> list[Tensor]:
     """Return gradients as matrices side by side, in order, on ``device``."""
     values = grads.values() if isinstance(grads, Mapping) else [grads]
-    blocks = [value.detach().reshape(len(value), -1).to(device) for value in values]
-    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
-        blocks = [block.float() for block in blocks]
-    return blocks
+    return as_blocks(value.detach().to(device) for value in values)
 
 
 class AbstractProjector(ABC):

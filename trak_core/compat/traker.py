@@ -6,10 +6,9 @@ import numpy as np
 from torch import Tensor
 
 from trak_core.compat.batches import checked_batch, integer, listed, positions, taken_by_the_model
-from trak_core.compat.exchange import write_artifact
+from trak_core.compat.checks import check_weights, put_weights
 from trak_core.compat.featurizer import MODEL_IDS, NOTHING_LOADED, Featurizer
 from trak_core.compat.finalize import average_scores, checked_ids, usable_ids
-from trak_core.compat.parts import check_weights, put_weights
 from trak_core.compat.savers import ModelIDException
 from trak_core.errors import InputError
 
@@ -159,6 +158,4 @@ class TRAKer(Featurizer):
             self.saver, self.score_computer, exp_name, num_targets, used, self.device
         )
         self.scores = self.saver.write_scores(exp_name, scores)
-        for model_id in used:
-            write_artifact(self, model_id, exp_name)
         return self.scores

@@ -15,7 +15,7 @@ from trak_core.gradients._labels import check_labels, count_classes
 from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._method import GradientMethod, gradient_method
 from trak_core.gradients._parameters import n_params, select_parameters
-from trak_core.gradients._per_sample import PerSample, in_evaluation_mode
+from trak_core.gradients._per_sample import PerSample, as_blocks, in_evaluation_mode
 from trak_core.gradients._vmap import per_sample_gradients
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "PerSample",
     "Samples",
     "as_batch",
+    "as_blocks",
     "call",
     "check_finite",
     "check_finite_gramian",

@@ -1,13 +1,21 @@
 """What is computed for each sample, whichever way it is differentiated."""
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.model_outputs import ModelOutput
+
+
+def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, float32 at most."""
+    blocks = [block.reshape(len(block), -1) for block in gradients]
+    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
+        blocks = [block.float() for block in blocks]
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +43,7 @@ class PerSample:
 
     def blocks(self) -> list[Tensor]:
         """Return the gradients where they are, one (batch, entries) block a parameter."""
-        blocks = [b.reshape(len(b), -1) for b in self.gradients.values()]
-        if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
-            blocks = [block.float() for block in blocks]
-        return blocks
+        return as_blocks(self.gradients.values())
 
 
 def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,207 @@
+"""lambda_reg = 0 where G^T G has no inverse: the pseudo-inverse, and a warning that says so."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from compat_models import M, N, Net, checkpoints, images, walk
+
+import trak_core.compat as trak
+from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
+
+TRAIN, TARGETS, STATES = images(N), images(M, seed=1), checkpoints(Net, 2)
+NO_INVERSE = r"has no inverse: its rank is {}, with proj_dim {}, {} training samples and lambda_"
+
+
+def singular(rank, proj_dim, n=N):
+    return pytest.warns(UserWarning, match=NO_INVERSE.format(rank, proj_dim, n))
+
+
+def integers(seed, *shape):
+    """Sums of products of small integers are exact."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float64)
+
+
+def scores_of(computer, g, t):
+    """Scores of 0.3.2's formula by a score computer, shape (n, m)."""
+    g, t = torch.tensor(g, dtype=torch.float32), torch.tensor(t, dtype=torch.float32)
+    total = torch.zeros(len(g), len(t))
+    features = computer.get_x_xtx_inv(g, computer.get_xtx(g))
+    assert features.dtype == torch.float32
+    computer.get_scores(features, t, accumulator=total)
+    return total.double().numpy()
+
+
+def oracle(g, t):
+    """G K T^T with K = pinv(G^T G) / mean |pinv(G^T G)|, by singular values of G alone."""
+    pinv = np.linalg.pinv(g, rcond=1e-6)
+    return pinv.T @ t.T / np.abs(pinv @ pinv.T).mean()
+
+
+def close(found, expected, tolerance):
+    assert found.shape == expected.shape
+    assert np.isfinite(found).all()
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+CASES = {
+    "fewer samples than dimensions": integers(0, 9, 30),
+    "one sample": integers(1, 1, 8),
+    "the same sample again": np.repeat(integers(2, 5, 12), 6, axis=0),
+    "a dimension that nothing has": integers(3, 40, 10) * (np.arange(10) != 4),
+    "a product of low rank": integers(4, 50, 3) @ integers(5, 3, 20),
+}
+
+
+@pytest.mark.parametrize("computer", [BasicScoreComputer, BasicSingleBlockScoreComputer])
+@pytest.mark.parametrize("case", CASES)
+def test_scores_are_those_of_the_pseudo_inverse(case, computer):
+    g = CASES[case]
+    t = integers(6, 7, g.shape[1])
+    with singular(np.linalg.matrix_rank(g), g.shape[1], len(g)):
+        found = scores_of(computer(torch.float32, "cpu"), g, t)
+    close(found, oracle(g, t), 1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_are_the_limit_of_lambda_to_0(case):
+    """Lambda scales what a direction of eigenvalue d adds by d / (d + lambda)."""
+    g = CASES[case]
+    t = integers(6, 7, g.shape[1])
+    rank = np.linalg.matrix_rank(g)
+    with singular(rank, g.shape[1], len(g)):
+        limit = scores_of(BasicScoreComputer(torch.float32, "cpu"), g, t)
+    # Without 0.3.2's factor, which K / mean |K| sets for each lambda anew.
+    limit *= np.abs(np.linalg.pinv(g.T @ g, rcond=1e-10)).mean()
+    smallest = np.linalg.svd(g)[1][rank - 1] ** 2
+    for lambda_reg in (1, 1e-2, 1e-4):
+        # G inv(G^T G + lambda I) = inv(G G^T + lambda I) G
+        scores = np.linalg.solve(g @ g.T + lambda_reg * np.eye(len(g)), g @ t.T)
+        error = np.linalg.norm(scores - limit) / np.linalg.norm(limit)
+        assert error < lambda_reg / smallest + 1e-6
+
+
+@pytest.mark.parametrize(("n", "lambda_reg"), [(60, 0.0), (60, 1e-2), (60, 1.0), (9, 0.5)])
+def test_where_there_is_an_inverse_nothing_changes(n, lambda_reg):
+    """No warning (they are errors here), and 0.3.2's formula with NumPy's inverse."""
+    g, t = integers(7, n, 20), integers(8, 5, 20)
+    inverse = np.linalg.inv(g.T @ g + lambda_reg * np.eye(20))
+    expected = g @ (inverse / np.abs(inverse).mean()) @ t.T
+    computer = BasicScoreComputer(torch.float32, "cpu", lambda_reg=lambda_reg)
+    close(scores_of(computer, g, t), expected, 1e-4)
+
+
+def test_a_lambda_below_rounding_is_lambda_0():
+    g, t = CASES["fewer samples than dimensions"], integers(6, 7, 30)
+    with singular(9, 30, 9):
+        found = scores_of(BasicScoreComputer(torch.float32, "cpu", lambda_reg=1e-14), g, t)
+    close(found, oracle(g, t), 1e-6)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e15])
+def test_finite_features_of_any_size_give_finite_scores(size):
+    g, t = size * CASES["fewer samples than dimensions"], integers(6, 7, 30)
+    with singular(9 if size else 0, 30, 9):
+        found = scores_of(BasicScoreComputer(torch.float32, "cpu"), g, t)
+    assert np.isfinite(found).all()
+    assert found.any() == (size > 0)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("n", [1, 5, 20])
+def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
+    """A first try of the original's users: a handful of samples, and more dimensions than that."""
+    train, targets = images(n), images(M, seed=1)
+    with singular(n, 512, n):
+        made, scores = walk(
+            trak,
+            Net(),
+            STATES,
+            train,
+            targets,
+            task="image_classification",
+            save_dir=tmp_path,
+            proj_dim=512,
+            use_half_precision=half,
+        )
+    assert scores.shape == (n, M)
+    expected, weights = [], []
+    for model_id in range(len(STATES)):
+        made.saver.load_current_store(model_id)
+        made.saver.load_current_store(model_id, "mine", M)
+        store = made.saver.current_store
+        g, t = (np.array(store[key], dtype=np.float64) for key in ("grads", "mine_grads"))
+        expected.append(oracle(g, t))
+        weights.append(np.array(store["out_to_loss"], dtype=np.float64))
+    tolerance = 2e-3 if half else 1e-5
+    close(np.array(scores), np.mean(expected, axis=0) * np.mean(weights, axis=0), tolerance)
+
+
+def test_targets_that_are_training_samples_explain_themselves(tmp_path):
+    """With as many directions as samples G pinv(G^T G) G^T is the identity."""
+    with singular(8, 64, 8):
+        made, scores = walk(
+            trak,
+            Net(),
+            STATES[:1],
+            images(8),
+            images(8),
+            task="image_classification",
+            save_dir=tmp_path,
+            proj_dim=64,
+        )
+    identity = scores / made.saver.current_store["out_to_loss"]
+    close(identity / identity[0, 0], np.eye(8), 1e-4)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_more_dimensions_than_parameters(half, tmp_path):
+    """The rank is the number of parameters, whatever float16 makes of the rows; and with it the
+    projection drops out: G pinv(G^T G) T^T is what there is without one."""
+    given = {
+        "model": Net(),
+        "states": STATES[:1],
+        "train": TRAIN,
+        "targets": TARGETS,
+        "task": "image_classification",
+        "grad_wrt": ["bn1.weight"],
+        "use_half_precision": half,
+    }
+    with singular(8, 24):
+        _, found = walk(trak, save_dir=tmp_path / "wide", proj_dim=24, **given)
+    none = trak.projectors.NoOpProjector(device="cpu")
+    _, expected = walk(trak, save_dir=tmp_path / "none", projector=none, **given)
+    close(found / np.abs(found).max(), expected / np.abs(expected).max(), 2e-2 if half else 1e-3)
+
+
+def test_the_warning_says_what_to_set_and_setting_it_ends_it(tmp_path):
+    def featurized(**arguments):
+        made = trak.TRAKer(
+            Net(),
+            "image_classification",
+            N,
+            tmp_path,
+            device="cpu",
+            proj_dim=N + 10,
+            logging_level=100,
+            **arguments,
+        )
+        made.load_checkpoint(STATES[0], 0)
+        made.featurize(TRAIN, num_samples=N)
+        return made
+
+    made = featurized()
+    with pytest.warns(UserWarning, match="no inverse") as caught:
+        made.finalize_features()
+    assert made.saver.model_ids[0]["is_finalized"] == 1
+    (warning,) = caught
+    assert warning.filename == __file__
+    text = str(warning.message)
+    assert "or a proj_dim well below the number of training samples and of parameters" in text
+    grads = made.saver.current_store["grads"].astype(np.float64)
+    usual = float(re.search(r"Set lambda_reg above 0, (\S+) say", text).group(1))
+    assert abs(usual / (2 * (grads**2).sum(1).mean()) - 1) < 0.5
+    # Finalized already: nothing is computed, so nothing is said.
+    made.finalize_features()
+    featurized(lambda_reg=usual).finalize_features()
