@@ -14,7 +14,7 @@ def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
         proj_dim = 1 << (proj_dim.bit_length() - 1)
     elif kind == "sjlt" and stripes is None:
         stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
-    elif kind == "none":
+    elif kind == "identity":
         proj_dim = n_params
     return ProjectionSpec(
         kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes

@@ -97,7 +97,7 @@ def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor
 
 def _described(projection: ProjectionSpec) -> dict[str, Any]:
     """Return a projection as artifacts describe it."""
-    scale = "1" if projection.kind is ProjectionKind.NONE else "1/sqrt(proj_dim)"
+    scale = "1" if projection.kind is ProjectionKind.IDENTITY else "1/sqrt(proj_dim)"
     return {**projection.as_dict(), "scale": scale}
 
 

@@ -81,13 +81,13 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
         ("trak", asked["trak"]),
         ("sweep.proj_dim", asked.get("sweep", {}).get("proj_dim", ())),
     ):
-        nested = kind in (ProjectionKind.RADEMACHER, ProjectionKind.NORMAL)
-        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and not nested)]
+        nested = [one for one in ProjectionKind if one.about.nested]
+        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
         if wrong:
             raise InputError(
                 f"evaluation.{key} takes the first columns of the projection: at most "
-                f"projection.proj_dim, {proj_dim}, and fewer for rademacher and normal only. Found "
-                f"{wrong[0]} with {kind}."
+                f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
+                f"Found {wrong[0]} with {kind}."
             )
 
 

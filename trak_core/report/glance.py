@@ -7,6 +7,7 @@ from trak_core.report.elements import Html, element, fixed, joined, paragraph, p
 from trak_core.report.facts import Facts, Measured
 from trak_core.report.warnings import Caution
 from trak_core.report.words import OUTPUTS
+from trak_core.spec import EXACT
 
 _NAMES = 8
 
@@ -18,7 +19,7 @@ def glance(facts: Facts, cautions: Sequence[Caution]) -> Html:
     n_targets = len({target["id"] for one in facts.experiments for target in one.targets})
     n_train = facts.experiments[0].n_train
     projection = facts.experiments[0].source.spec["projection"]
-    exact = projection["kind"] == "exact"
+    exact = projection["kind"] == EXACT
     numbers: list[tuple[str, Any]] = [
         ("training examples", f"{n_train:,}"),
         ("targets explained", f"{n_targets:,}"),

@@ -17,7 +17,7 @@ from trak_core.config.schema import (
 from trak_core.errors import InputError
 from trak_core.config.demands import check_evaluation
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
-from trak_core.spec import EXACT, EXACT_PROJECTION
+from trak_core.spec import EXACT
 
 # Jobs are processes of their own: they import the trak_core that this file imports.
 os.environ.update(

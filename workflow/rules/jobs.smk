@@ -42,7 +42,7 @@ def training_arguments(wildcards):
 features_settings = {
     "model_output": config["model_output"],
     "parameter_patterns": parameter_patterns,
-    "projection": EXACT_PROJECTION if exact else config["projection"],
+    "projection": {"kind": EXACT} if exact else config["projection"],
     "dtype": "float64" if exact else config["features_dtype"],
     "study": study,
 }
