@@ -27,7 +27,7 @@ from trak_core.compat.projectors import known_projection
 from trak_core.compat.savers import SAMPLE_COLUMNS
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels, check_samples_apart
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import code_digest, ids_digest, parameters_digest, study_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec, stream_of
 from trak_core.study.checkpoints import checkpoint_sha256
@@ -63,7 +63,7 @@ def check_task(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tens
     name = model_output_of(task)
     if name is not None:
         assert isinstance(task, ClassificationModelOutput)
-        check_samples_apart(model, MODEL_OUTPUTS[name], task.as_samples(batch))
+        check_samples_apart(model, TABLE[name].load(), task.as_samples(batch))
 
 
 def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor]) -> np.ndarray:
@@ -83,7 +83,7 @@ def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor
     name = model_output_of(task)
     if name is None:
         return np.full((len(batch[0]), len(SAMPLE_COLUMNS)), np.nan)
-    output, labels = MODEL_OUTPUTS[name], batch[-1]
+    output, labels = TABLE[name].load(), batch[-1]
     assert isinstance(task, ClassificationModelOutput)
     assert output.curvature is not None
     with torch.no_grad():

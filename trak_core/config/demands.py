@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import TABLE
 from trak_core.spec import ProjectionKind
 
-_CLASSES = ("image_classification", "text_classification")
 _FEATURES_ONLY = ("trak", "sweep", "self_influence", "flipped")
 
 
@@ -57,10 +57,11 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         )
     if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
         key = "flipped" if "flipped" in asked else "baselines: same_class"
-        if config["model_output"] not in _CLASSES:
+        classes = [name for name, about in TABLE.items() if about.labels_are_classes]
+        if config["model_output"] not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(_CLASSES)}. Found {config['model_output']}. Leave it out."
+                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out."
             )
     _check_dimensions(config["projection"], asked)
 
