@@ -5,23 +5,63 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from trak_core.errors import InputError
 
-# What a config says in place of a projection, and what files made without one say.
+# What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
-EXACT_PROJECTION = {"kind": EXACT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What is to be known of a kind of projection, but for how its entries come about.
+
+    Attributes:
+        tag: Its number in the counter of random words, its own forever; None if nothing is random.
+        keeps: What is left without error where it is alone in a gradient: single coordinates, whole
+            blocks of proj_dim coordinates, or nothing. The errors that ``trust/distortion.py``
+            predicts follow from it.
+        nested: Whether the first k columns of a wider matrix are the k-column matrix.
+        power_of_two: Whether proj_dim must be one.
+        stripes: How many a row has if nobody says; None for kinds without.
+    """
+
+    tag: int | None
+    keeps: Literal["nothing", "coordinates", "blocks"]
+    nested: bool = False
+    power_of_two: bool = False
+    stripes: int | None = None
 
 
 class ProjectionKind(StrEnum):
-    """How the entries of the projection matrix come about (``projection/reference.py``)."""
+    """The kinds of projection, a row each: the one table that all read who must know them apart.
 
-    RADEMACHER = "rademacher"
-    NORMAL = "normal"
-    HADAMARD = "hadamard"
-    SJLT = "sjlt"
-    NONE = "none"
+    A new kind is a row here, its definition in ``projection/reference.py``, a module
+    ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
+    config's schema and in ``config/README.md``. ``projection/cuda/choose.py`` refuses it until
+    there is a kernel for GPUs. ``tests/library/test_registries.py`` says what is missing.
+    """
+
+    about: Kind
+
+    RADEMACHER = "rademacher", Kind(tag=0, keeps="coordinates", nested=True)
+    NORMAL = "normal", Kind(tag=1, keeps="nothing", nested=True)
+    HADAMARD = "hadamard", Kind(tag=3, keeps="blocks", power_of_two=True)
+    SJLT = "sjlt", Kind(tag=2, keeps="coordinates", stripes=4)
+    IDENTITY = "identity", Kind(tag=None, keeps="blocks")
+
+    def __new__(cls, name: str, about: Kind) -> Self:
+        """Make a kind that is its name, with its row beside it."""
+        kind = str.__new__(cls, name)
+        kind._value_, kind.about = name, about
+        return kind
+
+    @property
+    def tag(self) -> int:
+        """The row's number of a kind that has one."""
+        assert self.about.tag is not None
+        return self.about.tag
 
 
 class Weighting(StrEnum):
@@ -50,7 +90,7 @@ class ProjectionSpec:
         kind: How the entries come about.
         n_params: Rows of R, the size p of a flattened gradient; below 2^56.
         proj_dim: Columns of R, the size k of a projected gradient; a power of two for ``hadamard``,
-            equal to n_params for ``none``.
+            equal to n_params for ``identity``.
         seed: The user's seed, unsigned 64 bit.
         stream: Separates matrices of one seed, unsigned 32 bit; see ``stream_of``.
         version: Version of the definition; 1 is the only one.
@@ -95,8 +135,9 @@ class ProjectionSpec:
 
     def _check_kind(self) -> None:
         """Check what one kind asks of the sizes."""
-        if self.kind is ProjectionKind.SJLT:
-            stripes = 4 if self.stripes is None else self.stripes
+        about = self.kind.about
+        if about.stripes is not None:
+            stripes = about.stripes if self.stripes is None else self.stripes
             if stripes < 1 or self.proj_dim % stripes:
                 raise InputError(
                     "The projection's stripes must divide its proj_dim. "
@@ -104,25 +145,34 @@ class ProjectionSpec:
                 )
             object.__setattr__(self, "stripes", stripes)
         elif self.stripes is not None:
+            striped = " and ".join(kind for kind in ProjectionKind if kind.about.stripes)
             raise InputError(
-                "Only the projection kind sjlt has stripes. "
+                f"Only the projection kind {striped} has stripes. "
                 f"Found stripes {self.stripes} with kind {self.kind}."
             )
-        if self.kind is ProjectionKind.HADAMARD and self.proj_dim & (self.proj_dim - 1):
+        if about.power_of_two and self.proj_dim & (self.proj_dim - 1):
             raise InputError(
-                "proj_dim must be a power of two for the projection kind hadamard. "
+                f"proj_dim must be a power of two for the projection kind {self.kind}. "
                 f"Found {self.proj_dim}."
             )
-        if self.kind is ProjectionKind.NONE and self.proj_dim != self.n_params:
+        if self.kind is ProjectionKind.IDENTITY and self.proj_dim != self.n_params:
             raise InputError(
-                "proj_dim must equal n_params for the projection kind none. "
+                "proj_dim must equal n_params for the projection kind identity. "
                 f"Found proj_dim {self.proj_dim}, n_params {self.n_params}."
             )
 
     @property
     def is_nested(self) -> bool:
         """Whether the first k columns of a wider matrix are the k-column matrix."""
-        return self.kind in {ProjectionKind.RADEMACHER, ProjectionKind.NORMAL}
+        return self.kind.about.nested
+
+    @property
+    def lossless_block(self) -> int | None:
+        """How many consecutive coordinates are kept without error where they are alone, or None.
+
+        Blocks begin at multiples of this number.
+        """
+        return {"nothing": None, "coordinates": 1, "blocks": self.proj_dim}[self.kind.about.keeps]
 
     @property
     def entry_factor(self) -> float:
@@ -131,8 +181,8 @@ class ProjectionSpec:
 
     @property
     def scale(self) -> float:
-        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), and 1 for ``none``."""
-        return 1.0 if self.kind is ProjectionKind.NONE else 1 / math.sqrt(self.proj_dim)
+        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), and 1 for ``identity``."""
+        return 1.0 if self.kind is ProjectionKind.IDENTITY else 1 / math.sqrt(self.proj_dim)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, ready for JSON; ``stripes`` where there are any."""

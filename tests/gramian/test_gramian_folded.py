@@ -8,13 +8,11 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.gradients import per_sample_gradients, select_parameters
 from trak_core.gramian import cross_gramian, train_gramian
-from trak_core.model_outputs import (
-    IGNORED,
-    LANGUAGE_MODELLING,
-    MODEL_OUTPUTS,
-    SEGMENTATION,
-    contrast,
-)
+from trak_core.model_outputs.clip import contrast
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import IGNORED
+from trak_core.model_outputs.segmentation import SEGMENTATION
+from trak_core.model_outputs.table import TABLE
 from trak_core.projection import project
 from trak_core.scoring.exact import exact_similarities
 from trak_core.scoring.scores import similarities
@@ -39,7 +37,7 @@ def batch(n, kind):
 
 
 def jacobian(model, parameters, kind, samples):
-    found = per_sample_gradients(model, parameters, MODEL_OUTPUTS[kind], samples)
+    found = per_sample_gradients(model, parameters, TABLE[kind].load(), samples)
     return torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).double().numpy()
 
 
@@ -51,7 +49,7 @@ def case(request):
     parameters = select_parameters(model, None)
     train, targets = batch(11, kind), batch(5, kind)
     gradients = [jacobian(model, parameters, kind, part) for part in (train, targets)]
-    return model, parameters, MODEL_OUTPUTS[kind], train, targets, *gradients
+    return model, parameters, TABLE[kind].load(), train, targets, *gradients
 
 
 def cut(samples, *at):
@@ -89,7 +87,7 @@ def test_blocks_change_nothing_but_rounding(case, at):
 def test_only_the_chosen_parameters_count(case):
     model, _, output, train, *_ = case
     chosen = select_parameters(model, ["5.*"])
-    kind = next(k for k, v in MODEL_OUTPUTS.items() if v is output)
+    kind = next(k for k in ("image_classification", "regression") if TABLE[k].load() is output)
     j = jacobian(model, chosen, kind, train)
     gramian = train_gramian(model, chosen, output, [train])
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)

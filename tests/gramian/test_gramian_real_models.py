@@ -7,7 +7,7 @@ from torch.utils.data import default_collate
 
 from trak_core.gradients import per_sample_gradients, select_parameters
 from trak_core.gramian import train_gramian
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.model_outputs.table import TABLE
 
 CASES = {
     "resnet": "image_classification",
@@ -29,7 +29,7 @@ def test_the_gramian_is_the_product_of_the_gradients(name, monkeypatch):
     monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
     model = getattr(models, name)().double().eval()
     samples = default_collate([models.sample(name, i, torch.float64) for i in range(5)])
-    output, parameters = MODEL_OUTPUTS[CASES[name]], select_parameters(model, None)
+    output, parameters = TABLE[CASES[name]].load(), select_parameters(model, None)
     found = per_sample_gradients(model, parameters, output, samples)
     j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
     gramian = train_gramian(model, parameters, output, [samples])

@@ -10,8 +10,8 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 from trak_core.trust.distortion import (
     inner_product_agreement,
     inner_product_sd,
-    lossless_block,
     peakedness,
+    spread_norm_sd,
     squared_norm_agreement,
 )
 
@@ -20,7 +20,7 @@ RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((12, 30)) * np.geomspace(1, 20, 12)[:, None] ** np.linspace(-1, 1, 30)
 ROWS[5] = ROWS[4] + 0.1 * ROWS[5]
 GRAMIAN = ROWS @ ROWS.T
-KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
+KINDS = [str(kind) for kind in ProjectionKind if kind.about.tag is not None]
 PROJ_DIM = 8
 
 
@@ -30,7 +30,7 @@ def spec_of(kind, stream=0):
 
 
 def predicted(kind, rows, gramian, proj_dim=PROJ_DIM):
-    block = lossless_block(spec_of(kind))
+    block = spec_of(kind).lossless_block
     peaks = np.zeros_like(gramian) if block is None else peakedness(rows, rows, block)
     return inner_product_sd(proj_dim, gramian, peaks)
 
@@ -45,7 +45,7 @@ def test_theory_predicts_the_errors(kind):
         assert len(found.by_stream) == 400
         assert 0 < found.standard_error < 0.05 * found.measured
         assert abs(found.measured - found.predicted) < 3 * found.standard_error
-    other = "rademacher" if kind == "normal" else "normal"
+    other = "rademacher" if spec_of(kind).lossless_block is None else "normal"
     found = squared_norm_agreement(GRAMIAN, streams, predicted(other, ROWS, GRAMIAN))
     assert abs(found.measured - found.predicted) > 3 * found.standard_error
 
@@ -90,6 +90,7 @@ def test_the_formulas_of_normal_and_rademacher():
     """sqrt(2/k), sqrt((1 + cos^2)/k); sqrt((2/k) (1 - sum x^4 / |x|^4)) for random signs."""
     wide = predicted("normal", ROWS, GRAMIAN, proj_dim=64)
     np.testing.assert_allclose(np.diagonal(wide), np.sqrt(2 / 64))
+    assert spread_norm_sd(64) == np.sqrt(2 / 64)
     cosine = GRAMIAN[2, 7] / np.sqrt(GRAMIAN[2, 2] * GRAMIAN[7, 7])
     assert wide[2, 7] == pytest.approx(np.sqrt((1 + cosine**2) / 64))
     narrow = predicted("rademacher", ROWS, GRAMIAN, proj_dim=64)

@@ -22,13 +22,11 @@ from trak_core.gradients import (
     samples_that_fit,
     select_parameters,
 )
-from trak_core.model_outputs import (
-    CLASSIFICATION,
-    LANGUAGE_MODELLING,
-    REGRESSION,
-    SEGMENTATION,
-    contrast,
-)
+from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.clip import contrast
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.segmentation import SEGMENTATION
 
 CPU = torch.device("cpu")
 METHODS = [per_sample_gradients, looped_gradients]

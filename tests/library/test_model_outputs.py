@@ -12,21 +12,13 @@ from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy, softplus
 
 from trak_core.errors import InputError
-from trak_core.model_outputs import (
-    CLASSIFICATION,
-    IGNORED,
-    LANGUAGE_MODELLING,
-    MODEL_OUTPUTS,
-    REGRESSION,
-    SEGMENTATION,
-    contrast,
-    drawn_pairs,
-    margin,
-    mean_pixel_margin,
-    pair_margins,
-    read_logits,
-    sequence_log_odds,
-)
+from trak_core.model_outputs.classification import CLASSIFICATION, margin
+from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, sequence_log_odds
+from trak_core.model_outputs.model_output import IGNORED, read_logits
+from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.segmentation import SEGMENTATION, mean_pixel_margin
+from trak_core.model_outputs.table import TABLE
 
 LOGITS = torch.tensor([[0.3, -1.2, 2.0], [5.0, 5.0, 5.0], [-3.0, 0.0, 3.0]], dtype=torch.float64)
 
@@ -312,4 +304,19 @@ def test_what_a_model_of_pairs_returns():
 
 
 def test_every_model_output_has_a_case():
-    assert {id(o) for o in MODEL_OUTPUTS.values()} <= {id(o) for o, _, _ in CASES.values()}
+    """The test's own name of a case is that of no config, but every row's output is among them."""
+    tested = {id(o) for o, _, _ in CASES.values()}
+    for name, about in TABLE.items():
+        assert about.needs_pairs or id(about.load()) in tested, name
+
+
+def test_loss_weights_that_are_probabilities_say_so():
+    """Of samples that a model is sure of, half sure of, or sure to be otherwise."""
+    outputs = {id(output): (output, x, label) for output, x, label in CASES.values()}
+    for name, about in TABLE.items():
+        case = CASES["contrast"] if about.needs_pairs else outputs[id(about.load())]
+        output, x, label = case
+        scales = (1e2, 10, 1, 0, -1, -10, -1e2)
+        found = [output.loss_weight(x * scale, label).item() for scale in scales]
+        within = min(found) >= 0 and max(found) <= 1
+        assert within == about.weight_is_probability, name

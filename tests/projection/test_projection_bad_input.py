@@ -41,12 +41,12 @@ def test_bad_arguments_are_explained(arguments, message):
         project(gradients, spec_of("rademacher", 10, 3), **arguments)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("kind", [*KINDS, "identity"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
 def test_rows_that_are_not_finite_are_named(kind, bad):
     gradients = real_gradients(12, 300)
     gradients[9, 250:] = bad
-    if kind == "none":
+    if kind == "identity":
         gradients[9, 250] = np.nan
     with pytest.raises(InputError, match=r"rows 9\."):
         project(gradients, spec_of(kind, 300, 8))
@@ -67,7 +67,7 @@ def test_rows_that_are_not_finite_are_named(kind, bad):
         {"proj_dim": 6, "kind": "hadamard"},
         {"proj_dim": 6, "kind": "sjlt"},
         {"stripes": 0, "kind": "sjlt"},
-        {"proj_dim": 4, "kind": "none"},
+        {"proj_dim": 4, "kind": "identity"},
     ],
 )
 def test_fields_out_of_range_are_refused(field):
@@ -76,7 +76,7 @@ def test_fields_out_of_range_are_refused(field):
         ProjectionSpec(**(good | field))
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "none"])
+@pytest.mark.parametrize("kind", [*KINDS, "identity"])
 @pytest.mark.parametrize("shape", [(0, 10), (3, 0), (0, 0)])
 def test_empty_gradients(kind, shape):
     spec = spec_of(kind, 10, 4)

@@ -13,7 +13,6 @@ from workspace import Workspace
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
 from trak_core.provenance import ids_digest
-from trak_core.spec import EXACT_PROJECTION
 from trak_core.stages import compute_gramian as gramian
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
@@ -210,7 +209,7 @@ def finished(cases, tmp_path_factory):
         ["c0", "c1"],
         case.targets,
         model_output=case.output,
-        projection=EXACT_PROJECTION,
+        projection={"kind": "exact"},
         dtype="float64",
     )
     return folder, spec

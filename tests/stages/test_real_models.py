@@ -18,7 +18,7 @@ from trak_core.gradients import (
     per_sample_gradients,
     select_parameters,
 )
-from trak_core.model_outputs import CLASSIFICATION
+from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.models.named_output import model_output
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of

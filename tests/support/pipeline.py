@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from trak_core.provenance import ids_digest
-from trak_core.spec import EXACT_PROJECTION, FeaturesSpec, ScoresSpec
+from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_features import compute_features
@@ -165,7 +165,7 @@ def run_exact_stages(
     **settings,
 ) -> Path:
     """The same without a projection."""
-    settings = {"model_output": model_output, "projection": EXACT_PROJECTION, **settings}
+    settings = {"model_output": model_output, "projection": {"kind": EXACT}, **settings}
     spec = scores_spec(checkpoints, targets, dtype="float64", **settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):

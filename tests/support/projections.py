@@ -2,19 +2,20 @@
 
 import numpy as np
 
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionKind, ProjectionSpec
 
-KINDS = ["rademacher", "normal", "hadamard", "sjlt"]
+KINDS = [str(kind) for kind in ProjectionKind if kind.about.tag is not None]
 SEED = (5 << 32) + 77
 
 
 def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
     """A projection; ``proj_dim`` is taken down to what the kind can have."""
-    if kind == "hadamard":
+    about = ProjectionKind(kind).about
+    if about.power_of_two:
         proj_dim = 1 << (proj_dim.bit_length() - 1)
-    elif kind == "sjlt" and stripes is None:
+    elif about.stripes and stripes is None:
         stripes = next(s for s in (4, 2, 1) if proj_dim % s == 0)
-    elif kind == "none":
+    elif kind == "identity":
         proj_dim = n_params
     return ProjectionSpec(
         kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes

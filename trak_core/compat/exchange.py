@@ -42,10 +42,10 @@ def _projection(traker: TRAKer, model_id: int) -> ProjectionSpec:
 
 def _shared_spec(traker: TRAKer, projection: ProjectionSpec) -> dict[str, Any]:
     """Return what an artifact says of itself that a TRAKer knows as well, under the same keys."""
-    scale = "1" if projection.kind is ProjectionKind.NONE else "1/sqrt(proj_dim)"
+    scale = "1" if projection.kind is ProjectionKind.IDENTITY else "1/sqrt(proj_dim)"
     return {
         "projection": {**projection.as_dict(), "scale": scale},
-        "parameters": parameters_digest(traker.parameters),
+        "parameters_digest": parameters_digest(traker.parameters),
         "model_output": model_output_of(traker.task),
     }
 

@@ -17,7 +17,7 @@ from trak_core.compat._vectors import vectorize
 from trak_core.compat.modelout_functions import AbstractModelOutput
 from trak_core.errors import InputError
 from trak_core.gradients import PerSample, check_finite, looped_gradients, per_sample_gradients
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
@@ -49,7 +49,6 @@ _VALUE = ModelOutput(
     label_number=lambda label: label,
     label_ndim=None,
     n_classes=lambda outputs: None,
-    unit="that of the task",
 )
 
 

@@ -310,7 +310,11 @@ def known_projection(projector: object, n_params: int, model_id: int) -> Project
         return projector.whole().spec(model_id)
     if kind is NoOpProjector:
         return ProjectionSpec(
-            kind=ProjectionKind.NONE, n_params=n_params, proj_dim=n_params, seed=0, stream=model_id
+            kind=ProjectionKind.IDENTITY,
+            n_params=n_params,
+            proj_dim=n_params,
+            seed=0,
+            stream=model_id,
         )
     return None
 

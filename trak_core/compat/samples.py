@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trak_core.compat.modelout_functions import AbstractModelOutput, ClassificationModelOutput
 from trak_core.compat.savers import SAMPLE_COLUMNS
 from trak_core.gradients import check_labels, check_samples_apart
-from trak_core.model_outputs import MODEL_OUTPUTS
+from trak_core.model_outputs.table import TABLE
 
 
 def model_output_of(task: AbstractModelOutput) -> str | None:
@@ -30,7 +30,7 @@ def check_task(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tens
     name = model_output_of(task)
     if name is not None:
         assert isinstance(task, ClassificationModelOutput)
-        check_samples_apart(model, MODEL_OUTPUTS[name], task.as_samples(batch))
+        check_samples_apart(model, TABLE[name].load(), task.as_samples(batch))
 
 
 def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor]) -> np.ndarray:
@@ -50,7 +50,7 @@ def describe(task: AbstractModelOutput, model: nn.Module, batch: Sequence[Tensor
     name = model_output_of(task)
     if name is None:
         return np.full((len(batch[0]), len(SAMPLE_COLUMNS)), np.nan)
-    output, labels = MODEL_OUTPUTS[name], batch[-1]
+    output, labels = TABLE[name].load(), batch[-1]
     assert isinstance(task, ClassificationModelOutput)
     assert output.curvature is not None
     with torch.no_grad():

@@ -7,7 +7,6 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import ProjectionKind
 
-_CLASSES = tuple(name for name, about in TABLE.items() if about.has_classes)
 _FEATURES_ONLY = ("trak", "sweep", "self_influence", "flipped")
 
 
@@ -94,10 +93,11 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         )
     if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
         key = "flipped" if "flipped" in asked else "baselines: same_class"
-        if config["model_output"] not in _CLASSES:
+        classes = [name for name, about in TABLE.items() if about.labels_are_classes]
+        if config["model_output"] not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(_CLASSES)}. Found {config['model_output']}. Leave it out."
+                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out."
             )
     _check_dimensions(config["projection"], asked)
 
@@ -118,13 +118,13 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
         ("trak", asked["trak"]),
         ("sweep.proj_dim", asked.get("sweep", {}).get("proj_dim", ())),
     ):
-        nested = kind in (ProjectionKind.RADEMACHER, ProjectionKind.NORMAL)
-        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and not nested)]
+        nested = [one for one in ProjectionKind if one.about.nested]
+        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
         if wrong:
             raise InputError(
                 f"evaluation.{key} takes the first columns of the projection: at most "
-                f"projection.proj_dim, {proj_dim}, and fewer for rademacher and normal only. Found "
-                f"{wrong[0]} with {kind}."
+                f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
+                f"Found {wrong[0]} with {kind}."
             )
 
 

@@ -12,7 +12,6 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import ids_digest, study_digest
 from trak_core.spec import (
     EXACT,
-    EXACT_PROJECTION,
     Combine,
     FeaturesSpec,
     RetrainedSpec,
@@ -83,7 +82,7 @@ class Specs:
         return FeaturesSpec(
             model_output=self.config["model_output"],
             parameter_patterns=None if patterns == "all" else patterns,
-            projection=EXACT_PROJECTION if self.is_exact else self.config["projection"],
+            projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
             study_digest=self.study_digest,
         )

@@ -12,7 +12,7 @@ from trak_core.errors import InputError
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._per_sample import in_evaluation_mode
 from trak_core.gradients._precision import rounding
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 _SAMPLES = 8
 # A module's call: its name, what went in and what came out, both as tensors a sample.

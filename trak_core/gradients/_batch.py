@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.model_outputs import IGNORED, ModelOutput
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 
 @dataclass(frozen=True, slots=True)

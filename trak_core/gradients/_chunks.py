@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._per_sample import in_evaluation_mode
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.system.faults import is_out_of_memory
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._per_sample import beside_gradient, in_evaluation_mode
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 
 def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:

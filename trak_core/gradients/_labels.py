@@ -10,7 +10,7 @@ from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._call import call
 from trak_core.gradients._per_sample import in_evaluation_mode
-from trak_core.model_outputs import IGNORED, ModelOutput
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
 _SHAPES = ("one number a sample", "one token a position", "one class a pixel")
 

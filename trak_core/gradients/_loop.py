@@ -10,7 +10,7 @@ from trak_core.gradients._per_sample import (
     in_evaluation_mode,
     per_sample,
 )
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 
 def looped_gradients(

@@ -9,7 +9,7 @@ from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._per_sample import PerSample, in_evaluation_mode
 from trak_core.gradients._precision import rounding
 from trak_core.gradients._vmap import per_sample_gradients
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.system.faults import is_out_of_memory
 
 GradientMethod = Callable[[nn.Module, dict[str, nn.Parameter], ModelOutput, Samples], PerSample]

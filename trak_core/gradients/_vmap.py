@@ -11,7 +11,7 @@ from trak_core.gradients._per_sample import (
     in_evaluation_mode,
     per_sample,
 )
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 _Tensors = tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]
 

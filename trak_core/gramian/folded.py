@@ -16,7 +16,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import Batch, Samples, as_batch
 from trak_core.gramian.parameters import parameter_gramian
 from trak_core.gramian.rules import MixedSamplesError
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 
 
 def train_gramian(

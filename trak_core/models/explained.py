@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import vmap
 
 from trak_core.gradients import as_batch, call, check_labels, count_classes, in_evaluation_mode
-from trak_core.models.named_output import CLIP, model_output
+from trak_core.models.named_output import model_output
 from trak_core.study.study import Split
 
 
@@ -15,7 +15,7 @@ def explained(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return f and prediction of every sample of the pool under one model."""
     device = next(model.parameters()).device
-    output = model_output(output_name, model, train if output_name == CLIP else None, device)
+    output = model_output(output_name, model, train, device)
     n_classes = count_classes(model, output, pool.batch(0, 1), device)
     found: list[tuple[np.ndarray, np.ndarray]] = []
     with torch.no_grad(), in_evaluation_mode(model):

@@ -16,8 +16,9 @@ from trak_core.gradients import (
     count_classes,
     select_parameters,
 )
-from trak_core.model_outputs import ModelOutput
-from trak_core.models.named_output import CLIP, N_OTHERS, OTHERS_SEED, model_output
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.table import TABLE
+from trak_core.models.named_output import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import FeaturesSpec
 from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint
@@ -68,7 +69,7 @@ class LoadedModel:
         load_checkpoint(model, checkpoint)
         model.to(device)
         parameters = select_parameters(model, spec.parameter_patterns)
-        pairs = study.split(TRAIN, None) if spec.model_output == CLIP else None
+        pairs = study.split(TRAIN, None) if TABLE[spec.model_output].needs_pairs else None
         output = model_output(spec.model_output, model, pairs, device)
         return cls(study, model, parameters, output, device)
 
@@ -117,14 +118,14 @@ class LoadedModel:
             }),
             "checkpoint": {"id": spec.checkpoint, "sha256": checkpoint_sha256(checkpoint)},
         }
-        if spec.model_output == CLIP:
+        if TABLE[spec.model_output].needs_pairs:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found
 
 
 def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
     """Say when most training samples are fitted so well that their scores all but vanish."""
-    if model_output == "regression":  # a residual, in a unit that no bound here can know
+    if not TABLE[model_output].weight_is_probability:
         return
     saturated = (loss_weights.abs() < 1e-3).float().mean().item()
     if saturated > 0.5:

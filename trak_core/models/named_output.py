@@ -5,16 +5,11 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients import as_batch, call, in_evaluation_mode
-from trak_core.model_outputs import (
-    MODEL_OUTPUTS,
-    ModelOutput,
-    contrast,
-    drawn_pairs,
-    read_embeddings,
-)
+from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.table import TABLE
 from trak_core.study.study import Split
 
-CLIP = "clip"
 # Of the pairs that a pair is to stand out among: TRAK's own number, and the seed of their draw.
 N_OTHERS = 300
 OTHERS_SEED = 0
@@ -38,21 +33,22 @@ def model_output(
 ) -> ModelOutput:
     """Return a model output by its name.
 
-    The others of ``clip`` are drawn from the training pairs, uniformly and the same for every
-    checkpoint, and embedded under this checkpoint.
+    Others to tell pairs apart from are drawn from the training pairs, uniformly and the same for
+    every checkpoint, and embedded under this checkpoint.
 
     Args:
-        name: A key of ``MODEL_OUTPUTS``, or ``clip``.
+        name: A key of ``TABLE``.
         model: With its weights, on ``device``.
-        pairs: For ``clip``: where to draw from.
+        pairs: Where to draw from; read only where the output's row ``needs_pairs``.
         device: Where the model is.
-        n_others: For ``clip``: how many to draw.
+        n_others: How many to draw.
 
     Raises:
-        InputError: If a model for ``clip`` has no ``logit_scale`` or cannot take its samples.
+        InputError: If a model for pairs has no ``logit_scale`` or cannot take its samples.
     """
-    if name != CLIP:
-        return MODEL_OUTPUTS[name]
+    about = TABLE[name]
+    if not about.needs_pairs:
+        return about.load()
     assert pairs is not None
     embeddings: list[Tensor] = []
     with torch.no_grad(), in_evaluation_mode(model):
@@ -61,4 +57,4 @@ def model_output(
             returned = call(model, pair.mapped(lambda tensor: tensor.to(device)))
             embeddings.append(read_embeddings(returned)[0])
     images, texts = torch.stack(embeddings, dim=1)
-    return contrast(images, texts, _scale(model))
+    return about.load(images, texts, _scale(model))

@@ -79,7 +79,7 @@ class SampledGradients:
 
         Args:
             size: Entries p of a gradient.
-            block: See ``lossless_block``.
+            block: See ``ProjectionSpec.lossless_block``.
             held: Samples whose gradients are kept while the others' go by; changes nothing but the
                 time.
         """

@@ -86,7 +86,7 @@ def _array(tensor: Matrix) -> np.ndarray:
 
 
 def _copy_columns(blocks: Sequence[Matrix], offset: int, out: Any) -> None:
-    """Add the blocks to the columns they stand for: the projection of kind ``none``."""
+    """Add the blocks to the columns they stand for: the projection of kind ``identity``."""
     for block in blocks:
         out[:, offset : offset + block.shape[1]] += block
         offset += block.shape[1]
@@ -121,8 +121,8 @@ def project(
     Computes :math:`Y = X R[o : o + n]`. Each entry of R is a function of the spec and its row and
     column alone (``reference.py`` defines it): R does not depend on the device, on the dtype of
     the gradients, on the batch, on how the coordinates are cut into chunks or blocks, or on the
-    number of threads; for ``rademacher`` and ``normal`` not even on ``spec.proj_dim`` (the first k
-    columns of a wider matrix are the k-column matrix). Sums are float32. On one device Y does not
+    number of threads; where ``spec.is_nested`` not even on ``spec.proj_dim`` (the first k columns
+    of a wider matrix are the k-column matrix). Sums are float32. On one device Y does not
     depend on the batch, the blocks or the threads, and chunks change it only by rounding.
 
     The device of the gradients decides where the work is done. On CUDA the kernel is tested when
@@ -165,7 +165,7 @@ def project(
     if threads < 1:
         raise InputError(f"`threads` must be at least 1. Found {threads}.")
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
-    if spec.kind is ProjectionKind.NONE:
+    if spec.kind is ProjectionKind.IDENTITY:
         _copy_columns(blocks, offset, out)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
         # Only here: a machine without CUDA does not need what it imports.

@@ -29,7 +29,7 @@ not zero. For stripe t: c0 = t >> 2, q = g, word t & 3; its low 31 bits, times k
 31 are the column within the stripe, its top bit is the sign. The entry is +-sqrt(k/s), applied as
 one factor to the sum of the signed gradients.
 
-``none``: the identity.
+``identity``: 1 where j = g, else 0; nothing is random.
 """
 
 import numpy as np
@@ -37,12 +37,6 @@ import numpy as np
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _MASK = np.uint64(0xFFFFFFFF)
-_TAG = {
-    ProjectionKind.RADEMACHER: 0,
-    ProjectionKind.NORMAL: 1,
-    ProjectionKind.SJLT: 2,
-    ProjectionKind.HADAMARD: 3,
-}
 _SD = np.float32(1 / 147.80166)
 _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
@@ -73,12 +67,10 @@ def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarra
     return np.stack([c0, c1, c2, c3])
 
 
-def _words(
-    spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, which: np.ndarray, tag: int
-) -> np.ndarray:
+def _words(spec: ProjectionSpec, c0: np.ndarray, q: np.ndarray, which: np.ndarray) -> np.ndarray:
     """Return word ``which`` of the call at (c0, q): the arguments broadcast, uint64."""
     c0, q, which = np.broadcast_arrays(c0, q, which)
-    high = (q >> np.uint64(32)) | np.uint64(tag << 24)
+    high = (q >> np.uint64(32)) | np.uint64(spec.kind.tag << 24)
     counter = np.stack([c0, q & _MASK, high, np.full_like(q, spec.stream)])
     key = spec.seed & 0xFFFFFFFF, spec.seed >> 32
     words = philox4x32_reference(counter.reshape(4, -1), key).reshape(4, *q.shape)
@@ -92,13 +84,13 @@ def _signs(words: np.ndarray, bit: np.ndarray | np.uint64) -> np.ndarray:
 
 def _rademacher(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
     q = 4 * (g >> np.uint64(7)) + ((g >> np.uint64(1)) & np.uint64(3))
-    words = _words(spec, j >> np.uint64(2), q, j & np.uint64(3), _TAG[spec.kind])
+    words = _words(spec, j >> np.uint64(2), q, j & np.uint64(3))
     bit = 2 * ((g >> np.uint64(4)) & np.uint64(7)) + ((g >> np.uint64(3)) & np.uint64(1))
     return _signs(words, bit + 16 * (g & np.uint64(1)))
 
 
 def _normal(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
-    words = _words(spec, j >> np.uint64(2), g, j & np.uint64(3), _TAG[spec.kind])
+    words = _words(spec, j >> np.uint64(2), g, j & np.uint64(3))
     four = [(words >> np.uint64(8 * i)) & np.uint64(0xFF) for i in range(4)]
     x = (np.sum(four, axis=0).astype(np.int64) - 510).astype(np.float32) * _SD
     x2 = x * x
@@ -113,7 +105,7 @@ def _hadamard(spec: ProjectionSpec, g: np.ndarray, j: np.ndarray) -> np.ndarray:
     for position, first in ((i, 0), (j, 2**31)):
         word = position >> np.uint64(5)
         c0 = (word >> np.uint64(2)) + np.uint64(first)
-        words = _words(spec, c0, block, word & np.uint64(3), _TAG[spec.kind])
+        words = _words(spec, c0, block, word & np.uint64(3))
         signs = signs * _signs(words, position & np.uint64(31))
     parity = np.bitwise_count(i & j) & np.uint8(1)
     return signs * (1.0 - 2.0 * parity)
@@ -124,7 +116,7 @@ def _sjlt(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
     assert stripes is not None
     width = spec.proj_dim // stripes
     t = np.arange(stripes, dtype=np.uint64)[None, :]
-    words = _words(spec, t >> np.uint64(2), g, t & np.uint64(3), _TAG[spec.kind])
+    words = _words(spec, t >> np.uint64(2), g, t & np.uint64(3))
     bucket = ((words & np.uint64(0x7FFFFFFF)) * np.uint64(width)) >> np.uint64(31)
     matrix = np.zeros((len(g), spec.proj_dim))
     columns = (t * np.uint64(width) + bucket).astype(np.intp)
@@ -157,7 +149,7 @@ def projection_matrix(
             return _hadamard(spec, g, j)
         case ProjectionKind.SJLT:
             return _sjlt(spec, g) * spec.entry_factor
-        case ProjectionKind.NONE:
+        case ProjectionKind.IDENTITY:
             return (g == j).astype(np.float64)
 
 

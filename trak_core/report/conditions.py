@@ -3,6 +3,8 @@
 from trak_core.report.charts import ORANGE, Line, charts, line_chart
 from trak_core.report.elements import Html, element, joined, number, paragraph, percent, table
 from trak_core.report.facts import Error, Facts
+from trak_core.spec import EXACT
+from trak_core.trust.distortion import spread_norm_sd
 
 _ROWS = 30
 
@@ -10,7 +12,7 @@ _ROWS = 30
 def projection(facts: Facts) -> Html:
     """Return the section on what the projection distorts, and on condition numbers."""
     spec = facts.experiments[0].source.spec["projection"]
-    if spec["kind"] == "exact":
+    if spec["kind"] == EXACT:
         return paragraph(
             "Nothing was projected: scores come from the exact inner products of all gradients, "
             "what a projection approximates."
@@ -19,7 +21,7 @@ def projection(facts: Facts) -> Html:
         f"A gradient has {spec['n_params']:,} numbers here, too many to keep for every example. "
         f"A random matrix ({spec['kind']}) turns each into {spec['proj_dim']:,} that keep lengths "
         f"and angles up to chance errors; a single length squared is off by about "
-        f"{percent((2 / spec['proj_dim']) ** 0.5, 1)} (one standard deviation, sqrt(2/k))."
+        f"{percent(spread_norm_sd(spec['proj_dim']), 1)} (one standard deviation, sqrt(2/k))."
     )
     return joined([intro, _distortion(facts), _conditions(facts)])
 

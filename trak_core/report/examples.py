@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.report.elements import Html, element, joined, number, paragraph, plural
 from trak_core.report.facts import Experiment, Row
-from trak_core.report.words import OUTPUTS
 
 # Training samples of either sign beside a target; targets of an experiment, and those that show
 # without a click; targets in all, which bounds the page's size.
@@ -84,7 +84,7 @@ def _target(
     pictures: bool,
 ) -> Html:
     target = about["id"]
-    output = OUTPUTS[experiment.source.spec["model_output"]]
+    output = TABLE[experiment.source.spec["model_output"]]
     spread = f" \N{PLUS-MINUS SIGN} {number(about['output_sd'], 2)}"
     several = len(experiment.checkpoints) > 1
     facts = [

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.report.elements import Html, element, fixed, joined, paragraph, percent, plural
 from trak_core.report.facts import Facts, Measured
 from trak_core.report.warnings import Caution
-from trak_core.report.words import OUTPUTS
+from trak_core.spec import EXACT
 
 _NAMES = 8
 
@@ -14,11 +15,11 @@ _NAMES = 8
 def glance(facts: Facts, cautions: Sequence[Caution]) -> Html:
     """Return what was asked, in numbers and words, and how far to trust the scores."""
     config = facts.config
-    output = OUTPUTS[config["model_output"]]
+    output = TABLE[config["model_output"]]
     n_targets = len({target["id"] for one in facts.experiments for target in one.targets})
     n_train = facts.experiments[0].n_train
     projection = facts.experiments[0].source.spec["projection"]
-    exact = projection["kind"] == "exact"
+    exact = projection["kind"] == EXACT
     numbers: list[tuple[str, Any]] = [
         ("training examples", f"{n_train:,}"),
         ("targets explained", f"{n_targets:,}"),

@@ -1,13 +1,13 @@
 """How to read a score, with an example from this very study."""
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.report.elements import Html, bullets, element, joined, number, paragraph
 from trak_core.report.facts import Experiment, Facts
-from trak_core.report.words import OUTPUTS
 
 
 def reading(facts: Facts) -> Html:
     """Return what a score means, its sign, its unit, and what it doesn't say."""
-    output = OUTPUTS[facts.config["model_output"]]
+    output = TABLE[facts.config["model_output"]]
     first = facts.experiments[0]
     relative = first.unit.startswith("relative")
     points = [

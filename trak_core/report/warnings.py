@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, pstdev
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.report.elements import (
     Html,
     bullets,
@@ -99,8 +100,7 @@ def _checkpoints(facts: Facts) -> list[Caution]:
 def _loss_weights(facts: Facts) -> list[Caution]:
     experiment = facts.experiments[0]
     part = experiment.saturated
-    # In a regression it is a residual, in a unit that no bound here can know.
-    if part <= 0.5 or facts.config["model_output"] == "regression":
+    if part <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
         return []
     power = experiment.source.spec["loss_weight_power"]
     return [

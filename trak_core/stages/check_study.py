@@ -21,7 +21,7 @@ from trak_core.gradients import (
     n_params,
     select_parameters,
 )
-from trak_core.model_outputs import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
 from trak_core.study.study import Split, Study

@@ -32,7 +32,6 @@ from trak_core.trust.distortion import (
     inner_product_agreement,
     inner_product_sd,
     inner_products,
-    lossless_block,
     squared_norm_agreement,
 )
 
@@ -169,7 +168,7 @@ def compute_distortion(
     samples = samples.rows(torch.from_numpy(rows))
     gradients = SampledGradients(loaded, samples, ids, method, chunk)
     features = gradients.features(projections, threads)
-    block = lossless_block(own)
+    block = own.lossless_block
     peaks = np.zeros_like(gramian) if block is None else gradients.peakedness(size, block, held)
     predicted_sd = inner_product_sd(own.proj_dim, gramian, peaks)
     found = {

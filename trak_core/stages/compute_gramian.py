@@ -22,7 +22,7 @@ from trak_core.gradients import (
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.models.device import device_name, find_device, full_precision
 from trak_core.models.loaded import LoadedModel, warn_of_saturation
-from trak_core.spec import EXACT_PROJECTION, FeaturesSpec
+from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
@@ -135,7 +135,7 @@ def compute_gramian(
         values = _gramian(loaded, train, None if split == TRAIN else samples, chunk)
     check_finite_gramian(values, data.ids, own.ids)
     numbers = torch.vmap(loaded.output.label_number)(samples.labels).cpu()
-    file_spec = loaded.file_spec(spec, checkpoint, EXACT_PROJECTION)
+    file_spec = loaded.file_spec(spec, checkpoint, spec.projection)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values

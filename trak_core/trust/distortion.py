@@ -14,11 +14,11 @@ blocks' own signs for ``hadamard``.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 
 from trak_core.errors import InputError
-from trak_core.spec import ProjectionKind, ProjectionSpec
 
 # Coordinates that are looked at together: a few MiB for hundreds of gradients.
 _COLUMNS = 1024
@@ -99,20 +99,6 @@ def inner_products(rows: np.ndarray) -> np.ndarray:
     return wide @ wide.T
 
 
-def lossless_block(projection: ProjectionSpec) -> int | None:
-    """Return how many consecutive coordinates a projection keeps without error; None for none.
-
-    Blocks begin at multiples of this number.
-    """
-    match projection.kind:
-        case ProjectionKind.NORMAL:
-            return None
-        case ProjectionKind.RADEMACHER | ProjectionKind.SJLT:
-            return 1
-        case ProjectionKind.HADAMARD | ProjectionKind.NONE:
-            return projection.proj_dim
-
-
 def peakedness(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
     """Return sum_b (|x_b|^2 |y_b|^2 + <x_b, y_b>^2) / 2 (|x| |y|)^2 for all pairs of gradients.
 
@@ -123,7 +109,7 @@ def peakedness(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
     Args:
         x: Gradients, shape (n, p), none zero.
         y: Gradients, shape (m, p), none zero.
-        block: Coordinates of a block b, see ``lossless_block``; the last may have fewer.
+        block: Coordinates of a block b, ``ProjectionSpec.lossless_block``; the last may have fewer.
 
     Returns:
         Shape (n, m), float64.
@@ -148,6 +134,14 @@ def peakedness(x: np.ndarray, y: np.ndarray, block: int) -> np.ndarray:
     return products / (2 * np.outer(x_norms, y_norms))
 
 
+def spread_norm_sd(proj_dim: int) -> float:
+    """Return the standard deviation of |Rx|^2 / |x|^2 for a gradient spread over many blocks.
+
+    sqrt(2/k), what ``inner_product_sd`` has on its diagonal without peaks.
+    """
+    return sqrt(2 / proj_dim)
+
+
 def inner_product_sd(proj_dim: int, gramian: np.ndarray, peaks: np.ndarray) -> np.ndarray:
     """Return the standard deviation of <Rx, Ry> / (|x| |y|), of |Rx|^2 / |x|^2 on the diagonal.
 
@@ -156,7 +150,7 @@ def inner_product_sd(proj_dim: int, gramian: np.ndarray, peaks: np.ndarray) -> n
     Args:
         proj_dim: k.
         gramian: Exact inner products, shape (n, n).
-        peaks: From ``peakedness``, shape (n, n); zeros where ``lossless_block`` is None.
+        peaks: From ``peakedness``, shape (n, n); zeros where no block is kept.
 
     Returns:
         Shape (n, n); 0 where the projection makes no error.

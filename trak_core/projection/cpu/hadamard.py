@@ -18,8 +18,9 @@ from trak_core.projection.cpu.lanes import (
 )
 from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
+from trak_core.spec import ProjectionKind
 
-_TAG = 3
+_TAG = ProjectionKind.HADAMARD.tag
 _FLUSH = 32  # blocks after which the sums go into the total
 _COLUMN_SIGNS = 2**31  # the first call of E_b; those of D_b begin at 0
 

@@ -15,8 +15,9 @@ from trak_core.projection.cpu.lanes import (
 )
 from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
+from trak_core.spec import ProjectionKind
 
-_TAG = 1
+_TAG = ProjectionKind.NORMAL.tag
 _ROWS = 16  # coordinates of a tile of R
 _WIDTH = 256  # columns of a tile of R
 _GROUP = 8  # columns whose sums stay in registers

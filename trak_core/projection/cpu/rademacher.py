@@ -22,7 +22,9 @@ from trak_core.projection.cpu.lanes import (
 )
 from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
+from trak_core.spec import ProjectionKind
 
+_TAG = ProjectionKind.RADEMACHER.tag
 _BLOCK = 128  # coordinates that four words of a column serve
 _WORDS = 4  # words of a column and block
 _NIBBLES = 8  # of a word
@@ -98,7 +100,7 @@ def rademacher_slice_cpu(rows, start, stop, first, key, out):
     for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
         fill_lanes(x, rows, block * _BLOCK - first + start, start, stop)
         for t in range(_WORDS):
-            fill_words(words[t], 0, 4 * block + t, 0, key)
+            fill_words(words[t], 0, 4 * block + t, _TAG, key)
         for tile in range(n_tiles):
             for t in range(_WORDS):
                 for nibble in range(_NIBBLES):

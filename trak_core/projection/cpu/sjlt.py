@@ -13,8 +13,9 @@ from trak_core.projection.cpu.lanes import (
 )
 from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
+from trak_core.spec import ProjectionKind
 
-_TAG = 2
+_TAG = ProjectionKind.SJLT.tag
 _BLOCK = 128  # coordinates put into lanes at once
 _FLUSH = 32  # additions a column, on average, after which the sums go into the total
 

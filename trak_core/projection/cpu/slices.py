@@ -25,15 +25,20 @@ T = TypeVar("T")
 
 _DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
 _SPARSE_SLICE = 2**17  # the kinds whose work does not grow with proj_dim
+# Each kind's kernel, and the length of a slice; the identity needs neither.
+_KERNELS: dict[ProjectionKind, tuple[Callable[..., None], int]] = {
+    ProjectionKind.RADEMACHER: (rademacher_slice_cpu, _DENSE_SLICE),
+    ProjectionKind.NORMAL: (normal_slice_cpu, _DENSE_SLICE),
+    ProjectionKind.HADAMARD: (hadamard_slice_cpu, _SPARSE_SLICE),
+    ProjectionKind.SJLT: (sjlt_slice_cpu, _SPARSE_SLICE),
+}
 _WAVE = 4  # slices of one thread before all results are added up,
 _WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
 
 
 def slice_length(spec: ProjectionSpec) -> int:
-    """Return the coordinates of a slice; a slice of ``hadamard`` holds whole blocks."""
-    if spec.kind is ProjectionKind.HADAMARD:
-        return max(_SPARSE_SLICE, spec.proj_dim)
-    return _SPARSE_SLICE if spec.kind is ProjectionKind.SJLT else _DENSE_SLICE
+    """Return the coordinates of a slice; a kind of blocks has whole ones in it."""
+    return max(_KERNELS[spec.kind][1], spec.lossless_block or 1)
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
@@ -64,17 +69,9 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
     """Return the kind's kernel, called with rows, a range of columns, first coordinate, result."""
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
-    match spec.kind:
-        case ProjectionKind.RADEMACHER:
-            return lambda *rows, out: rademacher_slice_cpu(*rows, key, out)
-        case ProjectionKind.NORMAL:
-            return lambda *rows, out: normal_slice_cpu(*rows, key, out)
-        case ProjectionKind.HADAMARD:
-            return lambda *rows, out: hadamard_slice_cpu(*rows, key, out)
-        case ProjectionKind.SJLT:
-            return lambda *rows, out: sjlt_slice_cpu(*rows, key, spec.stripes, out)
-        case ProjectionKind.NONE:
-            raise AssertionError("the identity is not projected")
+    stripes = () if spec.stripes is None else (spec.stripes,)
+    kernel = _KERNELS[spec.kind][0]
+    return lambda *rows, out: kernel(*rows, key, *stripes, out)
 
 
 @cache
@@ -142,7 +139,7 @@ def project_cpu(
     Args:
         blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
             of bfloat16. The first starts at ``offset``, each other where the last ends.
-        spec: Of any kind but ``none``.
+        spec: Of any kind but ``identity``.
         offset: Coordinate of the first column.
         threads: How many slices are worked on at a time.
         out: Shape (n_samples, proj_dim), float32; added to.
@@ -164,7 +161,7 @@ def project_cpu(
         threads,
         max(threads, min(_WAVE * threads, _WAVE_BYTES // out.nbytes)),
     )
-    if spec.kind is ProjectionKind.SJLT:
+    if spec.stripes is not None:
         # One factor on the whole sum (reference.py).
         total = np.zeros_like(out)
         for sums in results:

@@ -39,7 +39,7 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
         blocks: Matrices (n_samples, n_i) of one dtype, float32, float16 or bfloat16, the first
             beginning at coordinate ``offset``, each following right after the last. CUDA tensors;
             CPU tensors under numba's simulator. Rows may be strided.
-        spec: The projection; not of kind ``none``.
+        spec: The projection; not of kind ``identity``.
         offset: Coordinate of the first column.
         out: Shape (n_samples, spec.proj_dim), float32, on the same device; may be strided.
 

@@ -19,7 +19,7 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
         device: Where they are.
 
     Raises:
-        InputError: If no kernel can: an old GPU, or a proj_dim too large for the kind.
+        InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
     """
     capability = capability_of(device)
     n_planes = 1
@@ -37,8 +37,11 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
             module = hadamard
         case ProjectionKind.SJLT:
             module = sjlt
-        case ProjectionKind.NONE:
-            raise AssertionError("the identity is not projected")
+        case kind:
+            raise InputError(
+                "The projection's kind must be one that has a kernel for GPUs. Found "
+                f"{kind}. {INSTEAD}"
+            )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
     return slices.Method(
         name=module.__name__.rpartition(".")[2],

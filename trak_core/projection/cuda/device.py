@@ -15,8 +15,6 @@ from numba import config
 cuda: Any = numba.cuda  # kernels' code has its own meaning of types
 SIMULATED = bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
 
-TAG_NORMAL, TAG_SJLT, TAG_HADAMARD = 1, 2, 3
-
 float32, int32, int64 = np.float32, np.int32, np.int64
 uint16, uint32, uint64 = np.uint16, np.uint32, np.uint64
 

@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any
 
 from trak_core.projection.cuda.device import (
-    TAG_HADAMARD,
     cuda,
     device_function,
     flip,
@@ -31,8 +30,9 @@ from trak_core.projection.cuda.device import (
     words_at,
 )
 from trak_core.projection.cuda.launch import Chunk, launch
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionKind, ProjectionSpec
 
+_TAG = ProjectionKind.HADAMARD.tag
 ALIGNMENT = 1
 INNER = 8192  # the longest transform of one block of threads: 34 KiB of shared memory
 _THREADS = 128  # of a block, at least where the transform is shorter than 16 times this
@@ -176,7 +176,7 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
                 c0 = uint32(call)
                 if call >= n_in:
                     c0 = uint32(uint32(call - n_in + z * n_out) + uint32(_SIGNS_OUT))
-                w = words_at(c0, block, TAG_HADAMARD, stream, keys)
+                w = words_at(c0, block, _TAG, stream, keys)
                 for i in range(4):
                     signs[4 * call + i] = w[i]
             cuda.syncthreads()

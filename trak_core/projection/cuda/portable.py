@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from trak_core.projection.cuda.device import (
-    TAG_NORMAL,
     cuda,
     device_function,
     float32,
@@ -28,6 +27,8 @@ from trak_core.projection.cuda.device import (
 from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
+_RADEMACHER = ProjectionKind.RADEMACHER.tag
+_NORMAL = ProjectionKind.NORMAL.tag
 ALIGNMENT = 1
 THREADS = 128
 SAMPLES = (8, 16)  # rows of a block of threads: the first that holds all, else the last
@@ -39,7 +40,7 @@ def _rademacher_block(samples):
     def add_block(tile, g, call, stream, keys, sums):
         """Add the products of coordinates g to g + 127, g a multiple of 128."""
         for t in range(4):
-            words = words_at(call, 4 * (g >> 7) + t, 0, stream, keys)
+            words = words_at(call, 4 * (g >> 7) + t, _RADEMACHER, stream, keys)
             for bit in range(32):
                 half = bit & 15
                 place = (16 * (half >> 1) + 8 * (half & 1) + 2 * t + (bit >> 4)) * samples
@@ -60,7 +61,7 @@ def _normal_block(samples):
     def add_block(tile, g, call, stream, keys, sums):
         """Add the products of coordinates g to g + 127."""
         for i in range(_BLOCK):
-            words = words_at(call, g + i, TAG_NORMAL, stream, keys)
+            words = words_at(call, g + i, _NORMAL, stream, keys)
             r0, r1 = normal_of(words[0]), normal_of(words[1])
             r2, r3 = normal_of(words[2]), normal_of(words[3])
             for b in range(samples):

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 from trak_core.projection.cuda.device import (
-    TAG_SJLT,
     cuda,
     device_function,
     flip,
@@ -27,8 +26,9 @@ from trak_core.projection.cuda.device import (
     words_at,
 )
 from trak_core.projection.cuda.launch import Chunk, launch
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionKind, ProjectionSpec
 
+_TAG = ProjectionKind.SJLT.tag
 ALIGNMENT = 1
 MOST_COLUMNS = 1024  # of one block of threads
 THREADS = 128  # at least _ROWS; and as many coordinates at a time
@@ -89,7 +89,7 @@ def sjlt_kernel(columns: int, bfloat16: bool, n_threads: int) -> Any:
         for g in range(begin, end, n_threads):
             cuda.syncthreads()
             coordinate = int64(g) + thread
-            words = words_at(stripe >> 2, coordinate, TAG_SJLT, stream, keys)
+            words = words_at(stripe >> 2, coordinate, _TAG, stream, keys)
             word = uint32(_word_of(words, stripe & 3))
             bucket = int64((uint64(word & uint32(0x7FFFFFFF)) * uint64(width)) >> uint64(31))
             column = bucket - first_column

@@ -34,7 +34,7 @@ from trak_core.projection.cuda.device import (
     uint64,
 )
 from trak_core.projection.cuda.launch import Chunk, launch
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import ProjectionKind, ProjectionSpec
 
 if SIMULATED:
     from trak_core.projection.cuda import ptx_simulated as _ptx
@@ -43,6 +43,7 @@ else:
 
 ptx: Any = _ptx
 
+_TAG = ProjectionKind.RADEMACHER.tag
 ALIGNMENT = 8  # coordinates: 16 bytes, what one asynchronous copy moves
 _STAGE = 256  # coordinates in shared memory at a time
 FLUSH = 4096  # coordinates that the tensor cores add up
@@ -194,7 +195,8 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
             if first_column < proj_dim:
                 for block in range(_STAGE // 128):
                     q = uint64(4 * ((g >> 7) + block) + member)
-                    low, high = uint32(q & uint64(0xFFFFFFFF)), uint32(q >> uint64(32))
+                    low = uint32(q & uint64(0xFFFFFFFF))
+                    high = uint32(uint32(q >> uint64(32)) | uint32(_TAG << 24))
                     for h in range(column_tiles // 2):
                         w = philox(uint32(call + uint32(8 * h)), low, high, stream, keys)
                         words[4 * h] = w[0]

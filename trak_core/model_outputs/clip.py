@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.model_outputs._model_output import ModelOutput, at_least_float32
+from trak_core.model_outputs.model_output import ModelOutput, at_least_float32
 
 
 def pair_margins(
@@ -104,5 +104,4 @@ def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOu
         label_number=lambda label: label,
         label_ndim=None,
         n_classes=lambda outputs: None,
-        unit="sum of a pair's log-odds among texts and among images",
     )

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trak_core.model_outputs._model_output import ModelOutput, at_least_float32, read_logits
+from trak_core.model_outputs.model_output import ModelOutput, at_least_float32, read_logits
 
 
 def _value(outputs: Tensor, label: Tensor | None = None) -> Tensor:
@@ -20,5 +20,4 @@ REGRESSION = ModelOutput(
     label_number=lambda label: label,
     label_ndim=0,
     n_classes=lambda outputs: None,
-    unit="that of the model's prediction",
 )

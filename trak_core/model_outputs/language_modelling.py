@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from trak_core.model_outputs._classification import margin
-from trak_core.model_outputs._model_output import IGNORED, ModelOutput, read_logits
+from trak_core.model_outputs.classification import margin
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput, read_logits
 
 # Margins above it: log(1 + e) for e = exp(-margin) by its series, exact to float64's rounding.
 _CONFIDENT = 15.0
@@ -83,5 +83,4 @@ LANGUAGE_MODELLING = ModelOutput(
     label_number=lambda labels: (labels[1:] != IGNORED).sum(),
     label_ndim=1,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
-    unit="log-odds of the sequence",
 )

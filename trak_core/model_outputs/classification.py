@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trak_core.model_outputs._model_output import ModelOutput, at_least_float32, read_logits
+from trak_core.model_outputs.model_output import ModelOutput, at_least_float32, read_logits
 
 
 def margin(logits: Tensor, label: Tensor) -> Tensor:
@@ -47,5 +47,4 @@ CLASSIFICATION = ModelOutput(
     label_number=lambda label: label,
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
-    unit="log-odds of the label",
 )

@@ -30,7 +30,6 @@ class ModelOutput:
         label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None if
             samples have no label.
         n_classes: From ``outputs``: how many labels exist; None if labels are no classes.
-        unit: Of f, in plain words.
     """
 
     read: Callable[[object], Tensor]
@@ -41,7 +40,6 @@ class ModelOutput:
     label_number: Callable[[Tensor], Tensor]
     label_ndim: int | None
     n_classes: Callable[[Tensor], int | None]
-    unit: str
 
 
 def read_logits(returned: object) -> Tensor:

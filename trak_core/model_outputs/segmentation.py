@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from trak_core.model_outputs._classification import margin
-from trak_core.model_outputs._model_output import IGNORED, ModelOutput, read_logits
+from trak_core.model_outputs.classification import margin
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput, read_logits
 
 
 def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,5 +51,4 @@ SEGMENTATION = ModelOutput(
     label_number=lambda labels: (labels != IGNORED).sum(),
     label_ndim=2,
     n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
-    unit="mean log-odds of a pixel's label",
 )

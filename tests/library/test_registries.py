@@ -1,0 +1,137 @@
+"""The tables of projection kinds and of model outputs: nobody keeps a second list beside them."""
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from trak_core import provenance
+from trak_core.errors import InputError
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.table import TABLE
+from trak_core.projection.cpu import slices
+from trak_core.projection.cuda import choose
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import EXACT, ProjectionKind, ProjectionSpec
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "trak_core"
+SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
+DESCRIBED = (REPOSITORY / "config/README.md").read_text()
+KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
+# What may say a name: the tables, and the interface of another library that has names of its own.
+SAYS_KINDS = ("spec.py", "projection/", "compat/")
+SAYS_OUTPUTS = ("model_outputs/table.py", "compat/")
+
+
+def load(name):
+    others = (torch.zeros(3, 4), torch.zeros(3, 4), 1.0) if TABLE[name].needs_pairs else ()
+    return TABLE[name].load(*others)
+
+
+def said(names):
+    """Map each module outside docstrings to those of the names that it says as a whole string."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        if strings & set(names):
+            found[path.relative_to(PACKAGE).as_posix()] = strings & set(names)
+    return found
+
+
+def test_a_config_may_name_each_kind_and_each_output():
+    either = SCHEMA["properties"]["projection"]["anyOf"]
+    assert [one["const"] for one in either if "const" in one] == [EXACT]
+    (kinds,) = (one["properties"]["kind"]["enum"] for one in either if "properties" in one)
+    assert kinds == KINDS
+    assert SCHEMA["properties"]["model_output"]["enum"] == list(TABLE)
+
+
+def test_each_kind_and_each_output_is_described():
+    (row,) = re.findall(r"^\| `projection\.kind` .*", DESCRIBED, flags=re.M)
+    assert re.findall(r"`(\w+)` \(", row) == KINDS
+    section = DESCRIBED.split("| `model_output` | f |")[1].split("\n\n")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines()[2:]]
+    assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(TABLE)
+
+
+@pytest.mark.parametrize(
+    ("names", "allowed"), [(KINDS, SAYS_KINDS), (list(TABLE), SAYS_OUTPUTS)], ids=["kinds", "out"]
+)
+def test_nobody_else_says_their_names(names, allowed):
+    assert [path for path in said(names) if not path.startswith(allowed)] == []
+
+
+def test_nobody_else_asks_for_one_kind():
+    pattern = re.compile(r"ProjectionKind\.[A-Z]")
+    asking = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if pattern.search(path.read_text())
+    }
+    assert [path for path in asking if not path.startswith(SAYS_KINDS)] == []
+
+
+def test_tags_are_told_apart_and_fit_the_counter():
+    tags = [kind.tag for kind in KINDS]
+    assert len(set(tags)) == len(tags)
+    assert all(0 <= tag < 2**8 for tag in tags)
+    assert [kind for kind in ProjectionKind if kind not in KINDS] == [ProjectionKind.IDENTITY]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_a_definition_and_a_kernel(kind):
+    spec = ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=0)
+    assert projection_matrix(spec).shape == (16, 8)
+    assert slices.slice_length(spec) >= 8
+    assert kind in slices._KERNELS
+
+
+def test_a_kind_without_a_kernel_for_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(choose, "capability_of", lambda _: (9, 0))
+    spec = ProjectionSpec(kind="identity", n_params=8, proj_dim=8, seed=0, stream=0)
+    with pytest.raises(InputError, match=r"a kernel for GPUs\. Found identity\. Or project on the"):
+        choose.choose(spec, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_kind_keeps(kind):
+    """Alone in a gradient, a block of the size that the row says has no error; two blocks have."""
+    found = []
+    for stream in range(8):
+        spec = ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=stream)
+        matrix = projection_matrix(spec) * spec.scale
+        errors = np.abs(matrix @ matrix.T - np.eye(16))
+        kept = [
+            n for n in (1, 8) if max(errors[i : i + n, i : i + n].max() for i in (0, 8)) < 1e-12
+        ]
+        found.append(max(kept, default=None) if kept else None)
+        assert errors.max() > 1e-12
+    assert set(found) == {spec.lossless_block}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_each_output_is_one_and_its_row_says_what_it_is(name):
+    about, output = TABLE[name], load(name)
+    assert isinstance(output, ModelOutput)
+    assert (about.needs_pairs, output.label_ndim is None) in {(True, True), (False, False)}
+    logits = torch.zeros(2, 4) if about.needs_pairs else torch.zeros(3)
+    has_classes = output.label_ndim == 0 and output.n_classes(logits) is not None
+    assert about.labels_are_classes == has_classes
+    for words in (about.name, about.unit, about.meaning):
+        assert re.fullmatch(r"[a-z].*[^.]", words)
+
+
+def test_jobs_depend_on_the_code_of_each_output():
+    """Imports within the table's functions count: an output's module is no secret to a digest."""
+    closure = provenance._closure(("trak_core", "models", "named_output"), REPOSITORY)
+    modules = {path.stem for path in (PACKAGE / "model_outputs").glob("*.py")} - {"__init__"}
+    assert modules <= {name[-1] for name in closure}

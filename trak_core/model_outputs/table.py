@@ -1,0 +1,119 @@
+"""The model outputs that a config may name: one row each, read by all who must know them apart.
+
+A new one is a row here, with a function that imports its own module, its name in the config's
+schema and its line in ``config/README.md``; ``tests/library/test_registries.py`` says what is
+missing. Every start of Snakemake reads this: torch is imported inside functions only.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trak_core.model_outputs.model_output import ModelOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """A model output in plain words, and what it asks of a study.
+
+    Attributes:
+        name: In plain words, with an article.
+        unit: Of its numbers.
+        meaning: What a larger one says, after "the larger f, ".
+        load: Returns the model output. Where ``needs_pairs``, of embeddings of the others' images
+            and texts, (others, d) each, and the factor of inner products.
+        labels_are_classes: Whether a sample has one label out of a few.
+        weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
+            0 and 1, and all but 0 for samples that a model is sure of. Else it is in a unit that no
+            bound can know.
+        needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    load: "Callable[..., ModelOutput]"
+    labels_are_classes: bool = False
+    weight_is_probability: bool
+    needs_pairs: bool = False
+
+
+def _classification() -> "ModelOutput":
+    from trak_core.model_outputs.classification import CLASSIFICATION
+
+    return CLASSIFICATION
+
+
+def _language_modelling() -> "ModelOutput":
+    from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+
+    return LANGUAGE_MODELLING
+
+
+def _regression() -> "ModelOutput":
+    from trak_core.model_outputs.regression import REGRESSION
+
+    return REGRESSION
+
+
+def _segmentation() -> "ModelOutput":
+    from trak_core.model_outputs.segmentation import SEGMENTATION
+
+    return SEGMENTATION
+
+
+def _clip(other_images: "Tensor", other_texts: "Tensor", scale: float) -> "ModelOutput":
+    from trak_core.model_outputs.clip import contrast
+
+    return contrast(other_images, other_texts, scale)
+
+
+_LOG_ODDS = (
+    "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
+)
+# Texts are classified as images are: their samples differ, f does not.
+_OF_A_LABEL = About(
+    name="the log-odds of the label",
+    unit=_LOG_ODDS,
+    meaning="the surer the model is of the sample's own label",
+    load=_classification,
+    labels_are_classes=True,
+    weight_is_probability=True,
+)
+TABLE: dict[str, About] = {
+    "image_classification": _OF_A_LABEL,
+    "text_classification": _OF_A_LABEL,
+    "language_modelling": About(
+        name="the log-odds of the whole text",
+        unit=_LOG_ODDS,
+        meaning="the likelier the model finds the text",
+        load=_language_modelling,
+        weight_is_probability=True,
+    ),
+    "regression": About(
+        name="the prediction",
+        unit="the label's own unit",
+        meaning="the larger the number that the model predicts",
+        load=_regression,
+        weight_is_probability=False,
+    ),
+    "segmentation": About(
+        name="the mean log-odds of the pixels' labels",
+        unit=f"{_LOG_ODDS}, of one pixel",
+        meaning="the surer the model is of the pixels' own labels",
+        load=_segmentation,
+        weight_is_probability=True,
+    ),
+    "clip": About(
+        name="the log-odds of the pair among others, both ways added up",
+        unit="two log-odds, log(p / (1 - p)), added up: of the text among texts for this image, "
+        "and of the image among images for this text; 0 is a coin toss",
+        meaning="the better image and text fit each other, beside others",
+        load=_clip,
+        weight_is_probability=True,
+        needs_pairs=True,
+    ),
+}
