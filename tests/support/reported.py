@@ -85,7 +85,7 @@ def write(results, study=None, exact=False, **more):
         report=report,
         scores=[results / "scores/mine.h5"],
         normal_matrices=matrices,
-        study=Path(study or config["study"]),
+        study_file=Path(study or config["study"]),
         config=config,
         **(files | more),
     )
