@@ -199,8 +199,13 @@ class Facts:
 
     @property
     def projection(self) -> Mapping[str, Any]:
-        """The spec of the projection that all scores come from; kind ``exact`` is none."""
+        """The spec of the projection that all scores come from."""
         return self.experiments[0].source.spec["projection"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was projected."""
+        return self.projection["kind"] == "exact"
 
     @property
     def damping(self) -> float:

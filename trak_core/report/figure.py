@@ -12,8 +12,8 @@ from trak_core.report.numbers import label, signed
 from trak_core.report.samples import Picture
 
 _GREEN, _RED = "#1b7837", "#b2182b"
-# What fits a tile in the printed samples' size.
-_CHARACTERS, _LINES = 17, 9
+# What fits above a tile and in it: characters a line, lines.
+_ABOVE, _WITHIN = (22, 2), (17, 9)
 
 
 def influences_figure(examples: Examples) -> Figure:
@@ -37,19 +37,24 @@ def influences_figure(examples: Examples) -> Figure:
     for row, about in zip(tiles, examples.shown, strict=True):
         target = about["id"]
         words = f"label {label(about['label'])}, predicted {label(about['prediction'])}"
-        _tile(row[0], examples.targets[target], f"target {target}\n{words}", "black")
+        _tile(row[0], examples.targets[target], (f"target {target}", words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
             for axes, one in zip(row[first:], examples.strongest(target, sign), strict=False):
                 words = f"label {label(one['train_label'])}, {signed(one['score'])}"
                 sample = examples.train[one["train_id"]]
-                _tile(axes, sample, f"train {one['train_id']}\n{words}", color)
+                _tile(axes, sample, (f"train {one['train_id']}", words), color)
     return figure
 
 
-def _tile(axes: Axes, sample: Picture | str, title: str, color: str) -> None:
+def _wrapped(text: str, characters: int, lines: int) -> str:
+    return "\n".join(textwrap.wrap(text, characters, max_lines=lines, placeholder=" ..."))
+
+
+def _tile(axes: Axes, sample: Picture | str, title: tuple[str, str], color: str) -> None:
     """Show a sample in a frame. Nothing in a user's text is taken for a formula."""
     axes.set_axis_on()
-    axes.set_title(title, fontsize=8, color=color, parse_math=False)
+    above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
+    axes.set_title(above, fontsize=8, color=color, parse_math=False)
     axes.set_xticks([])
     axes.set_yticks([])
     for spine in axes.spines.values():
@@ -57,7 +62,6 @@ def _tile(axes: Axes, sample: Picture | str, title: str, color: str) -> None:
     if isinstance(sample, Picture):
         axes.imshow(imread(io.BytesIO(sample.data), format=sample.kind))
         return
-    lines = textwrap.wrap(sample, _CHARACTERS, max_lines=_LINES, placeholder=" ...")
-    text = "\n".join(lines)
+    text = _wrapped(sample, *_WITHIN)
     axes.set_aspect("equal", adjustable="box")
     axes.text(0.05, 0.95, text, fontsize=7, va="top", transform=axes.transAxes, parse_math=False)
