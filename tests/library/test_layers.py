@@ -21,7 +21,7 @@ LAYERS = [
     {"compat"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "snakemake": set()}
+ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "jinja2": {"report"}, "snakemake": set()}
 
 
 def imported(path):

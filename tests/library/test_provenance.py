@@ -70,7 +70,7 @@ def add_code(text):
                 "output",
             },
         ),
-        ("report/page.py", {"report"}),
+        ("report/render.py", {"write_report"}),
         ("errors.py", set(STAGES) - {"software", "free_gpu", "timings"}),
         ("__init__.py", set(STAGES)),
     ],

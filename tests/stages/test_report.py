@@ -26,8 +26,8 @@ from reported import (
 from trak_core.artifacts import (
     ArtifactError,
 )
-from trak_core.report.elements import number
 from trak_core.report.examples import EACH
+from trak_core.report.numbers import number
 
 
 @pytest.fixture(scope="module")

@@ -2,28 +2,27 @@
 
 import base64
 import io
-import re
 
 import numpy as np
 import pytest
 import torch
 from matplotlib.pyplot import imread
 
-from trak_core.report.elements import Html, element, number, plural
 from trak_core.report.examples import targets_shown
+from trak_core.report.numbers import number, plural, signed
 from trak_core.report.samples import drawn, printed
 from trak_core.report.timings import read_timings
 
 
 def decoded(picture):
-    found = re.search(r"data:image/(\w+);base64,([^\"]+)", picture)
-    data = base64.b64decode(found[2])
-    return found[1], imread(io.BytesIO(data), format=found[1])
+    head, _, data = picture.src.partition(";base64,")
+    kind = head.removeprefix("data:image/")
+    return kind, imread(io.BytesIO(base64.b64decode(data)), format=kind)
 
 
 def test_a_picture_fills_its_tile(tmp_path):
     quarters = np.array([[0, 1], [1, 0]])
-    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s, cmap="gray"), quarters, "x"))
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s, cmap="gray"), quarters))
     assert kind == "png"
     height, width = pixels.shape[:2]
     assert abs(height - width) <= 2
@@ -35,7 +34,7 @@ def test_a_picture_fills_its_tile(tmp_path):
 
 def test_a_photograph_is_kept_small():
     noise = np.random.default_rng(0).random((200, 200, 3))
-    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s), noise, "x"))
+    kind, pixels = decoded(drawn(lambda a, s: a.imshow(s), noise))
     assert kind == "jpeg"
     assert pixels.shape[2] == 3
 
@@ -61,14 +60,6 @@ def test_many_targets_and_experiments_are_cut(n_experiments, shown):
     assert targets_shown(n_experiments) == shown + [0] * (n_experiments - len(shown))
 
 
-def test_elements_escape_all_but_markup():
-    assert element("p", "<&\"'>", title='"x"') == (
-        '<p title="&quot;x&quot;">&lt;&amp;&quot;&#x27;&gt;</p>'
-    )
-    assert element("p", element("br"), class_=None) == "<p><br></p>"
-    assert not isinstance(Html("a") + "<", Html)
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -83,6 +74,11 @@ def test_elements_escape_all_but_markup():
 )
 def test_numbers_read_well(value, text):
     assert number(value) == text
+
+
+def test_scores_have_their_sign():
+    found = [signed(value) for value in (0.0123, 0.0, -4.56)]
+    assert found == ["+0.012", "0", "\N{MINUS SIGN}4.6"]
 
 
 def test_plurals():

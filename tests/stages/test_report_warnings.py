@@ -5,16 +5,28 @@ from report_page import Page
 from reported import SOURCE, facts, lds
 
 from trak_core.report.facts import Distortion, Error
-from trak_core.report.glance import trust
-from trak_core.report.warnings import cautions
+from trak_core.report.render import rendered
+from trak_core.report.warnings import study_warnings
 
 
-def titles(*arguments, **more):
-    return [one.title for one in cautions(facts(*arguments, **more))]
+def warned(**given):
+    """The section with the warnings."""
+    return Page(rendered("warnings", warnings=study_warnings(facts(**given))))
+
+
+def titles(**given):
+    found = warned(**given)
+    assert found.closed_in_order
+    return found.headings
+
+
+def trust(evaluations):
+    return Page(rendered("trust", facts=facts(evaluations=evaluations))).text
 
 
 def test_nothing_to_warn_of():
     assert titles() == []
+    assert "None. These were looked for, and not found: fewer than 5" in warned().text
 
 
 @pytest.mark.parametrize(
@@ -36,8 +48,8 @@ def test_small_residuals_are_no_warning():
 
 
 def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
-    plain, lifted = (cautions(facts(saturated=0.9, power=p))[0].remedy for p in (1.0, 0.5))
-    assert "Set scoring.loss_weight_power to 0.5" in plain
+    plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
+    assert "What to do: Set scoring.loss_weight_power to 0.5" in plain
     assert "is 0.5 already" in lifted
 
 
@@ -49,13 +61,13 @@ def test_a_projection_that_distorts_too_much(measured, warned):
 
 
 def test_lds_is_read_against_its_ceiling():
-    text = Page("".join(trust(facts(evaluations=lds(0.3, 0.2, 0.1, 0.6))))).text
+    text = trust(lds(0.3, 0.2, 0.1, 0.6))
     assert "LDS 0.30 , 95 % interval 0.20 to 0.90" in text
     assert "would reach about 0.60 (0.50 to 0.90)" in text
     assert "The scores reach 50 % of that" in text
-    above = Page("".join(trust(facts(evaluations=lds(0.7, 0.2, 0.1, 0.6))))).text
+    above = trust(lds(0.7, 0.2, 0.1, 0.6))
     assert "too uncertain here to compare" in above
-    without = Page("".join(trust(facts(evaluations=lds(0.3, 0.2, 0.1, None))))).text
+    without = trust(lds(0.3, 0.2, 0.1, None))
     assert "How much could be reached at all is unknown" in without
 
 

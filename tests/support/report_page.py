@@ -1,17 +1,18 @@
 """A page as a browser takes it apart: elements, attributes and text, by the standard library."""
 
+import re
 from html.parser import HTMLParser
 
 VOID = {"img", "meta", "link", "br", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """All elements as (name, attributes), the text, and whether every tag was closed in order."""
+    """All elements as (name, attributes), text, headings, and whether tags closed in order."""
 
     def __init__(self, markup):
         super().__init__(convert_charrefs=True)
         self.elements, self.open, self.closed_in_order = [], [], True
-        self.pieces, self.styles, self.cells = [], [], []
+        self.pieces, self.headings, self.styles, self.cells = [], [], [], []
         self.feed(markup)
         self.close()
         self.closed_in_order &= not self.open
@@ -31,6 +32,8 @@ class Page(HTMLParser):
             self.styles.append(text)
             return
         self.pieces.append(text)
+        if self.open and re.fullmatch(r"h[1-6]", self.open[-1]):
+            self.headings.append(" ".join(text.split()))
         if self.cells and {"td", "th"} & set(self.open):
             self.cells[-1] += " ".join(text.split())
 

@@ -172,7 +172,7 @@ def test_figures_and_report_are_made_again_from_new_scores_or_new_code(study):
     assert study.run("all") == {"average_scores": 2, "draw_influences": 2, "write_report": 1}
     edit(study, "stages/draw_influences.py")
     assert study.run("all") == {"draw_influences": 2, "write_report": 1}
-    edit(study, "report/page.py")
+    edit(study, "report/render.py")
     assert study.run("all") == {"write_report": 1}
 
 

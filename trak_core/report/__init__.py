@@ -1,4 +1,5 @@
-"""The report's parts: each turns what artifacts hold into a piece of one self-contained page.
+"""What artifacts hold, as one self-contained page, and as a figure of each experiment.
 
-Nothing here reads or writes a file; text is escaped where it becomes HTML (``elements``).
+Markup and prose stand in ``templates``, colours and sizes in ``style.css``: a sentence is mended
+there. Modules here read what artifacts hold (``read``), and compute what templates show of it.
 """

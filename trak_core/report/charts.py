@@ -1,4 +1,7 @@
-"""Line charts as pictures inside the page: small, each read at its own size on any screen."""
+"""Line charts as pictures inside the page: small, each read at its own size on any screen.
+
+Title and legend are text around the picture (templates/macros.html.j2).
+"""
 
 import base64
 import io
@@ -10,8 +13,6 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
-
-from trak_core.report.elements import Html, element
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5
@@ -62,6 +63,28 @@ class Band:
     low: float
     high: float
     color: str = GREY
+    dashed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A chart, ready to be shown.
+
+    Attributes:
+        title: Above it.
+        alt: What it shows, for who can't see it.
+        src: The picture itself, as an address.
+        width: In CSS pixels.
+        height: Likewise.
+        legend: What was drawn.
+    """
+
+    title: str
+    alt: str
+    src: str
+    width: int
+    height: int
+    legend: Sequence[Line | Band]
 
 
 def _draw(axes: Axes, line: Line) -> None:
@@ -90,8 +113,8 @@ def line_chart(
     log_y: bool = False,
     x_ticks: Sequence[float] | None = None,
     bands: Sequence[Band] = (),
-) -> Html:
-    """Return a chart with its title and legend in text around the picture.
+) -> Chart:
+    """Return a chart of lines, and of levels to compare with.
 
     Args:
         title: Above it, and the picture's description.
@@ -126,31 +149,11 @@ def line_chart(
         axes.set_axisbelow(True)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    keys = [(one.label, one.color, one.dashed) for one in lines]
-    keys += [(band.label, band.color, True) for band in bands]
-    legend = element("ul", *(_key(*key) for key in keys), class_="legend")
-    picture = element(
-        "img",
-        src=f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
+    return Chart(
+        title=title,
         alt=f"{title}: {y_label} against {x_label}",
-        width=f"{_WIDTH * 96:.0f}",
-        height=f"{_HEIGHT * 96:.0f}",
+        src=f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
+        width=round(_WIDTH * 96),
+        height=round(_HEIGHT * 96),
+        legend=[*lines, *bands],
     )
-    return element(
-        "figure",
-        element("figcaption", title),
-        picture,
-        legend if len(keys) > 1 else "",
-        class_="chart",
-    )
-
-
-def _key(label: str, color: str, dashed: bool) -> Html:
-    kind = "dashed" if dashed else "solid"
-    mark = element("span", class_=f"key {kind}", style=f"border-color:{color}")
-    return element("li", mark, label)
-
-
-def charts(*found: Html) -> Html:
-    """Return charts side by side where the page is wide enough."""
-    return element("div", *found, class_="charts")

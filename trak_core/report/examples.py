@@ -1,16 +1,46 @@
-"""Each experiment's targets beside the training samples that moved them most."""
+"""Each experiment's targets beside the training samples that moved them most.
+
+The page (templates/examples.html.j2) and the figures (``figure``) show the same.
+"""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from trak_core.model_outputs.table import TABLE
-from trak_core.report.elements import Html, element, joined, number, paragraph, plural
 from trak_core.report.facts import Experiment, Row
+from trak_core.report.samples import Picture, drawn, printed
+from trak_core.study.study import TRAIN, Study, users_code
 
-# Training samples of either sign beside a target; targets of an experiment, and those that show
-# without a click; targets in all, which bounds the page's size.
+# Training samples of either sign beside a target; targets of an experiment, and targets in all,
+# which bounds the page's size.
 EACH = 4
-_TARGETS, _AT_ONCE, _IN_ALL = 20, 4, 120
+_TARGETS, _IN_ALL = 20, 120
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Some targets of an experiment, and their strongest training samples.
+
+    Attributes:
+        experiment: Its scores.
+        targets: Of each target that is shown, its picture, or what it holds as text.
+        train: Likewise, of their strongest training samples.
+        drawn: Whether these are pictures: the study says how to draw a sample.
+    """
+
+    experiment: Experiment
+    targets: Mapping[Any, Picture | str]
+    train: Mapping[Any, Picture | str]
+    drawn: bool
+
+    @property
+    def shown(self) -> Sequence[Row]:
+        """Rows of the targets that are shown."""
+        return self.experiment.targets[: len(self.targets)]
+
+    def strongest(self, target: Any, sign: int) -> Sequence[Row]:
+        """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
+        return self.experiment.strongest.get((target, sign), ())
 
 
 def targets_shown(n_experiments: int) -> list[int]:
@@ -19,124 +49,40 @@ def targets_shown(n_experiments: int) -> list[int]:
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
-def examples(
-    experiment: Experiment,
-    shown: Sequence[Any],
-    targets: Mapping[Any, Html],
-    train: Mapping[Any, Html],
-    *,
-    pictures: bool,
-) -> Html:
-    """Return one experiment's part of the page.
+def find_examples(
+    study: Study, experiments: Sequence[Experiment], n_shown: Sequence[int]
+) -> list[Examples]:
+    """Draw targets and their strongest training samples, each once, or print them.
 
     Args:
-        experiment: Its scores.
-        shown: Ids of the targets to show.
-        targets: Pictures or prints of these targets.
-        train: Pictures or prints of their strongest training samples.
-        pictures: Whether samples are drawn; else they are printed.
+        study: Its ``draw(axes, sample)`` draws one; without it samples are printed.
+        experiments: Their scores, with the strongest samples of at least the targets shown.
+        n_shown: How many targets of each are shown, from the first.
+
+    Returns:
+        One an experiment.
+
+    Raises:
+        InputError: If the study's draw fails.
     """
-    blocks = [
-        _target(experiment, about, targets, train, pictures=pictures)
-        for about in experiment.targets[: len(shown)]
-    ]
-    first, rest = blocks[:_AT_ONCE], blocks[_AT_ONCE:]
-    n_targets = len(experiment.targets)
-    left_out = n_targets - len(shown)
-    notes = [
-        f"{plural(n_targets, 'target')}; each with the {EACH} training samples that push its "
-        f"model output up most and the {EACH} that push it down most, as far as there are any."
-    ]
-    if left_out:
-        notes.append(
-            f"{plural(left_out, 'target')} more not shown here: {experiment.source.name} has the "
-            "scores of all (table top_influences)."
-        )
-    more = (
-        element(
-            "details",
-            element("summary", f"Show {plural(len(rest), 'more target')}"),
-            *rest,
-        )
-        if rest
-        else ""
-    )
-    return joined([
-        element(
-            "h3", "Experiment ", element("q", experiment.name), id=f"experiment-{experiment.name}"
-        ),
-        paragraph(" ".join(notes)),
-        *first,
-        more,
-    ])
+    draw = study.function("draw") if study.has("draw") else None
 
+    def show(sample: Any) -> Picture | str:
+        if draw is None:
+            return printed(sample)
+        with users_code(f"{study.path}: drawing a sample"):
+            return drawn(draw, sample)
 
-def _shown(value: Any) -> str:
-    return number(value) if isinstance(value, float) else str(value)
-
-
-def _target(
-    experiment: Experiment,
-    about: Row,
-    targets: Mapping[Any, Html],
-    train: Mapping[Any, Html],
-    *,
-    pictures: bool,
-) -> Html:
-    target = about["id"]
-    output = TABLE[experiment.source.spec["model_output"]]
-    spread = f" \N{PLUS-MINUS SIGN} {number(about['output_sd'], 2)}"
-    several = len(experiment.checkpoints) > 1
-    facts = [
-        f"label {_shown(about['label'])}, predicted {_shown(about['prediction'])}",
-        element("br"),
-        element(
-            "span",
-            f"f = {number(about['output'])}{spread if several else ''}",
-            title=f"f is {output.name}: mean and standard deviation over the checkpoints",
-        ),
-    ]
-    this = element(
-        "div",
-        element("figure", targets[target]) if pictures else "",
-        element(
-            "div",
-            element("b", f"target {target}"),
-            *facts,
-            "" if pictures else targets[target],
-        ),
-        class_="this",
-    )
-    sides = [_side(experiment, target, sign, train, pictures=pictures) for sign in (1, -1)]
-    return element("div", this, *sides, class_="target")
-
-
-def _side(
-    experiment: Experiment,
-    target: Any,
-    sign: int,
-    train: Mapping[Any, Html],
-    *,
-    pictures: bool,
-) -> Html:
-    tiles = [
-        element(
-            "div",
-            train[one["train_id"]] if pictures else "",
-            element("b", f"{'+' if sign > 0 else ''}{number(one['score'], 2)}"),
-            f"train {one['train_id']}",
-            element("br"),
-            f"label {_shown(one['train_label'])}",
-            "" if pictures else train[one["train_id"]],
-            class_="tile",
-        )
-        for one in experiment.strongest.get((target, sign), ())
-    ]
-    kind = "up" if sign > 0 else "down"
-    title = "Most helpful: push f up" if sign > 0 else "Most harmful: push f down"
-    return element(
-        "div",
-        element("h4", title),
-        element("div", *tiles, class_="tiles") if tiles else paragraph("none"),
-        class_=kind if pictures else f"{kind} printed",
-    )
+    train_split = study.split(TRAIN, None)
+    row_of = {sample_id: row for row, sample_id in enumerate(train_split.ids)}
+    train: dict[Any, Picture | str] = {}
+    found = []
+    for experiment, n in zip(experiments, n_shown, strict=True):
+        ids = [about["id"] for about in experiment.targets[:n]]
+        split = study.split(experiment.name, ids)
+        targets = {i: show(split.samples[row]) for row, i in enumerate(ids)}
+        for i in (row["train_id"] for rows in experiment.strongest.values() for row in rows):
+            if i not in train:
+                train[i] = show(train_split.samples[row_of[i]])
+        found.append(Examples(experiment, targets, train, draw is not None))
+    return found

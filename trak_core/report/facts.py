@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trak_core.spec import EXACT
+
 Row = Mapping[str, Any]
 
 
@@ -34,7 +36,7 @@ class Experiment:
         unit: Of a score, in words.
         n_train: Training samples.
         saturated: Part of them with a loss weight near 0.
-        targets: One a target: id, label, prediction, margin, margin_sd.
+        targets: One a target: id, label, prediction, output, output_sd.
         strongest: The first rows of ``top_influences`` (train_id, train_label, score) by target
             and sign, for the targets that are shown.
     """
@@ -51,6 +53,11 @@ class Experiment:
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, in order."""
         return [one["id"] for one in self.source.spec["checkpoints"]]
+
+    @property
+    def relative(self) -> bool:
+        """Whether scores have no unit of their own."""
+        return self.unit.startswith("relative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +193,26 @@ class Facts:
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, in order."""
         return self.experiments[0].checkpoints
+
+    @property
+    def n_targets(self) -> int:
+        """How many different targets are explained."""
+        return len({target["id"] for one in self.experiments for target in one.targets})
+
+    @property
+    def projection(self) -> Mapping[str, Any]:
+        """The spec of the projection that all scores come from."""
+        return self.experiments[0].source.spec["projection"]
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was projected."""
+        return self.projection["kind"] == EXACT
+
+    @property
+    def damping(self) -> float:
+        """Added to normal matrices, in mean squared feature norms."""
+        return self.config["scoring"]["damping"]
 
     @property
     def sources(self) -> list[Source]:

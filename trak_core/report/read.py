@@ -27,7 +27,7 @@ from trak_core.report.facts import (
     Measured,
     Source,
 )
-from trak_core.report.warnings import SATURATED
+from trak_core.report.warnings import LIMITS
 
 _ATTRIBUTES = ("n_subsets", "n_seeds", "n_targets", "confidence")
 _LARGEST = 10
@@ -67,7 +67,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
         source=source,
         unit=unit,
         n_train=len(train),
-        saturated=float(np.mean(np.abs(train["loss_weight"].to_numpy()) < SATURATED)),
+        saturated=float(np.mean(np.abs(train["loss_weight"].to_numpy()) < LIMITS["loss_weight"])),
         targets=_rows(targets),
         strongest=strongest,
     )

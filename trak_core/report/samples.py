@@ -3,13 +3,12 @@
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-
-from trak_core.report.elements import Html, element
 
 # Twice the size that it is shown at, for screens of high density.
 _INCHES, _DPI = 1.0, 200
@@ -18,13 +17,34 @@ _PNG_BYTES = 12_000
 _SHOWN, _CHARACTERS = 12, 240
 
 
-def drawn(draw: Callable[..., Any], sample: Any, description: str) -> Html:
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A sample, drawn.
+
+    Attributes:
+        kind: png or jpeg.
+        data: The file's bytes.
+        width: In CSS pixels.
+        height: Likewise.
+    """
+
+    kind: str
+    data: bytes
+    width: int
+    height: int
+
+    @property
+    def src(self) -> str:
+        """The picture itself, as an address."""
+        return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     """Return a sample's picture.
 
     Args:
         draw: The study's ``draw(axes, sample)``.
         sample: What to draw.
-        description: For who can't see it.
     """
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
@@ -38,13 +58,7 @@ def drawn(draw: Callable[..., Any], sample: Any, description: str) -> Html:
     if len(png) > _PNG_BYTES:
         kind, data = "jpeg", _saved(figure, format="jpeg", pil_kwargs={"quality": 85})
     width, height = (int.from_bytes(png[i : i + 4]) for i in (16, 20))  # PNG's own header
-    return element(
-        "img",
-        src=f"data:image/{kind};base64,{base64.b64encode(data).decode()}",
-        alt=description,
-        width=str(width // 2),
-        height=str(height // 2),
-    )
+    return Picture(kind, data, width // 2, height // 2)
 
 
 def _saved(figure: Figure, **settings: Any) -> bytes:

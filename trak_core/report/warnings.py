@@ -1,26 +1,17 @@
-"""What in this study asks for care, each with what to do about it."""
+"""What in this study asks for care; what to say of each stands in templates/warnings/."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import sqrt
 from statistics import fmean, pstdev
+from typing import Any
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.elements import (
-    Html,
-    bullets,
-    element,
-    joined,
-    number,
-    paragraph,
-    percent,
-    plural,
-)
 from trak_core.report.facts import Facts
 
-_FEW_CHECKPOINTS = 5
-SATURATED = 1e-3
-# Features are float32, right to 6e-8: past this, rounding may show in a score's second digit.
-_CONDITION = 1e6
+# Fewer checkpoints are few; a loss weight below is near 0; with a condition number above, rounding
+# may show in a score's second digit, since features are float32, right to 6e-8.
+LIMITS = {"checkpoints": 5, "loss_weight": 1e-3, "condition": 1e6}
 # Fewer targets than this hardly tell how far targets differ.
 _ENOUGH_TARGETS = 8
 # A measured error is above theory's by so many standard errors, and by such a part.
@@ -28,112 +19,64 @@ _STANDARD_ERRORS, _EXCESS = 4, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Caution:
+class StudyWarning:
     """One warning.
 
     Attributes:
-        title: In a few words.
-        found: What was found.
-        remedy: What to do.
+        name: Of the template that words it.
+        shown: What the template shows: names and numbers.
     """
 
-    title: str
-    found: str
-    remedy: str
+    name: str
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
 
-def cautions(facts: Facts) -> list[Caution]:
+def study_warnings(facts: Facts) -> list[StudyWarning]:
     """Return what asks for care, most consequential first."""
     looks = (_lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
-    return [caution for look in looks for caution in look(facts)]
+    return [warning for look in looks for warning in look(facts)]
 
 
-def _lds(facts: Facts) -> list[Caution]:
+def _lds(facts: Facts) -> list[StudyWarning]:
     found = []
     for name, measured in facts.evaluations.items():
-        summary = measured.tables["summary"]
-        ours = measured.row("summary", kind="scores")
-        assert ours is not None
-        if ours["low"] <= 0:
-            found.append(
-                Caution(
-                    f"Experiment {name}: the scores may predict nothing",
-                    f"The LDS is {number(ours['lds'])}, and its 95 % interval, "
-                    f"{number(ours['low'])} to {number(ours['high'])}, holds 0.",
-                    "Don't rely on these scores. Take more checkpoints, try another damping "
-                    "(evaluation.sweep shows which), and more subsets for a narrower interval.",
-                )
-            )
-        better = [r for r in summary if r["kind"] == "baseline" and r["lds"] > ours["lds"]]
+        scores = measured.row("summary", kind="scores")
+        assert scores is not None
+        shown = {"experiment": name, "scores": scores}
+        if scores["low"] <= 0:
+            found.append(StudyWarning("predicts_nothing", shown))
+        simple = [row for row in measured.tables["summary"] if row["kind"] == "baseline"]
+        better = [row for row in simple if row["lds"] > scores["lds"]]
         if better:
-            found.append(
-                Caution(
-                    f"Experiment {name}: a simpler rule predicts better",
-                    f"The LDS of the scores is {number(ours['lds'])}; that of "
-                    + ", ".join(
-                        f"{r['method'].replace('_', ' ')} is {number(r['lds'])}" for r in better
-                    )
-                    + ".",
-                    "The intervals in the evaluation section say how sure that is. Look at the "
-                    "settings that it compares, and at the number of checkpoints.",
-                )
-            )
+            found.append(StudyWarning("simpler_rule", shown | {"better": better}))
     return found
 
 
-def _checkpoints(facts: Facts) -> list[Caution]:
+def _checkpoints(facts: Facts) -> list[StudyWarning]:
     n = len(facts.checkpoints)
-    if n >= _FEW_CHECKPOINTS:
-        return []
-    return [
-        Caution(
-            "Few checkpoints",
-            f"These scores are averages over {plural(n, 'checkpoint')}. One checkpoint's "
-            "gradients are mostly its own chance; what training examples do in general only "
-            "shows in an average.",
-            "Add checkpoints: ten are a good start, and some from along one training run will do. "
-            "Features of those that are there stay as they are.",
-        )
-    ]
+    return [StudyWarning("few_checkpoints", {"n": n})] if n < LIMITS["checkpoints"] else []
 
 
-def _loss_weights(facts: Facts) -> list[Caution]:
+def _loss_weights(facts: Facts) -> list[StudyWarning]:
     experiment = facts.experiments[0]
-    part = experiment.saturated
-    if part <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
+    # In a regression it is a residual, in a unit that no bound here can know.
+    if experiment.saturated <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
         return []
     power = experiment.source.spec["loss_weight_power"]
-    return [
-        Caution(
-            "Saturated loss weights",
-            f"{percent(part)} of the training examples have a loss weight below {SATURATED:g}: the "
-            "models fit them almost exactly, so that their scores are near 0 whatever they taught.",
-            "Set scoring.loss_weight_power to 0.5, or take checkpoints from earlier in training."
-            if power == 1
-            else f"scoring.loss_weight_power is {power} already, which softens it; checkpoints "
-            "from earlier in training would do more.",
-        )
-    ]
+    return [StudyWarning("saturated", {"part": experiment.saturated, "power": power})]
 
 
-def _matrices(facts: Facts) -> list[Caution]:
-    damping = facts.config["scoring"]["damping"]
-    bad = [(m.checkpoint, m.condition(damping)) for m in facts.matrices]
-    bad = sorted((one for one in bad if one[1] > _CONDITION), key=lambda one: -one[1])
+def _matrices(facts: Facts) -> list[StudyWarning]:
+    found = [(matrix.condition(facts.damping), matrix.checkpoint) for matrix in facts.matrices]
+    bad = [one for one in found if one[0] > LIMITS["condition"]]
     if not bad:
         return []
-    return [
-        Caution(
-            "Near-singular matrices",
-            f"The damped normal matrix of {plural(len(bad), 'checkpoint')} has a condition number "
-            f"above {_CONDITION:.0e}, at worst {number(bad[0][1], 2)} ({bad[0][0]}): rounding of "
-            "the features grows by up to that factor on the way to a score.",
-            "Raise scoring.damping (2 is a good start), or take a smaller projection.proj_dim.",
-        )
-    ]
+    condition, checkpoint = max(bad, key=lambda one: one[0])
+    shown = {"n": len(bad), "condition": condition, "checkpoint": checkpoint}
+    return [StudyWarning("near_singular", shown)]
 
 
-def _projection(facts: Facts) -> list[Caution]:
+def _projection(facts: Facts) -> list[StudyWarning]:
     """Compare what projections do with what theory says they do."""
     bad = [
         one.checkpoint
@@ -142,20 +85,10 @@ def _projection(facts: Facts) -> list[Caution]:
         if error.measured - error.predicted
         > max(_STANDARD_ERRORS * error.standard_error, _EXCESS * error.predicted)
     ]
-    if not bad:
-        return []
-    return [
-        Caution(
-            "The projection distorts more than it should",
-            f"Under {', '.join(dict.fromkeys(bad))} errors of lengths or inner products are above "
-            "what theory predicts, by more than chance explains.",
-            "Take `projection: {kind: rademacher}` or `normal`, whose errors are known exactly; a "
-            "larger proj_dim makes all of them smaller.",
-        )
-    ]
+    return [StudyWarning("distortion", {"checkpoints": list(dict.fromkeys(bad))})] if bad else []
 
 
-def _disagreement(facts: Facts) -> list[Caution]:
+def _disagreement(facts: Facts) -> list[StudyWarning]:
     """Compare how far checkpoints differ on a target with how far targets differ."""
     targets = [about for one in facts.experiments for about in one.targets]
     if len(facts.checkpoints) < 2 or len(targets) < _ENOUGH_TARGETS:
@@ -164,40 +97,4 @@ def _disagreement(facts: Facts) -> list[Caution]:
     between = pstdev(about["output"] for about in targets)
     if within <= between:
         return []
-    return [
-        Caution(
-            "The checkpoints disagree",
-            f"The model output of a target varies by {number(within, 2)} from checkpoint to "
-            f"checkpoint, but by only {number(between, 2)} from target to target (standard "
-            "deviations): the checkpoints are rather different models.",
-            "Scores then describe what such models have in common. Make sure that all checkpoints "
-            "come from the same training set and are trained far enough, and take more of them.",
-        )
-    ]
-
-
-def warnings_section(found: list[Caution]) -> Html:
-    """Return the warnings, or what was looked for and not found."""
-    if found:
-        return joined(
-            element(
-                "div",
-                element("h4", one.title),
-                paragraph(one.found),
-                paragraph(element("b", "What to do: "), one.remedy),
-                class_="warning",
-            )
-            for one in found
-        )
-    looked_for = [
-        f"fewer than {_FEW_CHECKPOINTS} checkpoints",
-        f"most training examples with a loss weight below {SATURATED:g}",
-        f"normal matrices with a condition number above {_CONDITION:.0e}, damping included",
-        "model outputs that differ more between checkpoints than between targets",
-        "where the projection was measured: larger errors than theory predicts",
-        "where trust was measured: scores that predict nothing, or less than a simple rule",
-    ]
-    return joined([
-        paragraph("None. These were looked for, and not found:"),
-        bullets(looked_for),
-    ])
+    return [StudyWarning("disagreement", {"within": within, "between": between})]

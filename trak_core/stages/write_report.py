@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.report.document import document
-from trak_core.report.elements import Html, element, joined
-from trak_core.report.examples import EACH, examples, targets_shown
-from trak_core.report.facts import Experiment, Facts, Measured
+from trak_core.report.examples import EACH, find_examples, targets_shown
+from trak_core.report.facts import Facts, Measured
 from trak_core.report.read import (
     read_distortion,
     read_evaluation,
@@ -18,37 +16,10 @@ from trak_core.report.read import (
     read_removals,
     read_self_influence,
 )
-from trak_core.report.samples import drawn, printed
+from trak_core.report.render import document
 from trak_core.report.timings import read_timings
-from trak_core.study.study import TRAIN, Study, users_code
+from trak_core.study.study import TRAIN, Study
 from trak_core.system.whole_file import written_whole
-
-
-def _examples(study_file: Path, experiments: list[Experiment], shown: list[int]) -> Html:
-    """Show targets and their strongest training samples, each drawn or printed once."""
-    loaded = Study.load(study_file)
-    draw = loaded.function("draw") if loaded.has("draw") else None
-
-    def show(sample: Any, description: str) -> Html:
-        if draw is None:
-            return element("span", printed(sample), class_="mono")
-        with users_code(f"{study_file}: drawing a sample"):
-            return drawn(draw, sample, description)
-
-    train_split = loaded.split(TRAIN, None)
-    row_of = {sample_id: row for row, sample_id in enumerate(train_split.ids)}
-    train: dict[Any, Html] = {}
-    parts = []
-    for experiment, n_shown in zip(experiments, shown, strict=True):
-        ids = [about["id"] for about in experiment.targets[:n_shown]]
-        split = loaded.split(experiment.name, ids)
-        targets = {i: show(split.samples[row], f"target {i}") for row, i in enumerate(ids)}
-        for best in experiment.strongest.values():
-            for i in (one["train_id"] for one in best):
-                if i not in train:
-                    train[i] = show(train_split.samples[row_of[i]], f"training example {i}")
-        parts.append(examples(experiment, ids, targets, train, pictures=draw is not None))
-    return joined(parts)
 
 
 def _check_scores_of(name: str, measured: Measured, facts: Facts) -> None:
@@ -113,6 +84,6 @@ def write_report(
     )
     for measured in (*facts.evaluations.items(), *facts.removals.items()):
         _check_scores_of(*measured, facts)
-    text = document(facts, _examples(study_file, experiments, shown))
+    text = document(facts, find_examples(Study.load(study_file), experiments, shown))
     with written_whole(report) as partial:
         partial.write_text(text, encoding="utf-8")
