@@ -8,7 +8,6 @@ memory and file sizes, beside the README's formulas for disk.
 """
 
 import argparse
-import importlib
 import io
 import multiprocessing
 import resource
@@ -18,6 +17,8 @@ import time
 from pathlib import Path
 
 from trak_core.provenance import ids_digest
+from trak_core.spec import FeaturesSpec, ScoresSpec
+from trak_core.system.door import stage_of
 
 # The default study's network on as many images as asked for, of uniform noise.
 _STUDY = """
@@ -54,24 +55,24 @@ def write_study(study: Path, n: int, m: int, checkpoints: list[str]) -> None:
         torch.save(model.state_dict(), study.parent / f"{checkpoint}.pt")
 
 
-def _measured(stage: str, function: str, arguments: dict, queue: multiprocessing.Queue) -> None:
+def _measured(rule: str, arguments: dict, queue: multiprocessing.Queue) -> None:
     sys.stdout = io.StringIO()  # progress bars
-    run = getattr(importlib.import_module(f"trak_core.stages.{stage}"), function)
+    run = stage_of(rule)
     start = time.perf_counter()
     run(**arguments)
     seconds = time.perf_counter() - start
     queue.put((seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
 
 
-def measured(stage: str, function: str, **arguments: object) -> tuple[float, float]:
-    """Return seconds and peak MiB of one call of a stage's function in a new process."""
+def measured(rule: str, **arguments: object) -> tuple[float, float]:
+    """Return seconds and peak MiB of one call of a rule's stage in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
-    process = context.Process(target=_measured, args=(stage, function, arguments, queue))
+    process = context.Process(target=_measured, args=(rule, arguments, queue))
     process.start()
     process.join()
     if process.exitcode:
-        raise SystemExit(f"{function} failed")
+        raise SystemExit(f"{rule} failed")
     return queue.get()
 
 
@@ -105,63 +106,61 @@ def main() -> None:
         process = context.Process(target=write_study, args=(study, n, m, ids))
         process.start()
         process.join()
-        settings = {
-            "model_output": "image_classification",
-            "projection": {"kind": "rademacher", "proj_dim": k, "seed": 0},
-            "dtype": "float32",
-            "study": "",
-            "parameter_patterns": None,
-        }
+        spec = ScoresSpec(
+            features=FeaturesSpec(
+                model_output="image_classification",
+                parameter_patterns=None,
+                projection={"kind": "rademacher", "proj_dim": k, "seed": 0},
+                dtype="float32",
+                study_digest="",
+            ),
+            damping=2,
+            weighting="plain",
+            experiment="mine",
+            targets_digest=ids_digest(list(range(m))),
+            checkpoints=ids,
+            combine="product_of_averages",
+            loss_weight_power=0.5,
+        )
         for checkpoint in ids:
-            expected = {**settings, "checkpoint": checkpoint}
+            own = spec.under(checkpoint)
             train, target = (folder / f"{checkpoint}-{name}.h5" for name in ("train", "mine"))
             matrix, scores = (folder / f"{checkpoint}-{name}.h5" for name in ("matrix", "scores"))
-            for file, split, targets, n_rows in (
-                (train, "train", None, n),
-                (target, "mine", list(range(m)), m),
+            for file, features, targets, n_rows in (
+                (train, own.of_train(), None, n),
+                (target, own.of_targets(), list(range(m)), m),
             ):
                 cost = measured(
-                    "features",
                     "compute_features",
                     features=file,
                     checkpoint=folder / f"{checkpoint}.pt",
-                    study=study,
-                    split=split,
-                    shard=1,
-                    n_shards=1,
-                    spec={**settings, "checkpoint": checkpoint, "targets": targets},
+                    study_file=study,
+                    spec=features,
+                    targets=targets,
                     code="",
                     device="cpu",
                     batch_size=64,
                     memory_mb=budget,
                     threads=options.threads,
                 )
-                report(f"compute_features {split}", cost, file, 4 * n_rows * k)
+                report(f"compute_features {features.split}", cost, file, 4 * n_rows * k)
             cost = measured(
-                "normal_matrix",
                 "compute_normal_matrix",
-                normal_matrix_file=matrix,
+                normal_matrix=matrix,
                 features=train,
-                expected={**expected, "split": "train", "targets_digest": None},
+                spec=own.of_train(),
                 weighting="plain",
                 code="",
                 memory_mb=budget,
             )
             report("compute_normal_matrix", cost, matrix, 8 * k * k)
             cost = measured(
-                "scores",
                 "compute_scores",
                 scores=scores,
                 train=train,
                 targets=target,
                 normal_matrix=matrix,
-                expected={
-                    **expected,
-                    "split": "mine",
-                    "targets_digest": ids_digest(list(range(m))),
-                },
-                damping=2,
-                weighting="plain",
+                spec=own,
                 keep=options.keep,
                 code="",
                 memory_mb=budget,
@@ -170,21 +169,12 @@ def main() -> None:
             report("compute_scores", cost, scores, formula)
         final = folder / "scores.h5"
         cost = measured(
-            "average",
             "average_scores",
             scores=final,
             checkpoint_scores=[folder / f"{c}-scores.h5" for c in ids],
             features=[folder / f"{c}-train.h5" for c in ids] if options.keep == "top_k" else [],
-            expected={
-                **settings,
-                "targets_digest": ids_digest(list(range(m))),
-                "experiment": "mine",
-                "weighting": "plain",
-                "damping": 2,
-                "checkpoints": ids,
-            },
-            combine="product_of_averages",
-            loss_weight_power=1,
+            spec=spec,
+            defaults="",
             top=20,
             code="",
             memory_mb=budget,

@@ -77,7 +77,8 @@ def test_modules_are_small(path):
         ("trak_core.stages.compute_self_influence", {"torch", "numba"}),
         ("trak_core.stages.find_flipped", {"torch", "numba"}),
         ("trak_core.stages.compare_removals", {"torch", "numba"}),
-        ("trak_core.stages.compare_runs", {"torch", "numba"}),
+        ("trak_core.config.specs", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.config.look", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.stages.join_shards", {"torch", "numba"}),
     ],
 )

@@ -92,7 +92,7 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
         "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
         "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
         "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
-        "compare_runs.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
+        "find_flipped.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
         "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell, before the job
     }.items():
         path = tmp_path / name
@@ -104,5 +104,5 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
     assert features.peak_mib == 100.5
     assert found["retrain_subsets"].peak_mib is None
     assert found["average_scores"].peak_mib is None
-    assert (found["compare_runs"].n_jobs, found["compare_runs"].peak_mib) == (2, 30)
+    assert (found["find_flipped"].n_jobs, found["find_flipped"].peak_mib) == (2, 30)
     assert read_timings(tmp_path / "nothing", set()) == []

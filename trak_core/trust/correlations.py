@@ -202,22 +202,3 @@ def auc(values: np.ndarray, positive: np.ndarray) -> float:
         )
     ranks = _Sorted.of(values[:, None]).centred_ranks(np.ones(len(values)))[:, 0]
     return float(0.5 + ranks[positive].sum() / (n_positive * n_other))
-
-
-def top_overlap(a: np.ndarray, b: np.ndarray, top: int) -> np.ndarray:
-    """Return which part of each column's ``top`` largest entries stand in the same rows of both.
-
-    Args:
-        a: Shape (rows, columns).
-        b: Likewise.
-        top: How many; of equal entries the earlier rows.
-
-    Returns:
-        Shape (columns,), from 0 to 1.
-    """
-    top = min(top, len(a))
-    largest = [np.argsort(-x, axis=0, kind="stable")[:top] for x in (a, b)]
-    kept = [np.zeros(a.shape, bool) for _ in largest]
-    for mask, rows in zip(kept, largest, strict=True):
-        np.put_along_axis(mask, rows, True, axis=0)
-    return (kept[0] & kept[1]).sum(axis=0) / top

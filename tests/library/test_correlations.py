@@ -18,7 +18,6 @@ from trak_core.trust.correlations import (
     noise_ceiling,
     rank_correlations,
     reliability,
-    top_overlap,
 )
 
 
@@ -120,17 +119,6 @@ def test_auc_counts_pairs():
     assert abs(auc(values, positive) - np.mean(pairs)) < 1e-12
     with pytest.raises(InputError, match=r"there must be both\. Found 0 positive ones of 60"):
         auc(values, np.zeros(60, bool))
-
-
-def test_top_overlap_counts_common_rows():
-    rng = np.random.default_rng(8)
-    a, b = rng.standard_normal((2, 50, 4))
-    for top in (1, 7, 50, 80):
-        expected = [
-            len(set(np.argsort(a[:, j])[-top:]) & set(np.argsort(b[:, j])[-top:])) / min(top, 50)
-            for j in range(4)
-        ]
-        assert top_overlap(a, b, top).tolist() == expected
 
 
 def test_halves_are_of_one_size_and_their_own():

@@ -1,0 +1,33 @@
+"""The commands of docs/evaluation.md."""
+
+import re
+
+import numpy as np
+import pandas as pd
+from scipy.stats import spearmanr
+from workspace import REPOSITORY
+
+
+def test_two_runs_side_by_side(tmp_path, monkeypatch):
+    """Against scipy and sets, with the other run's samples and targets in another order."""
+    rng = np.random.default_rng(0)
+    ids, targets = [f"s{i}" for i in range(60)], [3, 1, 2]
+    ours = pd.DataFrame(rng.standard_normal((60, 3)), ids, targets)
+    theirs = ours + rng.standard_normal((60, 3))
+    for folder, frame in (("results", ours), ("other-results", theirs.iloc[::-1, ::-1])):
+        (tmp_path / folder / "scores").mkdir(parents=True)
+        frame.to_hdf(tmp_path / folder / "scores/mix.h5", key="scores")
+    monkeypatch.chdir(tmp_path)
+    text = (REPOSITORY / "docs/evaluation.md").read_text().split("## Two runs side by side")[1]
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", text, flags=re.S)[1], names)
+    compared = names["compared"]
+    assert compared.index.tolist() == targets
+    for target in targets:
+        a, b = ours[target], theirs[target]
+        row = compared.loc[target]
+        assert abs(row["rank_correlation"] - spearmanr(a, b).statistic) < 1e-12
+        largest = set(a.nlargest(20).index) & set(b.nlargest(20).index)
+        smallest = set(a.nsmallest(20).index) & set(b.nsmallest(20).index)
+        assert row["overlap_positive"] == len(largest) / 20
+        assert row["overlap_negative"] == len(smallest) / 20
