@@ -24,7 +24,7 @@ SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").rea
 DESCRIBED = (REPOSITORY / "config/README.md").read_text()
 KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
 # What may say a name: the tables, and the interface of another library that has names of its own.
-SAYS_KINDS = ("spec.py", "projection/", "compat/")
+SAYS_KINDS = ("spec/", "projection/", "compat/")
 SAYS_OUTPUTS = ("model_outputs/table.py", "compat/")
 
 

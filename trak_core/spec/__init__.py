@@ -1,0 +1,32 @@
+"""Frozen descriptions of what to compute; they hold no arrays and import no backend."""
+
+from trak_core.spec.jobs import (
+    EXACT,
+    Combine,
+    FeaturesSpec,
+    RetrainedSpec,
+    ScoresSpec,
+    Spec,
+    Weighting,
+    made_of,
+    ordered,
+    projection_of,
+)
+from trak_core.spec.projection import Kind, ProjectionKind, ProjectionSpec, stream_of
+
+__all__ = [
+    "EXACT",
+    "Combine",
+    "FeaturesSpec",
+    "Kind",
+    "ProjectionKind",
+    "ProjectionSpec",
+    "RetrainedSpec",
+    "ScoresSpec",
+    "Spec",
+    "Weighting",
+    "made_of",
+    "ordered",
+    "projection_of",
+    "stream_of",
+]

@@ -1,0 +1,176 @@
+"""What decides the numbers of a job, as frozen data: features, scores, retrained models."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from typing import Any, Self
+
+from trak_core.spec.projection import ProjectionSpec, stream_of
+
+# What a config says in place of a projection, and files made without one as its kind.
+EXACT = "exact"
+
+
+class Weighting(StrEnum):
+    """Diagonal W of the normal matrix: 1, or the curvature of the loss in the model output."""
+
+    PLAIN = "plain"
+    CURVATURE = "curvature"
+
+
+class Combine(StrEnum):
+    """How checkpoints and loss weights come together (spec of the scores, "The formula")."""
+
+    PRODUCT_OF_AVERAGES = "product_of_averages"
+    AVERAGE_OF_PRODUCTS = "average_of_products"
+
+
+def ordered(value: Any) -> Any:
+    """Return plain values with the keys of every mapping sorted, and tuples as lists.
+
+    Snakemake compares the text of a job's params: the order of keys in a config must not count.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): ordered(value[key]) for key in sorted(value, key=str)}
+    return [ordered(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeaturesSpec:
+    """What decides the numbers of features, or of a Gramian, a distortion or embeddings.
+
+    Made from a config by ``trak_core.config.specs``, a param of the rule, written into the file,
+    and compared where files are combined. Without checkpoint and split it holds for all of them.
+
+    Attributes:
+        model_output: Name of the model output f.
+        parameter_patterns: Of the names of the parameters to differentiate; None for all.
+        projection: The config's keys of it, or ``{"kind": "exact"}``.
+        dtype: How features are stored.
+        study_digest: Hash of the study's source and data files.
+        flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
+        checkpoint: Id of the checkpoint.
+        split: ``train``, or the name of an experiment.
+        targets_digest: Hash of the experiment's target ids; None for the training samples.
+    """
+
+    model_output: str
+    parameter_patterns: Sequence[str] | None
+    projection: Mapping[str, Any]
+    dtype: str
+    study_digest: str
+    flipped: Mapping[str, Any] | None = None
+    checkpoint: str | None = None
+    split: str | None = None
+    targets_digest: str | None = None
+
+    def under(self, checkpoint: str) -> Self:
+        """Return the same of one checkpoint."""
+        return replace(self, checkpoint=checkpoint)
+
+    def of(self, split: str, targets_digest: str | None = None) -> Self:
+        """Return the same of one split; the training samples have no digest of targets."""
+        return replace(self, split=split, targets_digest=targets_digest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, ready for JSON."""
+        return ordered(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoresSpec:
+    """What decides scores: of one checkpoint, or with ``checkpoints`` of their average.
+
+    Attributes:
+        features: What they are made of, under one checkpoint or all.
+        damping: Relative damping, at least 0.
+        weighting: ``plain`` or ``curvature``.
+        experiment: Name of the experiment; None for self-influences.
+        targets_digest: Hash of its target ids.
+        checkpoints: Ids, in order; None for one checkpoint's scores.
+        combine: How checkpoints and loss weights come together; None for one checkpoint's.
+        loss_weight_power: In (0, 1]; None for one checkpoint's.
+    """
+
+    features: FeaturesSpec
+    damping: float
+    weighting: str
+    experiment: str | None = None
+    targets_digest: str | None = None
+    checkpoints: Sequence[str] | None = None
+    combine: str | None = None
+    loss_weight_power: float | None = None
+
+    def under(self, checkpoint: str) -> Self:
+        """Return the same of one checkpoint, which no average decides."""
+        features = self.features.under(checkpoint)
+        averaged = {"checkpoints": None, "combine": None, "loss_weight_power": None}
+        return replace(self, features=features, **averaged)
+
+    def of_train(self) -> FeaturesSpec:
+        """Return what the training samples' features must be."""
+        return self.features.of("train")
+
+    def of_targets(self) -> FeaturesSpec:
+        """Return what the targets' features must be."""
+        assert self.experiment is not None
+        return self.features.of(self.experiment, self.targets_digest)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, those of the features among them."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ordered(self.features.as_dict() | {k: v for k, v in own.items() if k != "features"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetrainedSpec:
+    """What decides models that are retrained on parts of the training data.
+
+    Attributes:
+        subsets: Which parts: ``halves``, ``random removals`` (and everything) or ``top removals``.
+        arguments: Of the study's ``train``, but for ``seed`` and ``data``.
+        model_output: Name of the model output f, which is kept of every target.
+        study_digest: Hash of the study's source and data files.
+        seeds: Trainings on each subset.
+        seed: Of draws and trainings.
+        n_removed: Of removals: how many samples go, each number on its own.
+        draws: Of random removals: how many of each number.
+    """
+
+    subsets: str
+    arguments: Mapping[str, Any]
+    model_output: str
+    study_digest: str
+    seeds: int
+    seed: int
+    n_removed: Sequence[int] = ()
+    draws: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, ready for JSON."""
+        return ordered(asdict(self))
+
+
+def projection_of(spec: FeaturesSpec, n_params: int, offset: int = 0) -> ProjectionSpec:
+    """Return the projection of one checkpoint's gradients.
+
+    Args:
+        spec: Of one checkpoint, with the config's keys of the projection.
+        n_params: Entries p of a gradient.
+        offset: Added to the checkpoint's own stream, for matrices beside its own.
+    """
+    assert spec.checkpoint is not None
+    stream = (stream_of(spec.checkpoint) + offset) % 2**32
+    return ProjectionSpec(**spec.projection, n_params=n_params, stream=stream)
+
+
+Spec = FeaturesSpec | ScoresSpec | RetrainedSpec
+
+
+def made_of(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
+    """Return the spec whose ``as_dict`` the plain values are."""
+    if kind is not ScoresSpec:
+        return kind(**plain)
+    own = {field.name for field in fields(ScoresSpec)}
+    features = FeaturesSpec(**{key: value for key, value in plain.items() if key not in own})
+    return ScoresSpec(features=features, **{key: plain[key] for key in plain if key in own})
