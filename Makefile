@@ -1,16 +1,23 @@
-# Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make test`, `make docs`.
+# Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make check`,
+# `make test`, `make docs`.
 # All first make a virtual environment in .venv, with the versions that the tests passed with.
 PYTHON ?= python3
 CORES ?= 2
 CONFIG ?= config/config.yaml
 
-.PHONY: run test docs clean
+PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
+
+.PHONY: run check test docs clean
 
 run: .venv/complete
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
+# Minutes: the library, its jobs, and the kernels' twins; nothing that starts Snakemake.
+check: .venv/complete
+	$(PYTEST) tests/library tests/projection tests/stages
+
 test: .venv/complete
-	.venv/bin/python -m pytest --numprocesses $(CORES) --dist loadfile --no-loadscope-reorder
+	$(PYTEST)
 
 docs: .venv/complete
 	.venv/bin/python -m pdoc --docformat google --output-directory build/api trak_core '!trak_core.stages'

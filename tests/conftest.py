@@ -12,8 +12,18 @@ if not torch.cuda.is_available():
     # Before anything imports numba: the GPU's kernels then run in its simulator.
     os.environ.setdefault("NUMBA_ENABLE_CUDASIM", "1")
 
-# Files of minutes come first: no core may wait for one of them at the end.
-LONG = ("test_slurm", "test_workflow", "test_tutorial", "test_evaluation_workflow", "test_faults")
+# Files whose tests take long come first: what idle workers take from others is at the end.
+LONG = (
+    "test_slurm",
+    "test_tutorial",
+    "test_language_models",
+    "test_readme",
+    "test_workflow",
+    "test_evaluation_workflow",
+    "test_workflow_own",
+    "test_faults",
+    "test_no_room",
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -27,14 +37,47 @@ def fixed_randomness():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
-def finished(tmp_path_factory):
-    """The small study of `running`, which nothing disturbed."""
-    from running import small_study  # only here: most tests need no Snakemake
+# Imports within fixtures: most tests need no Snakemake, and the lowest versions no filelock.
 
-    study = small_study(tmp_path_factory.mktemp("undisturbed") / "study")
-    study.run()
-    return study
+
+@pytest.fixture(scope="session")
+def built_once(tmp_path_factory):
+    """Return a study from its name and its builder; it is built once for all workers."""
+    import base_studies
+
+    return lambda name, build: base_studies.built_once(tmp_path_factory, name, build)
+
+
+@pytest.fixture(scope="session")
+def trained(built_once):
+    """Three networks that the pipeline trained, two experiments; `all` ran."""
+    from base_studies import train_and_score
+
+    return built_once("trained", train_and_score)
+
+
+@pytest.fixture(scope="session")
+def evaluated(built_once, trained):
+    """Two of those networks and one experiment, evaluated in all ways; `all` ran."""
+    from base_studies import evaluate
+
+    return built_once("evaluated", lambda folder: evaluate(trained, folder))
+
+
+@pytest.fixture(scope="session")
+def own(built_once):
+    """A regression with three checkpoints of a user's own, two experiments; `scores` ran."""
+    from base_studies import score_own
+
+    return built_once("own", score_own)
+
+
+@pytest.fixture(scope="session")
+def finished(built_once):
+    """The small study of `running`, which nothing disturbed."""
+    from base_studies import undisturbed
+
+    return built_once("undisturbed", undisturbed)
 
 
 @pytest.fixture(scope="module")

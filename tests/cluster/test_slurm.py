@@ -8,6 +8,7 @@ import time
 import pytest
 import slurm_cluster
 import yaml
+from base_studies import EVALUATION, TRAINED
 from workspace import REPOSITORY, Workspace
 
 pytestmark = pytest.mark.skipif(
@@ -15,14 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # Snakemake's first look at its jobs; 40 seconds are kinder to a real scheduler.
-SLURM = ("--profile", "slurm", "--slurm-init-seconds-before-status-checks", "4")
-SMALL = {
-    "model_output": "image_classification",
-    "training": {"steps": 5},
-    "checkpoints": {"c0": {"seed": 0}, "c1": {"seed": 1}},
-    "experiments": {"few": {"targets": [1506, 1620]}},
-    "projection": {"proj_dim": 32},
-}
+SLURM = ("--profile", str(REPOSITORY / "slurm"), "--slurm-init-seconds-before-status-checks", "4")
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +25,34 @@ def cluster(tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="session")
+def local(built_once, evaluated):
+    """The small study that the cluster gets, run here."""
+
+    def run(folder):
+        study = evaluated.copy(folder)
+        # Of the evaluation's rules the ones that begin and end it: others would take minutes there.
+        study.config["evaluation"] = {"subsets": EVALUATION["subsets"]}
+        assert study.run("all") == {"evaluate_scores": 1, "write_report": 1}
+        return study
+
+    return built_once("local", run)
+
+
+def anew(local, folder):
+    """The same study, of which nothing has run."""
+    return Workspace.make(folder, "small_digits.py", local.config)
+
+
 def start(workspace, *arguments):
     """Start Snakemake on the cluster, its output in a file."""
     workspace.path("study.yaml").write_text(yaml.safe_dump(workspace.config, sort_keys=False))
     with workspace.path("slurm.log").open("w") as log:
         return subprocess.Popen(
-            (sys.executable, "-m", "snakemake", *SLURM, *arguments, "--configfile", "study.yaml"),
+            (
+                *(sys.executable, "-m", "snakemake", "--snakefile", workspace.snakefile),
+                *(*SLURM, *arguments, "--configfile", "study.yaml"),
+            ),
             cwd=workspace.folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -63,32 +79,21 @@ def wait_for_job(cluster, workspace, process, rule):
     raise AssertionError(f"no {rule} ran:\n{log}")
 
 
-def test_the_smoke_study_gives_the_files_of_a_local_run(cluster, tmp_path):
-    config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
-    config |= {"study": str(REPOSITORY / "config/digits.py"), "results": "results"}
-    study = config.pop("study")
-    # Of the evaluation's rules the ones that begin and end it: the others would take minutes here.
-    config["evaluation"] = {"subsets": {"count": 4, "seeds": 1}}
-    local = Workspace.make(tmp_path / "local", "small_digits.py", config)
-    remote = Workspace.make(tmp_path / "remote", "small_digits.py", config)
-    local.config["study"] = remote.config["study"] = study
-    output = finish(remote, start(remote))
+def test_a_study_gives_the_files_of_a_local_run(cluster, local, tmp_path):
+    study = anew(local, tmp_path / "study")
+    output = finish(study, start(study))
     jobs = len(re.findall(r"has been submitted with SLURM jobid", output))
-    # Three trainings and nine featurizations, three for the evaluation, and the report; matrices
-    # and scores, averages and figures in groups.
-    assert jobs < 3 + 9 + 3 + 1 + 6, output
-    local.run("all")
-    expected, found = local.artifacts(), remote.artifacts()
-    assert len(expected) == 20 + 1 + 2
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
-    assert remote.run("all") == {}
+    # Two trainings and four featurizations, three for the evaluation, and the report; matrices and
+    # scores, average and figure, six in all, in groups.
+    assert jobs <= 2 + 4 + 3 + 1 + 3, output
+    found, expected = study.artifacts(), local.artifacts()
+    assert len(found) == 9 + 2 + 1
+    assert [name for name in found if found[name] != expected[name]] == []
+    assert study.run("all") == {}
 
 
-def test_a_cancelled_job_and_a_lost_node_cost_no_finished_file(cluster, tmp_path):
-    undisturbed = Workspace.make(tmp_path / "undisturbed", "small_digits.py", SMALL)
-    undisturbed.run()
-    study = Workspace.make(tmp_path / "study", "small_digits.py", SMALL)
+def test_a_cancelled_job_and_a_lost_node_cost_no_finished_file(cluster, local, tmp_path):
+    study = anew(local, tmp_path / "study")
     process = start(study, "scores")
     job, _ = wait_for_job(cluster, study, process, "train_checkpoint")
     cluster.cancel(job)
@@ -100,7 +105,9 @@ def test_a_cancelled_job_and_a_lost_node_cost_no_finished_file(cluster, tmp_path
         cluster.start_requeued_now()
         time.sleep(2)
     finish(study, process)
-    assert study.artifacts() == undisturbed.artifacts()
+    found, expected = study.artifacts(), local.artifacts()
+    assert len(found) == 9
+    assert [name for name in found if found[name] != expected[name]] == []
     assert not list(study.path("results").rglob(".*.part"))
 
 
@@ -112,12 +119,12 @@ print("CUDA_VISIBLE_DEVICES is", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=T
 
 def test_each_job_that_takes_gradients_gets_a_gpu_and_no_other_does(cluster, tmp_path):
     """The GPUs are pretended, so that torch finds none: `auto` takes the CPU, and says so."""
-    config = {**SMALL, "checkpoints": {"c0": {"seed": 0}}, "compute": {"device": "auto"}}
+    config = {**TRAINED, "checkpoints": {"c0": {"seed": 0}}, "compute": {"device": "auto"}}
     study = Workspace.make(tmp_path / "study", "small_digits.py", config)
     path = study.path("small_digits.py")
     path.write_text(path.read_text() + SHOWS_ITS_GPU)
     files = [f"results/features/c0/{split}.h5" for split in ("train", "few")]
-    finish(study, start(study, "--profile", "slurm-gpu", *files))
+    finish(study, start(study, "--profile", str(REPOSITORY / "slurm-gpu"), *files))
     for split in ("train", "few"):
         log = study.path(f"results/logs/compute_features/c0/{split}.log").read_text()
         assert re.search(r"^CUDA_VISIBLE_DEVICES is [01]$", log, flags=re.M), log

@@ -3,15 +3,12 @@
 import ast
 import contextlib
 import re
-import shutil
-from pathlib import Path
 
 import h5py
 import pandas as pd
 import pytest
-import torch
 import yaml
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
 from trak_core.artifacts._format import content_hash
@@ -113,27 +110,3 @@ def test_a_pickle_in_a_table_is_not_opened(tmp_path):
     with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
         pd.read_hdf(path, "targets")
     assert ran.exists()
-
-
-def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
-    """By a real job: names with spaces, quotes and commands; results behind a symbolic link."""
-    settings = {
-        "model_output": "regression",
-        "checkpoints": {"c0": "my \"own\" 'c0' $(touch ran) `touch ran`; touch ran #.pt"},
-        "experiments": {"mine": {"targets": ["patient-342"]}},
-        "projection": {"proj_dim": 8},
-    }
-    workspace = Workspace.make(tmp_path / "a study", "diabetes.py", settings)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    torch.save(model.state_dict(), workspace.path(settings["checkpoints"]["c0"]))
-    shutil.move(workspace.path("diabetes.py"), workspace.path("my study $(touch ran).py"))
-    workspace.config["study"] = "my study $(touch ran).py"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    workspace.path("results").symlink_to(elsewhere)
-    result = workspace.snakemake("results/normal_matrix/c0.h5")
-    assert result.returncode == 0, result.stdout
-    assert (elsewhere / "features/c0/train.h5").is_file()
-    assert (elsewhere / "normal_matrix/c0.h5").is_file()
-    assert not [p for p in tmp_path.rglob("*") if p.name == "ran"]
-    assert not Path("ran").exists()

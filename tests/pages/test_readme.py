@@ -34,10 +34,8 @@ def test_a_study_is_about_thirty_lines():
     assert len(block("python diabetes.py").splitlines()) <= 30
 
 
-@pytest.fixture(scope="module")
-def diabetes(tmp_path_factory):
+def follow_own_models(folder):
     """The README's own-model section, as a user would follow it."""
-    folder = tmp_path_factory.mktemp("readme") / "study"
     config = yaml.safe_load(block("yaml diabetes.yaml"))
     workspace = Workspace.make(folder, "diabetes.py", config)
     training = workspace.path("train_diabetes.py")
@@ -52,6 +50,11 @@ def diabetes(tmp_path_factory):
     assert jobs(result.stdout)["draw_influences"] == 1
     assert jobs(result.stdout)["write_report"] == 1
     return workspace
+
+
+@pytest.fixture(scope="module")
+def diabetes(built_once):
+    return built_once("diabetes", follow_own_models)
 
 
 def test_the_own_study_gives_scores_and_a_figure(diabetes):
@@ -86,11 +89,11 @@ def test_list_untracked_finds_what_a_removed_experiment_left(diabetes, tmp_path)
 def test_deleting_the_scores_of_each_checkpoint_reruns_nothing(diabetes, tmp_path):
     study = diabetes.copy(tmp_path / "study")
     shutil.rmtree(study.path("results-diabetes/scores/two-patients"))
-    assert study.run("all") == {}
+    assert study.would_run("all") == {}
     shutil.rmtree(study.path("results-diabetes/features"))
-    assert study.run("all") == {}
+    assert study.would_run("all") == {}
     study.config["scoring"] = {"damping": 1}
-    assert study.run()["compute_features"] == 6
+    assert study.would_run()["compute_features"] == 6
 
 
 def test_reading_the_results(tmp_path, monkeypatch):

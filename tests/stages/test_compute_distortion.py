@@ -1,8 +1,7 @@
-"""Distortion of a checkpoint: the stage against dense float64 matrices, and in the workflow."""
+"""Distortion of a checkpoint: the stage against dense float64 matrices, and against theory."""
 
 import copy
 import itertools
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -10,10 +9,9 @@ import oracle
 import pandas as pd
 import pytest
 import torch
-import yaml
 from pipeline import features_spec
 from trained_cases import STUDIES, assert_close
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY
 
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
@@ -246,35 +244,23 @@ def test_a_budget_that_is_too_small_is_refused_by_the_job(checkpoint, tmp_path):
     assert not list(tmp_path.rglob("*.h5"))
 
 
-def agrees(file):
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """The default study and a network of it, trained as in the smoke study."""
+    torch.set_num_threads(1)
+    study = REPOSITORY / "config/digits.py"
+    path = tmp_path_factory.mktemp("digits") / "c0.pt"
+    model = Study.load(study).function("train")(seed=0, epochs=2)
+    torch.save(model.state_dict(), path)
+    return {"study": study, "checkpoint": path}
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
+def test_the_smoke_study_agrees_with_theory(digits, tmp_path, kind):
+    spec = spec_of(kind)
+    spec["projection"]["proj_dim"] = 128
+    spec["distortion"] = {"samples": 60, "streams": 10}
+    file = distort_as(spec, tmp_path, **digits)
     for _, found in pd.read_hdf(file, "agreement").iterrows():
         assert 0 < found["standard_error"] < 0.2 * found["measured"]
         assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]
-
-
-def test_the_smoke_study_agrees_with_theory_and_what_runs_again(tmp_path):
-    """As the workflow makes it, and under the other kinds of projection."""
-    config = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
-    config |= {
-        "results": "results",
-        "checkpoints": {"seed0": {"seed": 0}},
-        "distortion": {"samples": 60, "streams": 10},
-    }
-    digits = config["study"] = str(REPOSITORY / "config/digits.py")
-    study = Workspace.make(tmp_path / "study", "small_digits.py", config)
-    study.config["study"] = digits
-    file, trained = "results/distortion/seed0.h5", "results/checkpoints/seed0.pt"
-    assert study.run(file) == {"train_checkpoint": 1, "compute_distortion": 1}
-    agrees(study.path(file))
-    for kind in ("normal", "hadamard", "sjlt"):
-        spec = spec_of(kind, samples=60, name="seed0")
-        spec["projection"] |= config["projection"] | {"kind": kind}
-        spec["distortion"] = config["distortion"]
-        agrees(distort_as(spec, tmp_path / kind, study.path(trained), Path(digits)))
-
-    study.config["features_dtype"] = "float16"
-    study.config["compute"] = {"batch_size": 7, "memory_mb": 300, "threads": 2}
-    study.config["scoring"]["damping"] = 1
-    assert study.run("-n", file) == {}
-    study.config["distortion"] = {"samples": 61}
-    assert study.run("-n", "all")["compute_distortion"] == 1

@@ -1,14 +1,12 @@
-"""Exact scores: the stages against an independent float64 formula, and in the workflow."""
+"""Exact scores: the stages against an independent float64 formula."""
 
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from own_checkpoints import OWN, save_own_checkpoint
 from pipeline import changed, read_scores, run_exact_stages, scores_spec
-from trained_cases import N_TARGETS, STUDIES, Case, assert_close
-from workspace import Workspace
+from trained_cases import N_TARGETS, Case, assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
@@ -269,35 +267,3 @@ def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
             memory_mb=100,
         )
     assert not (tmp_path / "out.h5").exists()
-
-
-def test_the_workflow_from_exact_scores_to_a_projection(tmp_path):
-    """What runs, what runs again; Snakemake's scores are those of the stages."""
-    checkpoints = {f"c{i}": OWN["checkpoints"][f"c{i}"] for i in range(2)}
-    experiments = {"few": OWN["experiments"]["few"]}
-    own = {**OWN, "checkpoints": checkpoints, "experiments": experiments, "projection": "exact"}
-    study = Workspace.make(tmp_path / "study", "diabetes.py", own)
-    paths = {f"c{i}": save_own_checkpoint(study, i) for i in range(2)}
-    assert study.run() == {"compute_gramian": 4, "compute_exact_scores": 2, "average_scores": 1}
-    study.config["compute"] = {"batch_size": 9, "memory_mb": 300, "threads": 2}
-    assert study.run() == {}
-    targets = study.config["experiments"]["few"]["targets"]
-    expected = run_exact_stages(
-        tmp_path / "here", STUDIES / "diabetes.py", paths, targets, model_output="regression"
-    )
-    found = read_scores(study.path("results/scores/few.h5"))
-    assert_close(found.to_numpy(), read_scores(expected).to_numpy(), 1e-6)
-
-    study.config["scoring"] = {"damping": 1.5}
-    assert study.run() == {"compute_exact_scores": 2, "average_scores": 1}
-
-    exact = read_scores(study.path("results/scores/few.h5")).to_numpy()
-    study.config["projection"] = {"proj_dim": 2048}
-    assert study.run() == {
-        "compute_features": 4,
-        "compute_normal_matrix": 2,
-        "compute_scores": 2,
-        "average_scores": 1,
-    }
-    projected = read_scores(study.path("results/scores/few.h5")).to_numpy()
-    assert 1e-6 < np.abs(projected - exact).max() / np.abs(exact).max() < 0.1

@@ -2,7 +2,6 @@
 
 import re
 
-import models
 import numpy as np
 import pytest
 import torch
@@ -27,6 +26,7 @@ from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.study.study import Split
 
+models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
 N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 
 STUDY = """

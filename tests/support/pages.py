@@ -10,6 +10,11 @@ from pathlib import Path
 
 from workspace import REPOSITORY
 
+_START = {
+    ".venv/bin/snakemake": ["-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")],
+    ".venv/bin/python": [],
+}
+
 
 def blocks(page: str) -> list[tuple[str, str]]:
     """Return the info line and the text of every fenced block, in order."""
@@ -29,8 +34,7 @@ def follow(page: str, folder: Path, monkeypatch) -> list[str]:
         elif language == "console":
             for command in re.findall(r"^\$ (.*)", text, flags=re.M):
                 program, *arguments = shlex.split(command)
-                start = {".venv/bin/snakemake": ["-m", "snakemake"], ".venv/bin/python": []}
-                run = [sys.executable, *start[program], *arguments]
+                run = [sys.executable, *_START[program], *arguments]
                 result = subprocess.run(run, capture_output=True, text=True, timeout=500)
                 assert result.returncode == 0, result.stderr
         elif language == "python":

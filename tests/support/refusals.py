@@ -42,6 +42,7 @@ class Door:
         self.workspace.path("study.yaml").write_bytes(config)
         output = self.workspace.path("output.txt")
         arguments = ["--configfile", "study.yaml", "--cores", "2", "-n"]
+        arguments += ["--snakefile", self.workspace.snakefile]
         request = [str(self.workspace.folder), arguments, str(output)]
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

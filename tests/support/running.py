@@ -2,17 +2,18 @@
 
 import copy
 import os
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
 import yaml
-from workspace import REPOSITORY, Workspace
+from workspace import Workspace
 
 # One checkpoint, one experiment: features of 700 KB, a sample at a time so that it takes a while.
 SMALL = {
@@ -24,20 +25,25 @@ SMALL = {
 }
 
 
-def small_study(folder) -> Workspace:
-    """Make the study with its checkpoint, for the repository's own Snakefile; nothing has run.
-
-    A copy of the repository would compile its kernels anew.
-    """
-    folder.mkdir(parents=True)
-    shutil.copy2(REPOSITORY / "tests/studies/diabetes.py", folder)
-    config = copy.deepcopy({"study": "diabetes.py", **SMALL})
-    study = Workspace(folder, config, str(REPOSITORY / "Snakefile"))
+def small_study(folder: Path) -> Workspace:
+    """Make the study with its checkpoint; nothing has run."""
+    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(SMALL))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     study.path("mine").mkdir()
     torch.save(model.state_dict(), study.path("mine/c0.pt"))
     return study
+
+
+def _is_job(process: psutil.Process, rule: str) -> bool:
+    """Whether it runs the script that Snakemake wrote for a job that logs to the rule's folder."""
+    try:
+        script = Path(process.cwd(), (process.cmdline() or [""])[-1])
+        written = script.parent.name == "scripts" and script.parent.parent.name == ".snakemake"
+        text = script.read_bytes() if written else b""
+    except (psutil.Error, OSError):  # it has just ended
+        return False
+    return re.search(rb"/logs/%b\b" % rule.encode(), text) is not None
 
 
 class Running:
@@ -79,14 +85,7 @@ class Running:
 
         def new() -> psutil.Process | None:
             for child in psutil.Process(self.process.pid).children(recursive=True):
-                try:
-                    command = child.cmdline()
-                except psutil.Error:
-                    continue
-                script = command[-1] if command else ""
-                # Not the shell that starts it, whose last argument is a whole command line.
-                is_job = script.endswith(f".{rule}.py") and " " not in script
-                if is_job and child.pid not in self.seen:
+                if child.pid not in self.seen and _is_job(child, rule):
                     self.seen.add(child.pid)
                     return child
             return None

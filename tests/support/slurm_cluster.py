@@ -14,6 +14,8 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
+from filelock import FileLock
+
 ETC = Path("/etc/slurm")
 _PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 
@@ -158,7 +160,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(folder: Path, cpus: int = 1) -> Generator[Cluster, None, None]:
-    """Start the daemons, and stop them and their jobs at the end."""
+    """Start the daemons, and stop them and their jobs at the end; one cluster at a time."""
+    with FileLock("/run/trak-core-slurm.lock"):
+        yield from _cluster(folder, cpus)
+
+
+def _cluster(folder: Path, cpus: int) -> Generator[Cluster, None, None]:
     for name in ("state", "spool/node1", "spool/node2"):
         (folder / name).mkdir(parents=True)
     ETC.mkdir(exist_ok=True)

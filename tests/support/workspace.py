@@ -1,4 +1,4 @@
-"""A copy of the repository with a small study in it, where Snakemake runs for real."""
+"""A folder with a small study in it, where Snakemake runs for real."""
 
 import re
 import shutil
@@ -9,27 +9,37 @@ from pathlib import Path
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
-_PARTS = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
+_CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
 
 
 class Workspace:
-    """A folder that Snakemake runs in; ``config`` is written before every run."""
+    """A folder that Snakemake runs in; ``config`` is written before every run.
 
-    def __init__(self, folder: Path, config: dict, snakefile: str = "Snakefile") -> None:
+    The repository's own Snakefile runs there, whose kernels are compiled already: a copy of the
+    code would compile its own. A test that edits the code takes such a copy.
+    """
+
+    def __init__(
+        self, folder: Path, config: dict, snakefile: str = str(REPOSITORY / "Snakefile")
+    ) -> None:
         self.folder, self.config, self.snakefile = folder, config, snakefile
 
     @classmethod
     def make(cls, folder: Path, study: str, config: dict) -> "Workspace":
         folder.mkdir(parents=True)
-        for part in _PARTS:
+        shutil.copy2(REPOSITORY / "tests/studies" / study, folder / study)
+        return cls(folder, {"study": study, **config})
+
+    def take_code(self) -> None:
+        """Bring a copy of the repository's code, to be edited, and run by that from now on."""
+        for part in _CODE:
             source = REPOSITORY / part
             if source.is_dir():
                 ignored = shutil.ignore_patterns("__pycache__", "*.part")
-                shutil.copytree(source, folder / part, ignore=ignored)
+                shutil.copytree(source, self.folder / part, ignore=ignored)
             else:
-                shutil.copy2(source, folder / part)
-        shutil.copy2(REPOSITORY / "tests/studies" / study, folder / study)
-        return cls(folder, {"study": study, **config})
+                shutil.copy2(source, self.folder / part)
+        self.snakefile = "Snakefile"
 
     def copy(self, folder: Path) -> "Workspace":
         shutil.copytree(self.folder, folder, symlinks=True)
@@ -62,6 +72,17 @@ class Workspace:
         result = self.snakemake(*(arguments or ("scores",)))
         assert result.returncode == 0, result.stdout
         return jobs(result.stdout)
+
+    def would_run(self, *arguments: str) -> dict[str, int]:
+        """Return how many jobs of each rule a run would have: nothing runs."""
+        return self.run("--dry-run", *(arguments or ("scores",)))
+
+    def would_write(self, *arguments: str) -> set[str]:
+        """Return the artifacts that a run would write, by their names in the results folder."""
+        result = self.snakemake("--dry-run", *(arguments or ("scores",)))
+        assert result.returncode == 0, result.stdout
+        lines = re.findall(r"^    output: (.*)$", result.stdout, flags=re.MULTILINE)
+        return {name.removeprefix("results/") for line in lines for name in line.split(", ")}
 
     def fail(self, *arguments: str, text: str | None = None) -> str:
         """Run to a bad end and return what Snakemake printed."""

@@ -2,70 +2,35 @@
 
 import copy
 import re
-import shutil
 
 import pandas as pd
 import pytest
 import yaml
+from base_studies import EVALUATION, TRAINED
 from refusals import message
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY
 
 from trak_core.config.demands import check_evaluation, check_sizes
 from trak_core.errors import InputError
 
-CONFIG = {
-    "model_output": "image_classification",
-    "training": {"steps": 5},
-    "checkpoints": {f"c{i}": {"seed": i} for i in range(2)},
-    "experiments": {"few": {"targets": [1506, 1620, 744]}},
-    "projection": {"proj_dim": 32},
-    "evaluation": {
-        "subsets": {"count": 6, "seeds": 2, "per_job": 4},
-        "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
-        "trak": [16],
-        "sweep": {"damping": [1], "proj_dim": [16]},
-        "self_influence": True,
-        "flipped": {"fraction": 0.1},
-        "removals": {"experiment": "few", "targets": 2, "per_job": 1, "seeds": 1},
-    },
+# With the defaults of what `evaluated` leaves out.
+FULL = {
+    **TRAINED,
+    "experiments": {"few": TRAINED["experiments"]["few"]},
+    "scoring": {"keep": "full"},
+    "projection": {"kind": "rademacher", "proj_dim": 32},
+    "evaluation": EVALUATION,
 }
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("evaluated") / "study"
-    workspace = Workspace.make(folder, "small_digits.py", CONFIG)
-    assert workspace.run("all") == {
-        "train_checkpoint": 2,
-        "compute_features": 4,
-        "compute_normal_matrix": 2,
-        "compute_scores": 2,
-        "average_scores": 1,
-        "draw_influences": 1,
-        "retrain_subsets": 2,
-        "compute_embeddings": 2,
-        "evaluate_scores": 1,
-        "compute_self_influence": 1,
-        "train_checkpoint_flipped": 2,
-        "compute_features_flipped": 2,
-        "compute_normal_matrix_flipped": 2,
-        "find_flipped": 1,
-        "retrain_without_random": 1,
-        "retrain_without_top": 2,
-        "compare_removals": 1,
-        "write_report": 1,
-    }
-    return workspace
-
-
 @pytest.fixture
-def study(finished, tmp_path):
-    return finished.copy(tmp_path / "study")
+def study(evaluated, tmp_path):
+    return evaluated.copy(tmp_path / "study")
 
 
-def test_every_artifact_holds_the_tables_that_its_page_describes(finished):
+def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
     page = (REPOSITORY / "docs/evaluation.md").read_text()
-    results = finished.path("results")
+    results = evaluated.path("results")
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],
         "self_influence.h5": ["train"],
@@ -84,14 +49,14 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(finished):
         *("scores", "trak_0.3.2", "gradient_dot", "embedding_cosine", "random", "same_class"),
         "noise_ceiling",
     ]
-    assert pd.read_hdf(results / "retrained/4-5.h5", "masks").shape == (2, 150)
+    assert pd.read_hdf(results / "retrained/25-26.h5", "masks").shape == (2, 150)
 
 
 CHANGES = {
     "nothing": ({}, {}),
     "more halves": (
-        {"subsets": {"count": 10, "seeds": 2, "per_job": 4}},
-        # 4-5 becomes 4-7.
+        {"subsets": {"count": 52, "seeds": 2}},
+        # 25-26 becomes 25-49.
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
@@ -104,8 +69,8 @@ CHANGES = {
             "find_flipped": 1,
         },
     ),
-    "more draws": (
-        {"removals": CONFIG["evaluation"]["removals"] | {"draws": 5}},
+    "other removals": (
+        {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
         {"retrain_without_random": 1, "retrain_without_top": 2, "compare_removals": 1},
     ),
 }
@@ -115,12 +80,12 @@ CHANGES = {
 def test_what_runs_again(study, name):
     change, rules = CHANGES[name]
     study.config["evaluation"] |= change
-    assert study.run("-n", "all") == (rules and rules | {"write_report": 1})
+    assert study.would_run("all") == (rules and rules | {"write_report": 1})
 
 
 def test_damping_reruns_no_retraining_of_halves(study):
-    study.config["scoring"] = {"damping": 1}
-    counts = study.run("-n", "all")
+    study.config["scoring"]["damping"] = 1
+    counts = study.would_run("all")
     assert counts["evaluate_scores"] == counts["compute_self_influence"] == 1
     assert counts["retrain_without_top"] == 2
     assert not {"retrain_subsets", "retrain_without_random", "compute_embeddings"} & set(counts)
@@ -128,34 +93,21 @@ def test_damping_reruns_no_retraining_of_halves(study):
 
 def test_without_an_evaluation_nothing_of_it_runs(study):
     del study.config["evaluation"]
-    assert study.run("-n", "all") == {"write_report": 1}
+    assert study.would_run("all") == {"write_report": 1}
 
 
 def test_a_users_ground_truth_takes_the_place_of_retraining(study):
     for key in ("masks", "outputs"):
-        frame = pd.read_hdf(study.path("results/retrained/0-3.h5"), key)
+        frame = pd.read_hdf(study.path("results/retrained/0-24.h5"), key)
         frame.to_hdf(study.path("mine.h5"), key=key)
     study.config["evaluation"] = {"ground_truth": "mine.h5"}
     assert study.run("all") == {"evaluate_scores": 1, "write_report": 1}
-    assert study.run("-n", "all") == {}
+    assert study.would_run("all") == {}
     pd.DataFrame().to_hdf(study.path("mine.h5"), key="masks")
-    assert study.run("-n", "all") == {"evaluate_scores": 1, "write_report": 1}
+    assert study.would_run("all") == {"evaluate_scores": 1, "write_report": 1}
     study.config["evaluation"] = {"ground_truth": "other.h5"}
     assert "evaluation.ground_truth must exist. Found nothing at other.h5" in message(
         study.fail("-n", "all")
-    )
-
-
-def test_two_runs_compared_by_one_command(study):
-    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
-    assert study.run("compare", "--config", "compare=other") == {"compare_runs": 1}
-    table = pd.read_hdf(study.path("results/comparison.h5"), "experiments")
-    assert table["n_targets"].tolist() == [3]
-    assert table["overlap_positive"].tolist() == [1]
-    printed = study.path("results/logs/compare_runs.log").read_text()
-    assert "rank_correlation" in printed
-    assert "Found nothing at: nowhere/scores/few.h5" in message(
-        study.fail("-n", "compare", "--config", "compare=nowhere")
     )
 
 
@@ -170,11 +122,6 @@ def test_a_study_whose_training_takes_no_data(study):
     )
 
 
-FULL = {
-    **CONFIG,
-    "scoring": {"scores": "full"},
-    "projection": {"kind": "rademacher", "proj_dim": 32},
-}
 BAD = {
     "both": ({"evaluation.ground_truth": "x.h5"}, r"`subsets`, .* or `ground_truth`.*Found both"),
     "settings without models": (
@@ -251,7 +198,7 @@ def test_evaluations_of_more_than_there_is(change, expected):
 
 def test_any_part_will_do_alone():
     """But for settings of scores, which only retrained models can tell apart."""
-    for key, value in CONFIG["evaluation"].items():
+    for key, value in EVALUATION.items():
         beside = {"subsets": {}} if key in ("trak", "sweep") else {}
         check_evaluation(FULL | {"evaluation": {"baselines": [], "trak": [], **beside, key: value}})
 
@@ -265,16 +212,6 @@ def test_the_default_study_is_measured():
 
 def test_models_without_other_samples_are_refused(study):
     """A file that Snakemake thinks is right, made for other removals."""
-    study.config["evaluation"]["removals"]["seeds"] = 2
+    study.config["evaluation"]["removals"]["n_removed"] = [10]
     output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
     assert re.search(r"random\.h5: files .* today's config.*rule retrain_without_random", output)
-
-
-def test_a_comparison_follows_the_other_run(study):
-    shutil.copytree(study.path("results/scores"), study.path("other/scores"))
-    command = ("compare", "--config", "compare=other")
-    assert study.run(*command) == {"compare_runs": 1}
-    assert study.run("-n", *command) == {}
-    path = study.path("other/scores/few.h5")
-    path.write_bytes(path.read_bytes())
-    assert study.run("-n", *command) == {"compare_runs": 1}

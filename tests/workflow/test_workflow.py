@@ -1,6 +1,7 @@
-"""Snakemake for real: what runs, what runs again, and that it gives the same numbers.
+"""A study whose networks the pipeline trains: what a change would run again, as Snakemake plans it.
 
-The studies are small: three checkpoints, two experiments.
+What a plan promises is seen once for real in test_workflow_own.py; here for real are a kill, a run
+on one core, and shards.
 """
 
 import os
@@ -15,32 +16,10 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from base_studies import TRAINED
 from workspace import Workspace
 
 ALL_FEATURES = 9  # three checkpoints x (train, two experiments)
-TRAINED = {
-    "model_output": "image_classification",
-    "training": {"steps": 5},
-    "checkpoints": {f"c{i}": {"seed": i} for i in range(3)},
-    "experiments": {"few": {"targets": [1506, 1620]}, "one": {"targets": [1506]}},
-    "projection": {"proj_dim": 32, "seed": 0},
-    "scoring": {"damping": 2, "top": 3},
-}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    workspace = Workspace.make(tmp_path_factory.mktemp("base") / "t", "small_digits.py", TRAINED)
-    assert workspace.run("all") == {
-        "train_checkpoint": 3,
-        "compute_features": ALL_FEATURES,
-        "compute_normal_matrix": 3,
-        "compute_scores": 6,
-        "average_scores": 2,
-        "draw_influences": 2,
-        "write_report": 1,
-    }
-    return workspace
 
 
 @pytest.fixture
@@ -49,22 +28,18 @@ def study(trained, tmp_path):
 
 
 def edit(workspace, module):
+    workspace.take_code()
     path = workspace.path(f"trak_core/{module}")
     path.write_text(path.read_text() + "\n_EDITED = 1\n")
 
 
 def test_a_second_run_has_nothing_to_do(study):
-    assert study.run("all") == {}
+    assert study.run("all") == {}  # not a plan alone
     # Nor has one after changes that decide no numbers.
     study.config["checkpoints"] = dict(reversed(study.config["checkpoints"].items()))
     study.config["scoring"] = dict(reversed(study.config["scoring"].items()))
-    study.config["compute"] = {
-        "batch_size": 7,
-        "memory_mb": 200,
-        "threads": 2,
-        "runtime_minutes": 5,
-    }
-    assert study.run("all") == {}
+    study.config["compute"] = {"batch_size": 7, "memory_mb": 200, "threads": 2}
+    assert study.would_run("all") == {}
 
 
 def test_a_trained_checkpoint_that_changed(study):
@@ -72,15 +47,13 @@ def test_a_trained_checkpoint_that_changed(study):
     state = torch.load(path, weights_only=True)
     time.sleep(0.01)
     torch.save({k: v * 2 for k, v in state.items()}, path)
-    before = study.artifacts()
-    assert study.run() == {
+    assert study.would_run() == {
         "compute_features": 3,
         "compute_normal_matrix": 1,
         "compute_scores": 2,
         "average_scores": 2,
     }
-    after = study.artifacts()
-    assert {k for k in before if before[k] != after[k]} == {
+    assert study.would_write() == {
         "features/c1/train.h5",
         "features/c1/few.h5",
         "features/c1/one.h5",
@@ -94,7 +67,7 @@ def test_a_trained_checkpoint_that_changed(study):
 
 def test_a_checkpoint_added(study):
     study.config["checkpoints"]["c3"] = {"seed": 3}
-    assert study.run() == {
+    assert study.would_run() == {
         "train_checkpoint": 1,
         "compute_features": 3,
         "compute_normal_matrix": 1,
@@ -104,36 +77,34 @@ def test_a_checkpoint_added(study):
 
 
 def test_a_checkpoint_removed(study):
-    """Its files stay, and do no harm; the README says how to find them."""
     del study.config["checkpoints"]["c2"]
-    assert study.run() == {"average_scores": 2}
-    assert study.path("results/features/c2/train.h5").exists()
+    assert study.would_run() == {"average_scores": 2}
 
 
 def test_damping_changed(study):
     study.config["scoring"]["damping"] = 1.5
-    assert study.run() == {"compute_scores": 6, "average_scores": 2}
+    assert study.would_run() == {"compute_scores": 6, "average_scores": 2}
 
 
 def test_combination_changed(study):
     study.config["scoring"]["combine"] = "average_of_products"
     study.config["scoring"]["loss_weight_power"] = 0.5
-    assert study.run() == {"average_scores": 2}
+    assert study.would_run() == {"average_scores": 2}
 
 
 def test_an_experiment_added(study):
     study.config["experiments"]["new"] = {"targets": [1620]}
-    assert study.run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+    assert study.would_run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 
 
 def test_targets_changed(study):
     study.config["experiments"]["one"]["targets"] = [1620]
-    assert study.run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+    assert study.would_run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 
 
 def test_projection_seed_changed(study):
     study.config["projection"]["seed"] = 1
-    assert study.run() == {
+    assert study.would_run() == {
         "compute_features": ALL_FEATURES,
         "compute_normal_matrix": 3,
         "compute_scores": 6,
@@ -164,16 +135,24 @@ def test_projection_seed_changed(study):
 )
 def test_a_module_edited(study, module, rules):
     edit(study, module)
-    assert study.run() == rules
+    assert study.would_run() == rules
 
 
-def test_figures_and_report_are_made_again_from_new_scores_or_new_code(study):
+def test_figures_and_report_are_made_again_from_new_scores(study):
     study.config["scoring"]["top"] = 2
-    assert study.run("all") == {"average_scores": 2, "draw_influences": 2, "write_report": 1}
-    edit(study, "stages/draw_influences.py")
-    assert study.run("all") == {"draw_influences": 2, "write_report": 1}
-    edit(study, "report/render.py")
-    assert study.run("all") == {"write_report": 1}
+    assert study.would_run("all") == {"average_scores": 2, "draw_influences": 2, "write_report": 1}
+
+
+@pytest.mark.parametrize(
+    ("module", "rules"),
+    [
+        ("stages/draw_influences.py", {"draw_influences": 2, "write_report": 1}),
+        ("report/render.py", {"write_report": 1}),
+    ],
+)
+def test_figures_and_report_are_made_again_by_new_code(study, module, rules):
+    edit(study, module)
+    assert study.would_run("all") == rules
 
 
 def without_timings(workspace):
@@ -186,7 +165,7 @@ def without_timings(workspace):
 
 def test_shards_of_one_split_changed(study):
     study.config["experiments"]["few"]["shards"] = 2
-    assert study.run() == {
+    assert study.would_run() == {
         "compute_features_shard": 6,
         "join_shards": 3,
         "compute_scores": 3,
@@ -196,7 +175,7 @@ def test_shards_of_one_split_changed(study):
 
 def test_parameters_changed(study):
     study.config["parameters"] = ["*.weight"]
-    assert study.run() == {
+    assert study.would_run() == {
         "compute_features": ALL_FEATURES,
         "compute_normal_matrix": 3,
         "compute_scores": 6,
@@ -205,81 +184,76 @@ def test_parameters_changed(study):
 
 
 def test_a_comment_in_a_module_or_in_the_study_reruns_nothing(study):
+    study.take_code()
     for name in ("trak_core/gradients/_vmap.py", "small_digits.py"):
         path = study.path(name)
         path.write_text(path.read_text() + "\n# a comment\n")
-    assert study.run() == {}
+    assert study.would_run() == {}
 
 
 def test_the_study_edited(study):
     path = study.path("small_digits.py")
     path.write_text(path.read_text().replace("lr=1e-2", "lr=2e-2"))
-    assert study.run()["train_checkpoint"] == 3
+    assert study.would_run()["train_checkpoint"] == 3
 
 
 def test_files_touched(study):
     """Snakemake compares the content of files below 1 MB: touching those reruns nothing."""
     for path in study.path("results/checkpoints").iterdir():
         path.touch()
+    study.take_code()
     study.path("Snakefile").touch()
-    study.path("workflow/scripts/compute_features.py").touch()
-    assert study.run() == {}
-
-
-def test_one_core_or_two_and_a_new_start_give_the_same_bytes(trained, tmp_path):
-    again = Workspace.make(tmp_path / "again", "small_digits.py", TRAINED)
-    again.run("--cores", "1", "all")
-    expected, found = trained.artifacts(), again.artifacts()
-    assert len(expected) == 20
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if found[name] != expected[name]] == []
-    for name in ("few", "one"):
-        figure = f"results/figures/{name}.png"
-        assert again.path(figure).read_bytes() == trained.path(figure).read_bytes()
-    assert without_timings(again) == without_timings(trained)
+    for path in study.path("workflow/scripts").iterdir():
+        path.touch()
+    assert study.would_run() == {}
 
 
 def test_shards_give_the_same_scores(trained, tmp_path):
-    config = {**TRAINED, "compute": {"shards": 3, "batch_size": 11}}
-    config["experiments"] = {"few": {"targets": [1506, 1620], "shards": 2}}
-    sharded = Workspace.make(tmp_path / "sharded", "small_digits.py", config)
-    assert sharded.run() == {
-        "train_checkpoint": 3,
-        "compute_features_shard": 15,
-        "join_shards": 6,
-        "compute_normal_matrix": 3,
-        "compute_scores": 3,
+    study = trained.copy(tmp_path / "sharded")
+    study.config["compute"] = {"shards": 3, "batch_size": 11}
+    study.config["checkpoints"] = {"c0": {"seed": 0}}
+    del study.config["experiments"]["one"]
+    study.config["experiments"]["few"]["shards"] = 2
+    assert study.run() == {
+        "compute_features_shard": 5,
+        "join_shards": 2,
+        "compute_normal_matrix": 1,
+        "compute_scores": 1,
         "average_scores": 1,
     }
-    assert not list(sharded.path("results/shards").rglob("*.h5"))
-    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (trained, sharded)]
+    assert not list(study.path("results/shards").rglob("*.h5"))
+    scores = [w.path("results/scores/few/c0.h5") for w in (trained, study)]
+    pair = [pd.read_hdf(path, "similarities") for path in scores]
     assert pair[0].index.equals(pair[1].index)
     expected, found = (frame.to_numpy() for frame in pair)
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
-    assert sharded.run() == {}
+    assert study.would_run() == {}
 
 
 def test_every_stage_opens_in_pandas(trained):
     results = trained.path("results")
     frames = {
         "features/c0/train.h5": ("features", (150, 32)),
-        "features/c0/few.h5": ("features", (2, 32)),
+        "features/c0/few.h5": ("features", (6, 32)),
         "normal_matrix/c0.h5": ("normal_matrix", (32, 32)),
-        "scores/few/c0.h5": ("similarities", (150, 2)),
-        "scores/few.h5": ("scores", (150, 2)),
+        "scores/few/c0.h5": ("similarities", (150, 6)),
+        "scores/few.h5": ("scores", (150, 6)),
     }
     for name, (key, shape) in frames.items():
         assert pd.read_hdf(results / name, key).shape == shape
-    assert pd.read_hdf(results / "scores/few.h5", "scores", start=10, stop=12).shape == (2, 2)
+    assert pd.read_hdf(results / "scores/few.h5", "scores", start=10, stop=12).shape == (2, 6)
 
 
 def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
-    """SIGKILL for Snakemake and all its jobs, in the midst of featurization."""
+    """SIGKILL for Snakemake and all its jobs, in the midst of featurization.
+
+    It began on two cores and goes on on one, to the bytes of a run that nothing disturbed.
+    """
     study = Workspace.make(tmp_path / "killed", "small_digits.py", TRAINED)
     study.path("study.yaml").write_text(yaml.safe_dump(study.config))
-    command = (sys.executable, "-m", "snakemake", "--configfile", "study.yaml", "--cores", "2")
+    command = (sys.executable, "-m", "snakemake", "--snakefile", study.snakefile)
     process = subprocess.Popen(
-        [*command, "scores"],
+        [*command, "--configfile", "study.yaml", "--cores", "2", "all"],
         cwd=study.folder,
         start_new_session=True,
         stdout=subprocess.DEVNULL,
@@ -296,8 +270,14 @@ def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
 
     assert "--unlock" in study.fail()
     assert study.snakemake("--unlock").returncode == 0
-    counts = study.run()
+    counts = study.run("--cores", "1", "all")
     assert counts["compute_features"] < ALL_FEATURES
-    after = study.artifacts()
-    assert {name: after[name] for name in finished} == finished
-    assert after == trained.artifacts()
+    found, expected = study.artifacts(), trained.artifacts()
+    assert {name: found[name] for name in finished} == finished
+    assert len(expected) == 20
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+    for name in ("few", "one"):
+        figure = f"results/figures/{name}.png"
+        assert study.path(figure).read_bytes() == trained.path(figure).read_bytes()
+    assert without_timings(study) == without_timings(trained)

@@ -1,28 +1,12 @@
-"""Snakemake for real, with checkpoints of a user: what runs again, and what is refused."""
+"""Checkpoints of a user's own: what changes run again, for real, and which files are refused."""
 
 import os
 import re
 import shutil
 
 import pytest
-from own_checkpoints import OWN, save_own_checkpoint
+from own_checkpoints import save_own_checkpoint
 from workspace import Workspace
-
-ALL_FEATURES = 9  # three checkpoints x (train, two experiments)
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory):
-    workspace = Workspace.make(tmp_path_factory.mktemp("base") / "o", "diabetes.py", OWN)
-    for number in range(3):
-        save_own_checkpoint(workspace, number)
-    assert workspace.run() == {
-        "compute_features": ALL_FEATURES,
-        "compute_normal_matrix": 3,
-        "compute_scores": 6,
-        "average_scores": 2,
-    }
-    return workspace
 
 
 @pytest.fixture
@@ -30,27 +14,70 @@ def own_study(own, tmp_path):
     return own.copy(tmp_path / "study")
 
 
+def replace_by_an_older_file(study):
+    os.utime(save_own_checkpoint(study, 1, scale=2), (1e9, 1e9))
+
+
 def test_own_checkpoint_replaced_by_an_older_file(own_study):
-    path = save_own_checkpoint(own_study, 1, scale=2)
-    os.utime(path, (1e9, 1e9))
-    assert own_study.run() == {
+    replace_by_an_older_file(own_study)
+    assert own_study.would_run() == {
         "compute_features": 3,
         "compute_normal_matrix": 1,
         "compute_scores": 2,
         "average_scores": 2,
     }
-    assert own_study.run() == {}
+
+
+def test_four_changes_at_once_end_where_a_fresh_start_does(own, own_study, tmp_path):
+    """A checkpoint replaced, one removed, other targets, another damping: planned, run, compared.
+
+    What other tests only let Snakemake plan is seen here for real.
+    """
+    replace_by_an_older_file(own_study)
+    del own_study.config["checkpoints"]["c2"]
+    own_study.config["experiments"]["one"] = {"targets": ["patient-351"]}
+    own_study.config["scoring"] = {"damping": 1.5}
+    planned = {
+        "compute_features": 4,
+        "compute_normal_matrix": 1,
+        "compute_scores": 4,
+        "average_scores": 2,
+    }
+    files = own_study.would_write()
+    assert own_study.would_run() == planned
+    assert own_study.run() == planned
+    assert own_study.would_run() == {}
+
+    before, after = own.artifacts(), own_study.artifacts()
+    assert {name for name in before if before[name] != after[name]} == files
+    assert files == {
+        "features/c1/train.h5",
+        "features/c1/few.h5",
+        *("features/c0/one.h5", "features/c1/one.h5"),
+        "normal_matrix/c1.h5",
+        *("scores/few/c0.h5", "scores/few/c1.h5", "scores/few.h5"),
+        *("scores/one/c0.h5", "scores/one/c1.h5", "scores/one.h5"),
+    }
+    # A removed checkpoint's files stay, and do no harm; the README says how to find them.
+    assert "features/c2/train.h5" in after
+    fresh = Workspace.make(tmp_path / "fresh", "diabetes.py", own_study.config)
+    shutil.copytree(own_study.path("mine"), fresh.path("mine"))
+    fresh.run()
+    expected = fresh.artifacts()
+    assert len(expected) == 14
+    assert [name for name in expected if after[name] != expected[name]] == []
 
 
 def test_own_checkpoint_touched(own_study):
     """Its time counts, since its content is never read to find out: its own jobs run again."""
     own_study.path("mine/c1.pt").touch()
     before = own_study.artifacts()
-    assert own_study.run()["compute_features"] == 3
+    assert own_study.would_run()["compute_features"] == 3
+    assert own_study.run("results/features/c1/one.h5") == {"compute_features": 1}
     assert own_study.artifacts() == before
 
 
-def test_new_targets_need_no_training_data(own_study):
+def test_new_targets_need_no_training_data(own_study, monkeypatch):
     """The training data are gone; the study file is as it was."""
     study = own_study.path("diabetes.py")
     assert "load_diabetes" in study.read_text()
@@ -64,8 +91,16 @@ def test_new_targets_need_no_training_data(own_study):
         "        super().__init__(*tensors)\n"
         "data.TensorDataset = TensorDataset\n"
     )
+    monkeypatch.setenv("PYTHONPATH", str(own_study.folder), prepend=os.pathsep)
     own_study.config["experiments"]["new"] = {"targets": ["patient-441"]}
-    assert own_study.run() == {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+    new = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+    assert own_study.would_run() == new
+    own_study.config["checkpoints"] = {"c0": "mine/c0.pt"}
+    new = {"compute_features": 1, "compute_scores": 1, "average_scores": 1}
+    assert own_study.run("results/scores/new.h5") == new
+    # It fails indeed for who needs them.
+    own_study.config["projection"]["seed"] = 1
+    assert "the training data are gone" in own_study.fail("results/features/c0/train.h5")
 
 
 def test_a_damaged_file_stops_the_job_and_names_itself(own_study):
@@ -76,11 +111,11 @@ def test_a_damaged_file_stops_the_job_and_names_itself(own_study):
     path.write_bytes(data)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     own_study.config["scoring"] = {"damping": 1}
-    output = own_study.fail("--keep-going", "scores")
+    output = own_study.fail("results/scores/one/c1.h5")
     assert "features/c1/train.h5" in output
     assert "rule compute_features remakes it" in output
     path.unlink()
-    counts = own_study.run()
+    counts = own_study.run("results/scores/one/c1.h5")
     assert counts["compute_features"] == 1
 
 

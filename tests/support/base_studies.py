@@ -1,0 +1,117 @@
+"""Studies that many tests start from: the first worker of pytest-xdist that asks runs one for all.
+
+Tests read them, and run Snakemake in copies of them alone.
+"""
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from own_checkpoints import OWN, save_own_checkpoint
+from running import small_study
+from workspace import Workspace
+
+TRAINED = {
+    "model_output": "image_classification",
+    "training": {"steps": 5},
+    "checkpoints": {f"c{i}": {"seed": i} for i in range(3)},
+    # Six targets, since five share a job that retrains without what helped them.
+    "experiments": {
+        "few": {"targets": [1506, 1620, 744, 984, 210, 51]},
+        "one": {"targets": [1506]},
+    },
+    "projection": {"proj_dim": 32, "seed": 0},
+    "scoring": {"damping": 2, "top": 3},
+}
+EVALUATION = {
+    # Two more than share a job.
+    "subsets": {"count": 27, "seeds": 2},
+    "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
+    "trak": [16],
+    "sweep": {"damping": [1], "proj_dim": [16]},
+    "self_influence": True,
+    "flipped": {"fraction": 0.1},
+    "removals": {"experiment": "few", "targets": 6},
+}
+
+
+def built_once(
+    factory: pytest.TempPathFactory, name: str, build: Callable[[Path], Workspace]
+) -> Workspace:
+    """Return the study that ``build`` makes and runs in the folder it is given."""
+    base = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all workers
+    folder = base / "base-studies" / name
+    folder.parent.mkdir(exist_ok=True)
+    finished = folder.with_suffix(".json")
+    with FileLock(folder.with_suffix(".lock")):
+        if not finished.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what a build that failed left
+            finished.write_text(json.dumps(build(folder).config))
+    return Workspace(folder, json.loads(finished.read_text()))
+
+
+def train_and_score(folder: Path) -> Workspace:
+    """Three networks that the pipeline trains, two experiments."""
+    study = Workspace.make(folder, "small_digits.py", copy.deepcopy(TRAINED))
+    assert study.run("all") == {
+        "train_checkpoint": 3,
+        "compute_features": 9,  # three checkpoints x (train, two experiments)
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+        "draw_influences": 2,
+        "write_report": 1,
+    }
+    return study
+
+
+def evaluate(trained: Workspace, folder: Path) -> Workspace:
+    """Two of those networks and one experiment, with everything that an evaluation can have."""
+    study = trained.copy(folder)
+    del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
+    study.config["evaluation"] = copy.deepcopy(EVALUATION)
+    assert study.run("all") == {
+        "average_scores": 1,
+        "draw_influences": 1,
+        "retrain_subsets": 2,
+        "compute_embeddings": 2,
+        "evaluate_scores": 1,
+        "compute_self_influence": 1,
+        "train_checkpoint_flipped": 2,
+        "compute_features_flipped": 2,
+        "compute_normal_matrix_flipped": 2,
+        "find_flipped": 1,
+        "retrain_without_random": 1,
+        "retrain_without_top": 2,
+        "compare_removals": 1,
+        "write_report": 1,
+    }
+    return study
+
+
+def score_own(folder: Path) -> Workspace:
+    """A regression with three checkpoints of a user's own, two experiments."""
+    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(OWN))
+    for number in range(3):
+        save_own_checkpoint(study, number)
+    assert study.run() == {
+        "compute_features": 9,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+    }
+    return study
+
+
+def undisturbed(folder: Path) -> Workspace:
+    """The small study of `running`, which nothing disturbed."""
+    study = small_study(folder)
+    study.run()
+    return study

@@ -1,0 +1,35 @@
+"""Exact scores under Snakemake: what runs, what runs again, and the way to a projection."""
+
+import numpy as np
+from pipeline import read_scores, run_exact_stages, run_stages
+from trained_cases import STUDIES, assert_close
+
+
+def test_the_workflow_from_exact_scores_to_a_projection(own, tmp_path):
+    """What runs, what runs again; Snakemake's scores are those of the stages."""
+    study = own.copy(tmp_path / "study")
+    del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
+    study.config["projection"] = "exact"
+    assert study.run() == {"compute_gramian": 4, "compute_exact_scores": 2, "average_scores": 1}
+    study.config["compute"] = {"batch_size": 9, "memory_mb": 300, "threads": 2}
+    assert study.would_run() == {}
+    paths = {name: study.path(path) for name, path in study.config["checkpoints"].items()}
+    targets = study.config["experiments"]["few"]["targets"]
+    here = (STUDIES / "diabetes.py", paths, targets)
+    expected = run_exact_stages(tmp_path / "exact", *here, model_output="regression")
+    exact = read_scores(study.path("results/scores/few.h5")).to_numpy()
+    assert_close(exact, read_scores(expected).to_numpy(), 1e-6)
+
+    study.config["scoring"] = {"damping": 1.5}
+    assert study.would_run() == {"compute_exact_scores": 2, "average_scores": 1}
+
+    study.config["projection"] = {"proj_dim": 2048}
+    assert study.would_run() == {
+        "compute_features": 4,
+        "compute_normal_matrix": 2,
+        "compute_scores": 2,
+        "average_scores": 1,
+    }
+    many = run_stages(tmp_path / "many", *here, model_output="regression", proj_dim=2048)
+    projected = read_scores(many).to_numpy()
+    assert 1e-6 < np.abs(projected - exact).max() / np.abs(exact).max() < 0.1
