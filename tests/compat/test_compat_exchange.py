@@ -172,7 +172,7 @@ def test_what_does_not_belong_together_is_refused(study, tmp_path):
         import_features(other, file, run1)
     unknown = tracer(study, tmp_path / "c")
     unknown.projector = NoOpProjector(device="cpu")
-    with pytest.raises(ArtifactError, match="'none'"):
+    with pytest.raises(ArtifactError, match="'identity'"):
         import_features(unknown, file, run1)
     with pytest.raises(InputError, match=f"all rows of model id {run1} must be there"):
         export_features(made, run1, tmp_path / "late.h5", exp_name="other")
