@@ -13,7 +13,12 @@ from typing import Any
 
 from trak_core.errors import InputError
 
-_REPOSITORY = Path(__file__).parents[1]
+# Where trak_core lies: a checkout, or the folder of all installed packages.
+_ROOT = Path(__file__).parents[1]
+_PACKAGE = "trak_core"
+# What code reads beside its modules: templates and styles of the report.
+_BESIDE = (".j2", ".css")
+_DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _Name = tuple[str, ...]
 
 
@@ -34,8 +39,13 @@ def _read(path: Path, mtime_ns: int) -> tuple[list[ast.Import | ast.ImportFrom],
             raise
         # What Python makes of a null byte doesn't say where.
         raise SyntaxError(str(error), (str(path), 1, None, None)) from error
+    except (RecursionError, MemoryError) as error:
+        raise InputError(
+            f"{path}: Python must be able to read the code. Found an expression that is nested "
+            f"too deeply for it ({error}). Cut the longest one into parts."
+        ) from error
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return imports, repr(_without_docstrings(tree))
+    return imports, _what_runs(tree)
 
 
 def _look(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], str]:
@@ -55,55 +65,78 @@ def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
             yield from ((*base, alias.name) for alias in node.names)
 
 
-def _closure(start: _Name, root: Path) -> dict[_Name, Path]:
-    """Map each module under ``root`` that importing ``start`` runs to its file."""
+def _is_package(file: Path) -> bool:
+    return file.name == "__init__.py"
+
+
+def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name, Path]:
+    """Map each module under ``root``, or in one ``package`` there, that runs to its file."""
     reached: dict[_Name, Path] = {}
     pending = [start[:depth] for depth in range(1, len(start) + 1)]
     while pending:
         name = pending.pop()
+        if name in reached or (package and name[:1] != (package,)):
+            continue
         file = _module_file(root, name)
-        if file is None or name in reached:
+        if file is None:
             continue
         reached[name] = file
-        package = name if file.name == "__init__.py" else name[:-1]
-        for imported in _imported_names(file, package):
+        for imported in _imported_names(file, name if _is_package(file) else name[:-1]):
             # `import a.b.c` runs a and a.b as well.
             pending += [imported[:depth] for depth in range(1, len(imported) + 1)]
     return reached
 
 
-def _without_docstrings(node: ast.AST) -> Any:
-    """Return the shape of a syntax tree: what runs, not how it is laid out or described.
+def _what_runs(tree: ast.Module) -> str:
+    """Write a syntax tree as text: what runs, not how it is laid out or described.
 
-    Empty fields are left out: Python versions differ in whether a tree holds them.
+    A loop, since the tree of a sum is as deep as the sum has terms. Python versions differ in
+    whether a tree holds empty fields, and in which characters they print.
+
+    Returns:
+        Each node and list before its parts, with their number; without empty fields; in ASCII.
     """
-    if isinstance(node, ast.AST):
-        fields = dict(ast.iter_fields(node))
-        body = fields.get("body")
-        if isinstance(body, list) and isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            described = ast.get_docstring(node, clean=False) is not None
-            fields["body"] = body[1:] if described else body
-        return (
-            type(node).__name__,
-            *((k, _without_docstrings(v)) for k, v in fields.items() if v not in (None, [])),
-        )
-    if isinstance(node, list):
-        return [_without_docstrings(item) for item in node]
-    return repr(node)
+    parts: list[str] = []
+    pending: list[Any] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.AST):
+            fields = dict(ast.iter_fields(node))
+            if isinstance(node, _DESCRIBED) and ast.get_docstring(node, clean=False) is not None:
+                fields["body"] = node.body[1:]
+            held = [(name, value) for name, value in fields.items() if value not in (None, [])]
+            parts.append(f"{type(node).__name__} {len(held)}")
+            pending += [part for name, value in reversed(held) for part in (value, name)]
+        elif isinstance(node, list):
+            parts.append(f"list {len(node)}")
+            pending += reversed(node)
+        else:
+            parts.append(ascii(node))
+    return "\n".join(parts)
 
 
-def _digest(files: dict[_Name, Path]) -> str:
+def _texts_beside(folder: Path) -> Iterable[Path]:
+    """Yield the templates and styles of a package, but not those of packages within it."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not (path / "__init__.py").exists():
+            yield from _texts_beside(path)
+        elif path.suffix in _BESIDE:
+            yield path
+
+
+def _digest(files: Mapping[_Name, Path]) -> Any:
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(files):
         digest.update(f"{name} {_look(files[name])[1]}".encode())
-    return digest.hexdigest()
+    return digest
 
 
 def code_digest(module: str) -> str:
     """Hash the source of ``module`` and of every ``trak_core`` module it reaches by import.
 
     Comments, layout and docstrings don't count, nor does the version of Python. Imports inside
-    functions do. Versions of other packages don't: they are in each artifact's ``provenance``.
+    functions do, and so do templates (``.j2``) and styles (``.css``) in the folder of a package
+    reached. Versions of other packages don't: they are in each artifact's ``provenance``.
 
     Args:
         module: Dotted name, e.g. ``"trak_core.stages.compute_features"``.
@@ -115,19 +148,25 @@ def code_digest(module: str) -> str:
         ModuleNotFoundError: If there is no such module.
     """
     name = tuple(module.split("."))
-    files = _closure(name, _REPOSITORY)
+    files = _closure(name, _ROOT, _PACKAGE)
     if name not in files:
-        raise ModuleNotFoundError(f"no module {module!r} under {_REPOSITORY}")
-    return _digest(files)
+        raise ModuleNotFoundError(f"no module {module!r} under {_ROOT}")
+    digest = _digest(files)
+    for package in sorted(file.parent for file in files.values() if _is_package(file)):
+        for path in _texts_beside(package):
+            digest.update(f"{path.relative_to(_ROOT)} {path.stat().st_size}\n".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
-def study_digest(study: Path) -> str:
-    """Hash a study's Python file and the modules beside it that it imports.
+def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> str:
+    """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
     Same rules as ``code_digest``; installed packages don't count.
 
     Args:
         study: Path of the study's Python file.
+        data_files: Digests of the data files that the config names, by their paths.
 
     Returns:
         16 hexadecimal digits.
@@ -143,7 +182,10 @@ def study_digest(study: Path) -> str:
             f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
             f"are relative to the folder that Snakemake runs in. Found {found}."
         )
-    return _digest(files)
+    digest = _digest(files)
+    for path, content in sorted((data_files or {}).items()):
+        digest.update(f"{path} {content}\n".encode())
+    return digest.hexdigest()
 
 
 def ids_digest(ids: Sequence[int | str]) -> str:

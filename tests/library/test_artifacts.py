@@ -1,4 +1,5 @@
 import contextlib
+import json
 from pathlib import Path
 
 import h5py
@@ -11,7 +12,9 @@ from trak_core.artifacts import (
     FEATURES,
     NORMAL_MATRIX,
     SCORES,
+    SELF_INFLUENCE,
     ArtifactError,
+    _held,
     check_same,
     create,
     open_artifact,
@@ -64,6 +67,75 @@ def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
     with h5py.File(write(tmp_path / "a.h5")) as file:
         assert file["scores/block0_values"].fletcher32
         assert file.attrs["encoding-version"] == 1
+
+
+LISTS = {
+    "checkpoints": [{"id": f"checkpoint-{i}", "sha256": f"{i:064x}"} for i in range(5000)],
+    "targets": [*range(4000), "a", "bb", "ccé"],
+    "empty": [],
+    "mixed": [None, True, 1.5, "", [2, [3]], {"a": {"b": []}}],
+}
+
+
+def test_lists_of_any_length_are_read_as_they_were_written(tmp_path):
+    spec = {**LISTS, "seed": 0, "targets_of": None, "sweep": {"damping": [1, 2]}}
+    provenance = {"numpy": "x", "made_from": [{"made_from": [{"host": i}]} for i in range(5000)]}
+    for name in ("a.h5", "b.h5"):
+        with create(tmp_path / name, SELF_INFLUENCE, spec, provenance) as file:
+            file.table("train", pd.DataFrame({"id": [1]}), ["id"])
+    assert (tmp_path / "a.h5").read_bytes() == (tmp_path / "b.h5").read_bytes()
+    with open_artifact(tmp_path / "a.h5", SELF_INFLUENCE) as file:
+        assert file.spec == spec
+        assert file.provenance == provenance
+    # What docs and module say of h5py alone.
+    with h5py.File(tmp_path / "a.h5") as file:
+        found = json.loads(file.attrs["spec"])
+        assert not set(found) & set(LISTS)
+        for key, rows in file["spec"].items():
+            found[key] = [json.loads(row) for row in rows[:]]
+            assert rows.fletcher32 == bool(found[key])
+        assert found == spec
+
+
+@pytest.mark.parametrize("how", ["changed", "gone", "more"])
+def test_a_change_of_a_list_is_found(tmp_path, how):
+    path = write(tmp_path / "a.h5")
+    with h5py.File(path, "r+") as file:
+        if how == "changed":
+            file["spec/a"][0] = b"9"
+        elif how == "gone":
+            del file["spec/a"]
+        else:
+            file["spec/c"] = file["spec/a"][:]
+    with (
+        pytest.raises(ArtifactError, match="the file was changed or damaged"),
+        open_artifact(path, SCORES),
+    ):
+        pass
+
+
+def test_more_files_are_read_at_once_than_are_open(tmp_path):
+    n = _held._AT_ONCE + 10
+    data = write(tmp_path / "0.h5").read_bytes()
+    paths = [tmp_path / f"{i}.h5" for i in range(n)]
+    for path in paths[1:]:
+        path.write_bytes(data)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open_artifact(path, SCORES)) for path in paths]
+        rows = [file.matrix("scores") for file in files]
+        for start in range(3):
+            for file, values in zip(files, rows, strict=True):
+                assert values[start].tolist() == [2 * start, 2 * start + 1]
+                assert file.vector("loss_weights", start, start + 1) == start + 1
+                assert len(_held.Held._open) <= _held._AT_ONCE
+        assert (rows[0].shape, rows[0].dtype, len(rows[0])) == ((3, 2), np.float32, 3)
+        np.testing.assert_array_equal(rows[-1], [[0, 1], [2, 3], [4, 5]])
+        # Nothing of the first file is open any more: another one in its place is noticed.
+        other = write(tmp_path / "other.h5", values=np.ones((3, 2)))
+        other.replace(paths[0])
+        with pytest.raises(ArtifactError, match=r"0\.h5: .* must stay as it is .* replaced"):
+            rows[0][0]
+    assert not _held.Held._open
 
 
 def test_the_same_content_is_the_same_bytes(tmp_path):

@@ -1,3 +1,4 @@
+import itertools
 import os
 import shutil
 import subprocess
@@ -11,19 +12,20 @@ from trak_core.errors import InputError
 from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
 
 PACKAGE = Path(provenance.__file__).parent
-STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("*.py") if p.stem != "__init__")
+STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
 
-# Distortion, and what stands on the projection beside them.
-DIAGNOSED = {"distortion", "sampled", "projecting"}
-# What the evaluation does with scores, and with models.
-MEASURED = {"alternatives", "evaluation", "evaluation_tables", "flipped", "self_influence"}
-RETRAINED = {"embeddings", "removals", "retrain"}
+PROJECTED = {"compute_features", "compute_distortion"}
+# Gradients and all else of a model under a checkpoint.
+LOADED = {*PROJECTED, "compute_gramian", "compute_embeddings"}
+RETRAINED = {"retrain_subsets", "retrain_without"}
+# What is made of scores and features.
+MEASURED = {"evaluate_scores", "find_flipped", "compute_self_influence"}
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     shutil.copytree(PACKAGE, tmp_path / "trak_core")
-    monkeypatch.setattr(provenance, "_REPOSITORY", tmp_path)
+    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
     return tmp_path / "trak_core"
 
 
@@ -42,36 +44,29 @@ def add_code(text):
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        ("projection/cpu/rademacher.py", {"features", *DIAGNOSED}),
+        ("projection/cpu/rademacher.py", PROJECTED),
+        ("gradients/_vmap.py", {*LOADED, *RETRAINED, "check_study"}),
+        ("study/checkpoints.py", LOADED),
+        ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         (
-            "gradients/_vmap.py",
-            {"features", *DIAGNOSED, *RETRAINED, "gramian", "subject", "check_study", "output"},
+            "scoring/solve.py",
+            {"compute_normal_matrix", "compute_scores", "compute_exact_scores", *MEASURED},
         ),
-        (
-            "study/checkpoints.py",
-            {"features", *DIAGNOSED, "embeddings", "gramian", "subject"} - {"projecting"},
-        ),
-        ("scoring/scores.py", {"scores", "average", *MEASURED}),
-        ("scoring/solve.py", {"normal_matrix", "scores", "exact_scores", *MEASURED}),
-        ("scoring/exact.py", {"exact_scores"}),
-        ("stages/draw_influences.py", {"figure"}),
+        ("scoring/exact.py", {"compute_exact_scores"}),
+        ("trust/rivals.py", {"evaluate_scores"}),
+        ("stages/draw_influences.py", {"draw_influences"}),
         (
             "study/study.py",
             {
-                "features",
-                *(DIAGNOSED - {"projecting"}),
+                *LOADED,
                 *RETRAINED,
-                "gramian",
-                "subject",
-                "train",
-                "figure",
-                "report",
-                "check_study",
-                "output",
+                *("train_checkpoint", "check_study", "draw_influences", "write_report"),
             },
         ),
         ("report/render.py", {"write_report"}),
-        ("errors.py", set(STAGES) - {"software", "free_gpu", "timings"}),
+        ("report/samples.py", {"write_report", "draw_influences"}),
+        ("system/door.py", set()),
+        ("errors.py", set(STAGES)),
         ("__init__.py", set(STAGES)),
     ],
 )
@@ -100,13 +95,73 @@ def test_closure_holds_every_module_that_importing_runs():
         ).stdout.split()
         real = {name for name in out if name.split(".")[0] == "trak_core"}
         name = ("trak_core", "stages", stage)
-        walked = {".".join(n) for n in provenance._closure(name, PACKAGE.parent)}
+        walked = {".".join(n) for n in provenance._closure(name, PACKAGE.parent, "trak_core")}
         assert real <= walked, stage
 
 
-def test_unknown_module():
-    with pytest.raises(ModuleNotFoundError, match="no_such"):
-        code_digest("trak_core.no_such")
+@pytest.mark.parametrize("name", ["trak_core.no_such", "pytest", "stages"])
+def test_unknown_module(name):
+    with pytest.raises(ModuleNotFoundError, match=name):
+        code_digest(name)
+
+
+def test_packages_installed_beside_it_are_not_followed(copy):
+    before = code_digest("trak_core.stages.compute_features")
+    for package in ("numpy", "torch", "trak_core_plugin"):
+        (copy.parent / package).mkdir()
+        (copy.parent / package / "__init__.py").write_text("this is no Python\n")
+    assert code_digest("trak_core.stages.compute_features") == before
+
+
+def test_templates_and_styles_count_for_the_package_they_lie_in(copy):
+    package = copy / "made_up"
+    for folder in ("templates/deep", "inner/templates"):
+        (package / folder).mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "pages.py").write_text("from trak_core.errors import InputError\n")
+    (package / "inner/__init__.py").write_text("")
+    modules = [f"trak_core.{name}" for name in ("made_up.pages", "made_up.inner", "errors")]
+    digests = [[code_digest(module) for module in modules]]
+    for name in ("style.css", "templates/deep/page.html.j2", "inner/templates/a.j2", "notes.txt"):
+        for text in (b"a\n", b"b\n"):
+            (package / name).write_bytes(text)
+            digests.append([code_digest(module) for module in modules])
+    changed = [
+        [old != new for old, new in zip(before, after, strict=True)]
+        for before, after in itertools.pairwise(digests)
+    ]
+    # Importing a package within runs the one around it; the other way round it does not.
+    around, within, neither = [True, True, False], [False, True, False], [False] * 3
+    assert changed == [*[around] * 4, *[within] * 2, *[neither] * 2]
+
+
+def test_an_expression_of_many_terms(tmp_path):
+    study = tmp_path / "study.py"
+    study.write_text("a = 1\nb = " + "a + " * 2000 + "a\n")
+    before = study_digest(study)
+    study.write_text("a = 1\nb = " + "a + " * 1999 + "a - a\n")
+    assert study_digest(study) != before
+
+
+def test_an_expression_that_python_cannot_read_is_refused_by_its_file(tmp_path):
+    study = tmp_path / "study.py"
+    study.write_text("b = " + "1 + " * 10**5 + "1\n")
+    with pytest.raises(InputError, match=r"study\.py: Python must be able to read the code"):
+        study_digest(study)
+
+
+def test_digests_are_those_of_every_version_of_python(tmp_path):
+    """Found once; a version that reads code in another way would train everything again."""
+    study = tmp_path / "study.py"
+    study.write_text(
+        '"""A study."""\n\nimport a.b as c\nfrom . import d\n\n\n@c\nclass E(d, f=1):\n'
+        '    """Described."""\n\n    def g(self, h: int = 2, *i, j, **k) -> None:\n'
+        '        """Described."""\n'
+        '        return [f"{h!r:>{j}} \u20ac \U0001fae9" for l in i if l]\n\n'
+        '    async def m(self):\n        """Described."""\n        await (lambda: ...)\n\n\n'
+        'match E:\n    case [1.5, *_] | {"n": None}:\n        x: bytes = b"o"\n'
+    )
+    assert study_digest(study) == "4f2578292685d8f4"
 
 
 def test_study_digest_follows_modules_beside_the_study(tmp_path):
@@ -119,6 +174,16 @@ def test_study_digest_follows_modules_beside_the_study(tmp_path):
     study.write_text("# a comment\nfrom layers import Block\nimport torch\n")
     beside.write_text("class Block: pass\n")
     assert study_digest(study) == before
+
+
+def test_data_files_count_by_name_and_content(tmp_path):
+    study = tmp_path / "study.py"
+    study.write_text("a = 1\n")
+    of = [study_digest(study, data) for data in ({}, {"a": "1"}, {"b": "1"}, {"a": "2"})]
+    assert len(set(of)) == 4
+    assert study_digest(study) == of[0]
+    one, other = {"a": "1", "b": "2"}, {"b": "2", "a": "1"}
+    assert study_digest(study, one) == study_digest(study, other)
 
 
 def test_a_study_with_a_dot_in_its_name(tmp_path):

@@ -13,6 +13,7 @@ from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
 # With the schema's defaults, but for what depends on the model output.
 CONFIG = {
     "study": "study.py",
+    "data_files": [],
     "results": "results",
     "model_output": "image_classification",
     "training": {"steps": 5},
@@ -139,6 +140,14 @@ def test_an_edit_of_the_study_decides_everything(made, tmp_path):
     before = all_specs(made(evaluation=EVALUATION))
     (tmp_path / "study.py").write_text("make_model = 1\n")
     after = all_specs(made(evaluation=EVALUATION))
+    assert {job for job in before if before[job] == after[job]} == set()
+
+
+def test_a_byte_of_a_data_file_decides_everything(made, tmp_path):
+    (tmp_path / "data.csv").write_text("1,2\n")
+    before = all_specs(made(evaluation=EVALUATION, data_files=["*.csv"]))
+    (tmp_path / "data.csv").write_text("1,3\n")
+    after = all_specs(made(evaluation=EVALUATION, data_files=["*.csv"]))
     assert {job for job in before if before[job] == after[job]} == set()
 
 

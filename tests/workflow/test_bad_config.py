@@ -41,10 +41,6 @@ CONFIGS = {
         {"projection": {"proj_dim": 4096}, "compute": {"memory_mb": 200}},
         r"compute\.memory_mb must hold the normal matrix of proj_dim 4096: \d+ MiB\. Found 200",
     ),
-    "too many checkpoints": (
-        {"checkpoints": {f"c{i}": "c0.pt" for i in range(700)}},
-        r"at most about 500 checkpoints.*Found 700",
-    ),
     "a projection by its name alone": (
         {"projection": "rademacher"},
         r"projection: must be exact\. Found 'rademacher'\. Meaning: No projection, .* by its keys",

@@ -20,7 +20,9 @@ from trak_core.artifacts._format import (
     plain_ids,
     table_columns,
 )
+from trak_core.artifacts._held import Held
 from trak_core.artifacts._layout import check_layout
+from trak_core.artifacts._objects import read_object
 from trak_core.artifacts._seal import seal_holds
 
 
@@ -29,24 +31,25 @@ def _text(attribute: Any) -> Any:
     return attribute.decode() if isinstance(attribute, bytes) else attribute
 
 
-def _plain(attribute: Any) -> dict[str, Any]:
-    """Return an attribute's JSON object as plain values."""
-    found = json.loads(str(_text(attribute)))
-    if not isinstance(found, dict):
-        raise ValueError(f"an attribute must be a JSON object, found {type(found).__name__}")
-    return found
-
-
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """A verified file, open for reading; see ``open_artifact``."""
 
     path: Path
     kind: Kind
-    file: h5py.File
+    held: Held
     spec: dict[str, Any]
     provenance: dict[str, Any]
     content_hash: str
+
+    @property
+    def file(self) -> h5py.File:
+        """The file itself, valid until another artifact is read."""
+        try:
+            return self.held.file()
+        except OSError as error:
+            must = "a file must stay as it is while a job reads it"
+            raise _refused(self.path, self.kind, must, f"Found: {error}") from error
 
     def attribute(self, name: str) -> Any:
         """Return one of the file's own attributes: text, or a number."""
@@ -61,9 +64,10 @@ class Artifact:
             )
         return dataset
 
-    def matrix(self, key: str) -> h5py.Dataset:
+    def matrix(self, key: str) -> "Rows":
         """Return the values of a frame, to be read by blocks."""
-        return self._dataset(f"{key}/block0_values")
+        dataset = self._dataset(f"{key}/block0_values")
+        return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype)
 
     def index(self, key: str) -> list[Any]:
         """Return the row ids of a frame."""
@@ -107,6 +111,28 @@ class Artifact:
         return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The values of a frame, which are read when they are asked for: ``rows[start:stop]``."""
+
+    artifact: Artifact
+    key: str
+    shape: tuple[int, int]
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """Read some rows."""
+        return self.artifact._dataset(self.key)[rows]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Read all rows."""
+        return np.asarray(self[:], dtype)
+
+
 def _refused(path: Path, kind: Kind, must: str, found: str) -> ArtifactError:
     return ArtifactError(
         f"{path}: {must}. {found}. Delete the file and run snakemake again: rule {kind.rule} "
@@ -127,13 +153,13 @@ def _explained(path: Path, kind: Kind) -> Generator[None, None, None]:
         raise _refused(path, kind, must, f"Reading it failed: {found}") from error
 
 
-def _verified(path: Path, kind: Kind, file: h5py.File, sealed: bool) -> Artifact:
-    with _explained(path, kind):
-        return _checked(path, kind, file, sealed)
+def _verified(held: Held, kind: Kind, sealed: bool) -> Artifact:
+    with _explained(held.path, kind):
+        return _checked(held, kind, sealed)
 
 
-def _checked(path: Path, kind: Kind, file: h5py.File, sealed: bool) -> Artifact:
-    name = kind.encoding_type
+def _checked(held: Held, kind: Kind, sealed: bool) -> Artifact:
+    path, file, name = held.path, held.file(), kind.encoding_type
     found = tuple(_text(file.attrs.get(f"encoding-{part}")) for part in ("type", "version"))
     if found != (name, VERSION):
         raise _refused(
@@ -157,20 +183,20 @@ def _checked(path: Path, kind: Kind, file: h5py.File, sealed: bool) -> Artifact:
             f"Found {computed}, stored {stored}: the file was changed or damaged",
         )
     check_layout(file, kind)
-    spec, provenance = (_plain(file.attrs[key]) for key in ("spec", "provenance"))
-    return Artifact(path, kind, file, spec, provenance, computed)
+    spec, provenance = (read_object(file, name) for name in ("spec", "provenance"))
+    return Artifact(path, kind, held, spec, provenance, computed)
 
 
-def _opened(path: Path, kind: Kind) -> tuple[h5py.File, bool]:
+def _opened(path: Path, kind: Kind) -> tuple[Held, bool]:
     """Return the open file, and whether its bytes are known to be those that were written."""
     name = kind.encoding_type
     if not path.is_file():
         raise _refused(path, kind, f"a {name} file must be here", "Found nothing")
     try:
-        sealed = seal_holds(path)
+        held, sealed = Held(path), seal_holds(path)
         if sealed is not False:
-            # Blocks are read once: a cache a file would add up over the checkpoints.
-            return h5py.File(path, "r", rdcc_nbytes=0), bool(sealed)
+            held.file()
+            return held, bool(sealed)
     except OSError as error:
         found = f"Found {(str(error).splitlines() or [''])[0]}"
         raise _refused(path, kind, f"a {name} file must be readable HDF5", found) from error
@@ -194,9 +220,9 @@ def open_artifact(path: Path, kind: Kind) -> Generator[Artifact, None, None]:
             of shapes that don't fit together, or not finite. It names the file, what was expected
             and found, and the rule that remakes it.
     """
-    file, sealed = _opened(path, kind)
-    with file:
-        yield _verified(path, kind, file, sealed)
+    held, sealed = _opened(path, kind)
+    with contextlib.closing(held):
+        yield _verified(held, kind, sealed)
 
 
 def verify(path: Path) -> Kind:
@@ -214,13 +240,14 @@ def verify(path: Path) -> Kind:
         ArtifactError: If anything is wrong with it; see ``open_artifact``.
     """
     unknown = Kind("trak-*", (), "of that name")
-    file, sealed = _opened(path, unknown)
-    with file, _explained(path, unknown):
+    held, sealed = _opened(path, unknown)
+    with contextlib.closing(held), _explained(path, unknown):
+        file = held.file()
         name = _text(file.attrs.get("encoding-type"))
         alike = [kind for kind in KINDS if kind.encoding_type == name]
         if not alike:
             known = ", ".join(dict.fromkeys(kind.encoding_type for kind in KINDS))
             raise _refused(path, unknown, f"the file must be one of {known}", f"Found {name}")
         kind = next((k for k in alike if all(key in file for key in k.keys)), alike[-1])
-        _verified(path, kind, file, sealed)
+        _verified(held, kind, sealed)
     return kind

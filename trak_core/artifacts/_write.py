@@ -19,6 +19,7 @@ from trak_core.artifacts._format import (
     ids_array,
     table_columns,
 )
+from trak_core.artifacts._objects import write_object
 from trak_core.artifacts._seal import seal
 from trak_core.system.whole_file import does_not_fit, written_whole
 
@@ -196,7 +197,8 @@ def create(
     Args:
         path: Final name; its folder is made.
         kind: What it is.
-        spec: Everything that decides the numbers, as plain values.
+        spec: Everything that decides the numbers, as plain values. Its lists may grow with the
+            study; what else it holds must fit an attribute (64 KiB).
         provenance: Software and device; no clock times, so that a repeated run is byte-identical.
         **attributes: More root attributes.
 
@@ -212,10 +214,10 @@ def create(
             _put_attributes(
                 file,
                 **{"encoding-type": kind.encoding_type, "encoding-version": VERSION},
-                spec=json.dumps(spec, sort_keys=True),
-                provenance=json.dumps(provenance, sort_keys=True),
                 **attributes,
             )
+            write_object(file, "spec", spec, _put_attributes)
+            write_object(file, "provenance", provenance, _put_attributes)
             writer = Writer(file)
             yield writer
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.

@@ -18,6 +18,7 @@ from trak_core.spec import (
     ScoresSpec,
     ordered,
 )
+from trak_core.system.data_files import data_digests
 
 TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
@@ -243,5 +244,7 @@ def specs_of(config: dict[str, Any]) -> Specs:
     }
     if "evaluation" in config:
         check_evaluation(config)
-    digest = study_digest(Path(config["study"]))
+    results = Path(config["results"])
+    data = data_digests(config["data_files"], results / "data_files.json")
+    digest = study_digest(Path(config["study"]), data)
     return Specs(config, checkpoints, experiments, digest, defaults)

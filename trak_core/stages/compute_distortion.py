@@ -21,8 +21,9 @@ from trak_core.gradients import (
     samples_that_fit,
 )
 from trak_core.gramian import train_gramian
-from trak_core.models.device import compilers, device_name, full_precision, projecting_device
+from trak_core.models.device import device_name, full_precision
 from trak_core.models.loaded import LoadedModel
+from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.models.sampled import SampledGradients
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.study import TRAIN, Split

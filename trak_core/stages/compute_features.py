@@ -19,8 +19,9 @@ from trak_core.gradients import (
     sample_bytes,
     samples_that_fit,
 )
-from trak_core.models.device import compilers, device_name, projecting_device
+from trak_core.models.device import device_name
 from trak_core.models.loaded import LoadedModel, warn_of_saturation
+from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.projection import project
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.flipped import with_flipped_labels

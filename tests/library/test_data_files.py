@@ -1,0 +1,124 @@
+import os
+import time
+
+import pytest
+
+from trak_core.errors import InputError
+from trak_core.system import data_files
+from trak_core.system.data_files import data_digests
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Two tables and a picture, changed long ago as far as the module knows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(data_files, "_CLOCK_NS", 0)
+    for name in ("data/a.csv", "data/deep/b.csv", "data/deep/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    return tmp_path
+
+
+@pytest.fixture
+def record(folder):
+    return folder / "results/data_files.json"
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Names of the files that were read."""
+    names, read = [], data_files._hash
+    monkeypatch.setattr(data_files, "_hash", lambda path: (names.append(path.name), read(path))[1])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("data/a.csv", ["data/a.csv"]),
+        ("data", ["data/a.csv", "data/deep/b.csv", "data/deep/c.png"]),
+        ("data/*.csv", ["data/a.csv"]),
+        ("data/**/*.csv", ["data/a.csv", "data/deep/b.csv"]),
+        ("data/d*", ["data/deep/b.csv", "data/deep/c.png"]),
+        ("data/[1].csv", ["data/[1].csv"]),
+    ],
+)
+def test_what_an_entry_names(folder, record, pattern, found):
+    if "[" in pattern:
+        (folder / pattern).write_text("its name looks like a pattern")
+    assert list(data_digests([pattern], record)) == found
+    absolute = [str(folder / name) for name in found]
+    assert list(data_digests([str(folder / pattern)], record)) == absolute
+
+
+def test_no_entries_no_record(record):
+    assert data_digests([], record) == {}
+    assert not record.exists()
+
+
+def test_a_file_is_read_once(folder, record, hashed):
+    before = data_digests(["data"], record)
+    assert sorted(hashed) == ["a.csv", "b.csv", "c.png"]
+    written = record.stat().st_mtime_ns
+    assert data_digests(["data"], record) == before
+    assert len(hashed) == 3
+    assert record.stat().st_mtime_ns == written
+
+
+def test_one_byte_changes_one_digest(folder, record, hashed):
+    before = data_digests(["data"], record)
+    path = folder / "data/deep/b.csv"
+    path.write_text(path.read_text().replace("b", "x"))
+    after = data_digests(["data"], record)
+    assert {name for name in after if after[name] != before[name]} == {"data/deep/b.csv"}
+    assert hashed[3:] == ["b.csv"]
+
+
+def test_a_file_put_back_with_its_old_time_is_read(folder, record):
+    path = folder / "data/a.csv"
+    stat = path.stat()
+    before = data_digests(["data"], record)
+    path.write_text("data/x.csv")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert data_digests(["data"], record) != before
+
+
+def test_what_changed_a_moment_ago_is_not_remembered(folder, record, hashed, monkeypatch):
+    """It may change again before the file system's clock moves."""
+    monkeypatch.setattr(data_files, "_CLOCK_NS", 60 * 10**9)
+    for _ in range(2):
+        data_digests(["data/a.csv"], record)
+    assert hashed == ["a.csv", "a.csv"]
+    now = time.time_ns()
+    monkeypatch.setattr(data_files.time, "time_ns", lambda: now + 61 * 10**9)
+    for _ in range(2):
+        data_digests(["data/a.csv"], record)
+    assert hashed == ["a.csv"] * 3
+
+
+def test_a_damaged_record_costs_time_alone(folder, record):
+    before = data_digests(["data"], record)
+    record.write_text(record.read_text().replace(before["data/a.csv"], "0" * 32))
+    assert data_digests(["data"], record) == before
+
+
+@pytest.mark.parametrize("entry", ["gone.csv", "data/*.tsv", "empty"])
+def test_an_entry_must_name_a_file(folder, record, entry):
+    (folder / "empty").mkdir()
+    with pytest.raises(InputError, match=r"must name a file.* Found nothing at '"):
+        data_digests(["data/a.csv", entry], record)
+
+
+def test_results_are_no_data_of_their_own_run(folder, record):
+    data_digests(["data"], record)
+    with pytest.raises(InputError, match=r"the run's own results.*results/data_files\.json"):
+        data_digests(["."], record)
+
+
+def test_a_file_that_cannot_be_read_is_named(folder, record, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(data_files.hashlib, "file_digest", refuse)
+    with pytest.raises(InputError, match=r"a\.csv: a data file must be readable.*denied"):
+        data_digests(["data/a.csv"], record)

@@ -1,0 +1,88 @@
+"""The data files that a config names, by their content; standard library only."""
+
+import glob
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trak_core.errors import InputError
+from trak_core.system.record import read_record, write_record
+
+# Clocks of file systems stand still for up to two seconds: a file changed that lately may change
+# once more under the same time.
+_CLOCK_NS = 2 * 10**9
+
+
+def _files(pattern: str) -> Iterator[Path]:
+    # A path may hold the signs of a pattern. Path.glob means other files by `**`, from version to
+    # version of Python.
+    found = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
+    for path in map(Path, found):
+        yield from (p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
+
+
+def _plain(path: Path) -> Path:
+    # To ask the disk where links lead takes long for thousands of files.
+    return Path(os.path.abspath(path))  # ruff: ignore[os-path-abspath]
+
+
+def _checked_files(pattern: str, results: Path) -> list[Path]:
+    files = list(_files(pattern))
+    if not files:
+        raise InputError(
+            f"data_files: each entry must name a file, a folder with files in it, or be a pattern "
+            f"of such. Found nothing at {pattern!r} (from {Path.cwd()})."
+        )
+    folder = _plain(results)
+    inside = [file for file in files if _plain(file).is_relative_to(folder)]
+    if inside:
+        raise InputError(
+            "data_files: no entry may name the run's own results, which change with every run. "
+            f"Found {inside[0]} by {pattern!r}."
+        )
+    return files
+
+
+def _hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"{path}: a data file must be readable. Found: {error.strerror or error}."
+        ) from error
+
+
+def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
+    """Hash the files that a config names under ``data_files``.
+
+    Every job starts the Snakefile: a file with the size and times that the record has of it is not
+    read again. What the digests are does not depend on the record.
+
+    Args:
+        patterns: Paths of files, or of folders for all files below them, or patterns as in a shell,
+            where ``**`` stands for any folders; relative to the working folder.
+        record: Where digests are kept, in the results folder. Written anew if it changes.
+
+    Returns:
+        32 hexadecimal digits of each file, by its path, in order.
+
+    Raises:
+        InputError: If an entry names no file, or one that cannot be read, or results of the run.
+    """
+    if not patterns:
+        return {}
+    known, kept, digests = read_record(record), {}, {}
+    files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
+    for file in sorted(files):
+        now, stat, name = time.time_ns(), file.stat(), file.as_posix()
+        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        *before, digest = known.get(name, [None])
+        digests[name] = digest if before == seen and digest else _hash(file)
+        if stat.st_ctime_ns < now - _CLOCK_NS:
+            kept[name] = [*seen, digests[name]]
+    if kept != known:
+        write_record(record, kept)
+    return digests
