@@ -257,10 +257,8 @@ def digits(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
 def test_the_smoke_study_agrees_with_theory(digits, tmp_path, kind):
-    spec = spec_of(kind)
-    spec["projection"]["proj_dim"] = 128
-    spec["distortion"] = {"samples": 60, "streams": 10}
-    file = distort_as(spec, tmp_path, **digits)
+    spec = features_spec("image_classification", 128, kind=kind, dtype="float64")
+    file = distort_as(spec, tmp_path, **digits, samples=60, streams=10)
     for _, found in pd.read_hdf(file, "agreement").iterrows():
         assert 0 < found["standard_error"] < 0.2 * found["measured"]
         assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]

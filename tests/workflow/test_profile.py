@@ -24,7 +24,6 @@ APART = WITH_GPU | {
     "compute_self_influence",
     "find_flipped",
     "compare_removals",
-    "compare_runs",
     # After jobs that a group could not hold.
     "write_report",
 }

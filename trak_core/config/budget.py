@@ -90,7 +90,8 @@ def exact_need(n_train: int, n_targets: int) -> Need:
 def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
     """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
 
-    Gradients, and what the model keeps for them, get what is left.
+    Gradients, and what the model keeps for them, get what is left. It is less than a normal matrix
+    takes, or than the least budget: no look beforehand asks.
     """
     what = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
     features = (4 * n_streams + 32) * n_samples * proj_dim
@@ -167,7 +168,6 @@ def check_memory(
     n_checkpoints: int,
     keep: str,
     top: int,
-    measures_distortion: bool,
 ) -> None:
     """Refuse a budget that a job would refuse, before any job.
 
@@ -179,16 +179,12 @@ def check_memory(
         n_checkpoints: How many.
         keep: ``full`` or ``top_k``.
         top: Influences of either sign kept for each target.
-        measures_distortion: Whether the distortion of the projection is measured.
 
     Raises:
         InputError: At the first job that would not fit; it names the experiment if it is one's.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim).check(memory_mb)
-        if measures_distortion:
-            n_samples = min(DISTORTION_SAMPLES, n_train)
-            distortion_need(n_samples, proj_dim, DISTORTION_STREAMS).check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if keep == "top_k" else None
         average = average_need(

@@ -133,7 +133,6 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
         n_checkpoints=len(specs.checkpoints),
         keep=config["scoring"]["keep"],
         top=config["scoring"]["top"],
-        measures_distortion="distortion" in config,
     )
     if not specs.evaluation:
         return
