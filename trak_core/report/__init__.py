@@ -2,3 +2,5 @@
 
 Nothing here reads or writes a file; text is escaped where it becomes HTML (``elements``).
 """
+
+from trak_core.report import _extra as _extra
