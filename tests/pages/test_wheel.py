@@ -1,0 +1,119 @@
+"""The built wheel, installed beside its dependencies: what who has no checkout gets."""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from workspace import REPOSITORY
+
+from trak_core.projection import project
+from trak_core.provenance import code_digest
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+SOURCE = REPOSITORY / "trak_core"
+STAGE = "trak_core.stages.compute_features"
+# What the editable install of the tests' own environment consists of.
+OURS = ("trak_core", "__editable__", "__pycache__")
+MODULES = """
+import importlib, pathlib, pkgutil, sys
+import trak_core
+assert pathlib.Path(trak_core.__file__).is_relative_to(sys.prefix), trak_core.__file__
+for module in pkgutil.walk_packages(trak_core.__path__, "trak_core."):
+    importlib.import_module(module.name)
+    print(module.name)
+"""
+USE = f"""
+import numpy as np
+from trak_core.projection import project
+from trak_core.provenance import code_digest
+from trak_core.spec import ProjectionSpec
+spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
+print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))
+"""
+NO_EXTRA = """
+import sys
+sys.modules["matplotlib"] = None
+try:
+    import trak_core.report.read
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+def run(*command, **options):
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from what the repository says that it is built from, without the network."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy2(REPOSITORY / name, source)
+    shutil.copytree(SOURCE, source / "trak_core", ignore=shutil.ignore_patterns("__pycache__"))
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    run(*pip, "--no-build-isolation", "--wheel-dir", source / "out", source)
+    (built,) = (source / "out").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """Return the interpreter of an environment with the wheel, and the rest as it is here."""
+    folder = tmp_path_factory.mktemp("environment") / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin/python"
+    installed = run(python, "-Ic", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    for entry in Path(sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith(OURS):
+            Path(installed, entry.name).symlink_to(entry)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-compile"]
+    run(*pip, "--no-deps", "--no-index", wheel)
+    return python
+
+
+def isolated(python, code, folder):
+    """Run code where nothing but the environment says what is imported."""
+    variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
+    return run(python, "-Ic", code, cwd=folder, env=variables)
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    files = {
+        str(path.relative_to(REPOSITORY))
+        for path in SOURCE.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == files
+    assert "trak_core/py.typed" in files
+
+
+def test_every_module_is_imported_beside_its_dependencies(python, tmp_path):
+    names = isolated(python, MODULES, tmp_path).split()
+    assert {name.split(".")[1] for name in names} == {
+        path.stem
+        for path in SOURCE.iterdir()
+        if (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
+    }
+
+
+def test_it_projects_and_its_digests_are_those_of_the_checkout(python, tmp_path):
+    *row, digest = isolated(python, USE, tmp_path).split()
+    spec = ProjectionSpec(kind=ProjectionKind.RADEMACHER, n_params=3, proj_dim=4, seed=0, stream=0)
+    assert [float(entry) for entry in row] == project(np.float32([[1, 2, 3]]), spec)[0].tolist()
+    assert digest == code_digest(STAGE)
+
+
+def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
+    assert isolated(python, NO_EXTRA, tmp_path) == (
+        "trak_core.report needs matplotlib. Found none: pip install 'trak-core[workflow]'\n"
+    )
