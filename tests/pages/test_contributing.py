@@ -1,0 +1,54 @@
+"""What CONTRIBUTING.md names is there."""
+
+import re
+
+from workspace import REPOSITORY
+
+PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
+# Made by make, and no part of the repository.
+ENVIRONMENT = ".venv/"
+
+
+def named():
+    """Every path in the page, in code or in a command."""
+    text = re.sub(r"^```.*?^```", "", PAGE, flags=re.M | re.S)
+    words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
+    words |= {word for line in re.findall(r"^\$ (.*)", PAGE, flags=re.M) for word in line.split()}
+    files = {word for word in words if "/" in word or (REPOSITORY / word).exists()}
+    return {file for file in files if not file.startswith(ENVIRONMENT)}
+
+
+def test_every_path_exists():
+    paths = named()
+    assert len(paths) > 40
+    placeholders = {path for path in paths if "<" in path}
+    assert placeholders == {"trak_core/stages/<rule>.py"}
+    assert [path for path in sorted(paths - placeholders) if not (REPOSITORY / path).exists()] == []
+
+
+def test_every_room_and_every_lane_is_on_the_map():
+    rooms = (REPOSITORY / "trak_core").iterdir()
+    lanes = (REPOSITORY / "tests").iterdir()
+    folders = {
+        f"{path.relative_to(REPOSITORY)}/"
+        for path in (*rooms, *lanes)
+        if path.is_dir() and path.name not in {"__pycache__", "data"}
+    }
+    assert folders - named() == set()
+
+
+def test_lanes_of_a_check_are_those_of_make():
+    (recipe,) = re.findall(r"^check:.*\n\t(.*)", (REPOSITORY / "Makefile").read_text(), flags=re.M)
+    rows = re.findall(r"^\| `(tests/\w+)/` \| .* \| (\w*) ?\|$", PAGE, flags=re.M)
+    assert {lane for lane, checked in rows if checked} == {
+        word for word in recipe.split() if word.startswith("tests/")
+    }
+
+
+def test_names_of_rules_tests_and_commands_are_true():
+    rules = "".join(path.read_text() for path in (REPOSITORY / "workflow/rules").glob("*.smk"))
+    assert "use rule compute_features as compute_features_flipped" in rules
+    assert "def test_lists" in (REPOSITORY / "tests/library/test_artifacts.py").read_text()
+    makefile = (REPOSITORY / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", PAGE):
+        assert f"\n{target}: " in makefile, target
