@@ -79,10 +79,11 @@ class Workspace:
 
     def would_write(self, *arguments: str) -> set[str]:
         """Return the artifacts that a run would write, by their names in the results folder."""
-        result = self.snakemake("--dry-run", *(arguments or ("scores",)))
+        result = self.snakemake("--summary", *(arguments or ("scores",)))
         assert result.returncode == 0, result.stdout
-        lines = re.findall(r"^    output: (.*)$", result.stdout, flags=re.MULTILINE)
-        return {name.removeprefix("results/") for line in lines for name in line.split(", ")}
+        rows = [line.split("\t") for line in result.stdout.splitlines()]
+        written = [row[0] for row in rows if row[-1] == "update pending"]
+        return {name.removeprefix("results/") for name in written}
 
     def fail(self, *arguments: str, text: str | None = None) -> str:
         """Run to a bad end and return what Snakemake printed."""
