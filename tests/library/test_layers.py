@@ -1,6 +1,7 @@
 """Imports go down the layers only, and heavy packages stay where they belong."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,41 @@ def test_imports_point_down(path):
         other = rest.split(".")[0]
         if root == "trak_core" and other and other != part:
             assert RANK[other] < RANK[part], f"{part} may not import {other}"
+
+
+def test_all_but_what_is_said_everywhere_lies_in_a_folder():
+    loose = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
+    assert loose == {"errors", "provenance"}
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == RANK.keys() - loose
+
+
+def test_a_stage_imports_no_other_and_shares_at_most_four_files():
+    stages = PACKAGE / "stages"
+    assert len(list(stages.glob("_[a-z]*.py"))) <= 4
+    for path in stages.glob("*.py"):
+        others = [
+            name.split(".")[2] for name in imported(path) if name.startswith("trak_core.stages.")
+        ]
+        assert [name for name in others if not name.startswith("_")] == [], path.name
+
+
+def test_no_module_imports_itself_by_a_detour():
+    """Imports inside functions and for type checkers alone count too."""
+    names = {
+        ".".join(("trak_core", *path.relative_to(PACKAGE).with_suffix("").parts)): path
+        for path in MODULES
+    }
+    graph = {name: set(imported(path)) & names.keys() for name, path in names.items()}
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_no_module_of_two_folders_has_one_name():
+    """But for what a package itself is called, and the kernels' twins."""
+    found = {}
+    for path in MODULES:
+        if not (path.name.startswith("_") or {"cpu", "cuda", "compat"} & set(path.parts)):
+            found.setdefault(path.name, []).append(str(path.relative_to(PACKAGE)))
+    assert [paths for paths in found.values() if len(paths) > 1] == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
