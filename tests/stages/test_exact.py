@@ -140,7 +140,7 @@ def test_a_singular_gramian_is_explained(cases, tmp_path):
 
 def test_a_budget_that_is_too_small_is_refused_by_the_jobs(cases, tmp_path):
     found = (
-        r"must hold a gramian of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
+        r"must hold a Gramian of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
     )
     with pytest.raises(InputError, match=found):
         cases["diabetes"].stages(tmp_path, 1, memory_mb=0)

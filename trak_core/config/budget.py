@@ -73,13 +73,13 @@ _FEWER = "take a projection in place of `projection: exact`, or cut the experime
 
 
 def gramian_need(n_train: int, n_columns: int) -> Need:
-    """Return what a gramian of float64 takes; samples and activations come on top."""
-    what = f"a gramian of {n_train} x {n_columns} inner products"
+    """Return what a Gramian of float64 takes; samples and activations come on top."""
+    what = f"a Gramian of {n_train} x {n_columns} inner products"
     return Need(what, 8 * n_train * n_columns, remedy=_FEWER)
 
 
 def exact_need(n_train: int, n_targets: int) -> Need:
-    """Return what exact scores hold: the gramian, damped, LAPACK's copy; targets' rows."""
+    """Return what exact scores hold: the Gramian, damped, LAPACK's copy; targets' rows."""
     what = (
         f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
         f"and {n_targets} targets"

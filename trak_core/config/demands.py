@@ -30,7 +30,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
     for where, n in shards.items():
         if n != 1:
             raise InputError(
-                "With `projection: exact`, shards must be 1: a gramian pairs every training sample "
+                "With `projection: exact`, shards must be 1: a Gramian pairs every training sample "
                 f"with every other. Found {n} in {where}.shards. Leave it out, or take a "
                 "projection."
             )

@@ -61,7 +61,7 @@ def refuse_not_finite(sample_ids: Sequence[object], what: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse a gramian with NaN or infinity: a bad gradient fills its whole row or column.
+    """Refuse a Gramian with NaN or infinity: a bad gradient fills its whole row or column.
 
     Args:
         gramian: Inner products of gradients, shape (n, m).

@@ -90,7 +90,7 @@ def cross_gramian(
 def _starts(batches: Sequence[Batch]) -> list[int]:
     starts = [0, *itertools.accumulate(map(len, batches))]
     if starts[-1] == 0:
-        raise InputError("The gramian needs at least one sample. Found none.")
+        raise InputError("The Gramian needs at least one sample. Found none.")
     return starts
 
 

@@ -1,4 +1,4 @@
-"""Exact scores: TRAK's formula in its dual form, for gramians of n x n; NumPy and SciPy only."""
+"""Exact scores: TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
 
 import numpy as np
 import scipy.linalg
@@ -15,7 +15,7 @@ def exact_similarities(
     Computes A = (K W + lambda I)^-1 K_t, which equals J (J^T W J + lambda I)^-1 J_t^T for
     gradients J and J_t with K = J J^T and K_t = J J_t^T, with lambda = damping * mean_i w_i K_ii.
     With S = W^(1/2) it is [K_t - K S (S K S + lambda I)^-1 S K_t] / lambda: symmetric, and defined
-    where a weight is 0. Without damping it is W^-1 K^-1 K_t, for gramians that have an inverse.
+    where a weight is 0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse.
 
     Args:
         gramian: K, shape (n, n), float64, symmetric, positive semi-definite.
@@ -27,7 +27,7 @@ def exact_similarities(
         A of shape (n, m), float64, and lambda.
 
     Raises:
-        InputError: If the damped gramian is numerically singular, or if weights are 0 without
+        InputError: If the damped Gramian is numerically singular, or if weights are 0 without
             damping: an answer would be noise.
 
     Source: the identity of Woodbury; spec of the scores, "The formula".
@@ -54,7 +54,7 @@ def _check_condition(damped: np.ndarray, lambda_: float) -> None:
     if not smallest * MAX_CONDITION > largest:
         condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
         raise InputError(
-            "The damped gramian must be well-conditioned: its condition number has to stay below "
+            "The damped Gramian must be well-conditioned: its condition number has to stay below "
             f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found {condition} "
             f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which lambda = {lambda_:.3g}, "
             f"n = {len(damped)}). More samples than parameters, equal gradients, or weights of 0 "

@@ -1,4 +1,4 @@
-"""Exact scores of an experiment under one checkpoint: the gramians solved, without a projection."""
+"""Exact scores of an experiment under one checkpoint: the Gramians solved, without a projection."""
 
 from pathlib import Path
 
@@ -28,21 +28,21 @@ def compute_exact_scores(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Solve the n x n gramian for the targets.
+    """Solve the n x n Gramian for the targets.
 
     Writes A_c = (K_c W_c + lambda_c I)^-1 K_c,t, lambda_c = damping * mean_i w_i K_c[i, i]: what
     the scores of a projection converge to as its dimensions grow, in the same kind of file.
 
     Args:
         scores: The file to write.
-        train: The checkpoint's gramian of the training samples.
-        targets: Its gramian between them and the experiment's targets.
+        train: The checkpoint's Gramian of the training samples.
+        targets: Its Gramian between them and the experiment's targets.
         spec: What decides the numbers: of one checkpoint and experiment.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.
 
     Raises:
-        InputError: If the files don't belong together, if the damped gramian is singular, or if the
+        InputError: If the files don't belong together, if the damped Gramian is singular, or if the
             solve exceeds the budget.
     """
     with (

@@ -54,7 +54,7 @@ def _blocks(samples: Batch, start: int, size: int) -> list[Batch]:
 
 
 def _gramian(loaded: LoadedModel, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
-    """Return the gramian, block of rows by block of rows; without targets, of train with itself."""
+    """Return the Gramian, block of rows by block of rows; without targets, of train with itself."""
     what = loaded.model, loaded.parameters, loaded.output
     gramian = np.empty((len(train), len(train if targets is None else targets)))
 
@@ -101,12 +101,12 @@ def compute_gramian(
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Two blocks of so many samples are in the model at once, at most.
-        memory_mb: MiB for the gramian, the samples, and on the CPU the activations; fewer samples
+        memory_mb: MiB for the Gramian, the samples, and on the CPU the activations; fewer samples
             at once if they don't fit. On CUDA its free memory counts for these.
         threads: For torch.
 
     Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, or if the gramian
+        InputError: If study, checkpoint or gradients are not what they must be, or if the Gramian
             exceeds the budget.
     """
     torch.set_num_threads(threads)
