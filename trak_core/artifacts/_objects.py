@@ -4,7 +4,7 @@ An attribute holds 64 KiB, and lists grow with a study: of its checkpoints, targ
 models. Each is a vector in the group of the same name, one JSON text an element. With h5py alone:
 
     spec = json.loads(file.attrs["spec"])
-    for key, rows in file["spec"].items():
+    for key, rows in file.get("spec", {}).items():
         spec[key] = [json.loads(row) for row in rows[:]]
 """
 
@@ -30,13 +30,12 @@ def write_object(
     lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
     rest = {key: part for key, part in value.items() if key not in lists}
     put(file, **{name: json.dumps(rest, sort_keys=True)})
-    group = file.create_group(name)
     for key in sorted(lists):
         # JSON is ASCII here, and of a fixed length it has a checksum like any data.
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
         rows = np.array(texts, dtype="S")
         chunks = (min(len(rows), 2**12),) if texts else None
-        group.create_dataset(key, data=rows, chunks=chunks, fletcher32=bool(texts))
+        file.create_dataset(f"{name}/{key}", data=rows, chunks=chunks, fletcher32=bool(texts))
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:

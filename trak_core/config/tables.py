@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> 
         ]
     else:
         pairs = [(str(i), value) for i, value in checkpoints.items()]
-    names = [name for name, _ in pairs]
+    counts = Counter(name for name, _ in pairs)
     streams: dict[int, str] = {}
     for name, value in pairs:
         if not re.fullmatch(_ID_PATTERN, name):
@@ -87,7 +88,7 @@ def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> 
                 "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
                 f"starting with '.' or '-'. Found {name!r}."
             )
-        if names.count(name) > 1:
+        if counts[name] > 1:
             raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
         if isinstance(value, str) == trained:
             raise InputError(
