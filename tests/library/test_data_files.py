@@ -109,10 +109,16 @@ def test_an_entry_must_name_a_file(folder, record, entry):
         data_digests(["data/a.csv", entry], record)
 
 
-def test_results_are_no_data_of_their_own_run(folder, record):
-    data_digests(["data"], record)
-    with pytest.raises(InputError, match=r"the run's own results.*results/data_files\.json"):
-        data_digests(["."], record)
+def test_results_and_what_comes_by_itself_do_not_count(folder, record):
+    """A job starts while results and caches are there that the first start had not."""
+    before = data_digests(["."], record)
+    assert "data/a.csv" in before
+    for name in ("results/scores.h5", "data/__pycache__/a.pyc", "data/.hidden", ".snakemake/log"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("new")
+    assert data_digests(["."], record) == before
+    with pytest.raises(InputError, match=r"Found nothing at 'results'"):
+        data_digests(["results"], record)
 
 
 def test_a_file_that_cannot_be_read_is_named(folder, record, monkeypatch):

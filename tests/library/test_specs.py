@@ -77,6 +77,7 @@ def all_specs(specs):
             "random_removals": specs.random_removals,
             "top_removals": specs.top_removals,
             "flipped": specs.found_flipped,
+            "flipped_features": specs.all_flipped_features.under("c0").of("train"),
         }
     return found
 
@@ -95,8 +96,9 @@ def test_no_field_of_scores_hides_one_of_features():
 
 
 # What a change decides, of the jobs above.
-FEATURES = {"features", "train", "distortion", "embeddings"}
+FEATURES = {"features", "train", "distortion", "embeddings", "flipped_features"}
 SCORES = {"checkpoint_scores", "scores", "self_influence", "flipped"}
+OF_FLIPPED = {"flipped", "flipped_features"}
 RETRAINED = {"halves", "random_removals", "top_removals"}
 
 
@@ -111,10 +113,10 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ({"scoring__loss_weight_power": 1}, {"scores", "self_influence", "flipped"}),
         ({"scoring__damping": 1}, SCORES),
         ({"scoring__weighting": "curvature"}, SCORES),
-        ({"features_dtype": "float16"}, {"features", "train", *SCORES}),
+        ({"features_dtype": "float16"}, {"features", "train", "flipped_features", *SCORES}),
         (
             {"projection": {"kind": "rademacher", "proj_dim": 32, "seed": 1}},
-            {"features", "train", "distortion", *SCORES},
+            {"features", "train", "distortion", "flipped_features", *SCORES},
         ),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         (
@@ -123,6 +125,24 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ),
         ({"checkpoints": {"c0": {"seed": 0}}}, {"scores", "self_influence", "flipped"}),
         ({"training": {"steps": 6}}, RETRAINED),
+        ({"evaluation": {**EVALUATION, "flipped": {"fraction": 0.2}}}, OF_FLIPPED),
+        (
+            {"evaluation": {**EVALUATION, "subsets": {"count": 60, "seeds": 3, "seed": 7}}},
+            {"halves"},
+        ),
+        (
+            {"evaluation": {**EVALUATION, "subsets": {"count": 9, "seeds": 2, "seed": 7}}},
+            set(),
+        ),
+        (
+            {
+                "evaluation": {
+                    **EVALUATION,
+                    "removals": {**EVALUATION["removals"], "n_removed": [4, 8]},
+                }
+            },
+            {"random_removals", "top_removals"},
+        ),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -132,7 +152,7 @@ def test_what_a_change_of_the_config_decides(made, change, decided):
         with pytest.raises(InputError, match=r"scoring\.keep must be full"):
             made(**change)
         return
-    after = all_specs(made(evaluation=EVALUATION, **change))
+    after = all_specs(made(**{"evaluation": EVALUATION, **change}))
     assert {job for job in before if before[job].as_dict() != after[job].as_dict()} == decided
 
 

@@ -51,7 +51,7 @@ def test_the_page_on_clusters_plans_a_study(tmp_path):
         assert "compute_features" in planned.stdout
 
 
-@pytest.mark.skipif("TRAK_CORE_GATE" not in os.environ, reason="asks a package index: the gate's business")
+@pytest.mark.skipif("TRAK_CORE_GATE" not in os.environ, reason="needs a network: the gate's")
 def test_what_the_page_on_gpus_installs_can_be_had():
     for program, *arguments in commands("docs/gpu.md"):
         assert program == ".venv/bin/python"

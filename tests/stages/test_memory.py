@@ -145,7 +145,7 @@ print(peak() - before)
 """
 
 
-def test_diagnostics_hold_what_is_said():
+def test_distortion_holds_what_is_said():
     need = distortion_need(1200, 512, 8).fixed_bytes
     assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
 

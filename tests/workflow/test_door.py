@@ -65,7 +65,6 @@ def stage_names(rule):
 
 
 def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
-    assert jobs.keys() | {"retrain_without"} >= STAGES
     assert {stage_of(rule).__name__ for rule in jobs} == STAGES
     assert {job["script"] for job in jobs.values()} == {"../scripts/stage.py"}
 
@@ -115,6 +114,18 @@ def test_the_code_of_a_job_is_that_of_its_stage(jobs):
 def test_a_rule_without_a_stage():
     with pytest.raises(ModuleNotFoundError, match="'paint_influences' has no stage"):
         stage_of("paint_influences")
+
+
+def test_a_name_that_the_stage_does_not_take():
+    """Not that a stage's default count in its place."""
+    job = SimpleNamespace(
+        **{key: {} for key in ("wildcards", "resources", "input", "output")},
+        rule="train_checkpoint",
+        threads=1,
+        params={"studyfile": "study.py"},
+    )
+    with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
+        run(job)
 
 
 def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from trak_core.compat._vectors import get_matrix_mult
+from trak_core.errors import InputError
 
 # Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
 _MAX_CONDITION = 1e13
@@ -25,8 +26,16 @@ def inverse_or_pseudo_inverse(matrix: Tensor, max_rank: int) -> tuple[Tensor, in
 
     Returns:
         Shape (k, k), float64; how many directions count.
+
+    Raises:
+        InputError: If the matrix is not finite.
     """
     k = len(matrix)
+    if not matrix.isfinite().all():
+        raise InputError(
+            "Features must be finite, and their products too. Found NaN or infinity in G^T G. Look "
+            "for bad values in the samples and in the checkpoint."
+        )
     if max_rank >= k:
         inverse, info = torch.linalg.inv_ex(matrix)
         condition = float(torch.linalg.norm(matrix) * torch.linalg.norm(inverse))

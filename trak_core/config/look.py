@@ -22,7 +22,7 @@ from trak_core.system.record import read_record, write_record
 
 
 def look_over(specs: Specs, script: Path) -> None:
-    """Refuse, in one message, what some job would stop at later.
+    """Refuse what some job would stop at later.
 
     Args:
         specs: Of the config.

@@ -159,9 +159,14 @@ class Specs:
         return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
 
     @property
+    def sweep(self) -> dict[str, Any] | None:
+        """Values of other settings of scoring; None for no sweep."""
+        return ordered(self.evaluation.get("sweep"))
+
+    @property
     def settings(self) -> list[Setting]:
         """Other settings of scoring to measure, the study's own among them; none for no sweep."""
-        scoring, sweep = self.config["scoring"], self.evaluation.get("sweep")
+        scoring, sweep = self.config["scoring"], self.sweep
         if sweep is None:
             return []
         own = Setting(

@@ -131,7 +131,7 @@ def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
     if saturated > 0.5:
         print(
             f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
-            "are fitted almost exactly and get scores near 0. A loss_weight_power below 1, or an "
+            "are fitted almost exactly and get scores near 0. A smaller loss_weight_power, or an "
             "earlier checkpoint, ranks them better.",
             flush=True,
         )

@@ -59,7 +59,7 @@ def _checkpoints(facts: Facts) -> list[StudyWarning]:
 
 def _loss_weights(facts: Facts) -> list[StudyWarning]:
     experiment = facts.experiments[0]
-    # In a regression it is a residual, in a unit that no bound here can know.
+    # A residual is in a unit that no bound here can know.
     if experiment.saturated <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
         return []
     power = experiment.source.spec["loss_weight_power"]

@@ -130,7 +130,7 @@ def compute_distortion(
         study_file: The study's Python file.
         spec: What decides the numbers: of one checkpoint's training samples.
         code: The stage's code digest.
-        device: ``cpu`` or ``cuda``, for gradients and projection.
+        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once, at most.
         memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
             free memory instead.

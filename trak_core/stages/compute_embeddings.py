@@ -33,7 +33,7 @@ def compute_embeddings(
         study_file: The study's Python file.
         spec: What decides the numbers: of one checkpoint.
         code: The stage's code digest.
-        device: ``cpu`` or ``cuda``.
+        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Samples at once.
         threads: For torch.
 

@@ -68,6 +68,7 @@ def retrain_without(
     train = study.split(TRAIN, None)
     n_train = len(train.ids)
     more: dict[str, Any] = {}
+    assert (spec.subsets == "random removals") == (scores is None)
     if scores is None:
         masks = [np.ones(n_train, dtype=bool)]
         for size, draw in random_removals(spec.n_removed, spec.draws):

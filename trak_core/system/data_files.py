@@ -20,7 +20,12 @@ def _files(pattern: str) -> Iterator[Path]:
     # version of Python.
     found = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
     for path in map(Path, found):
-        yield from (p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
+        if path.is_file():
+            yield path
+        # What Python and others leave in a folder of data comes and goes by itself.
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def _plain(path: Path) -> Path:
@@ -29,18 +34,14 @@ def _plain(path: Path) -> Path:
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    files = list(_files(pattern))
+    # The run's own results change while it runs.
+    folder = _plain(results)
+    files = [file for file in _files(pattern) if not _plain(file).is_relative_to(folder)]
     if not files:
         raise InputError(
-            f"data_files: each entry must name a file, a folder with files in it, or be a pattern "
-            f"of such. Found nothing at {pattern!r} (from {Path.cwd()})."
-        )
-    folder = _plain(results)
-    inside = [file for file in files if _plain(file).is_relative_to(folder)]
-    if inside:
-        raise InputError(
-            "data_files: no entry may name the run's own results, which change with every run. "
-            f"Found {inside[0]} by {pattern!r}."
+            "data_files: each entry must name a file, a folder with files in it, or be a pattern "
+            "of such, beside the results and hidden ones, which don't count. Found nothing at "
+            f"{pattern!r} (from {Path.cwd()})."
         )
     return files
 
@@ -63,14 +64,15 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
 
     Args:
         patterns: Paths of files, or of folders for all files below them, or patterns as in a shell,
-            where ``**`` stands for any folders; relative to the working folder.
+            where ``**`` stands for any folders; relative to the working folder. Hidden files of a
+            folder, and the run's own results, don't count.
         record: Where digests are kept, in the results folder. Written anew if it changes.
 
     Returns:
         32 hexadecimal digits of each file, by its path, in order.
 
     Raises:
-        InputError: If an entry names no file, or one that cannot be read, or results of the run.
+        InputError: If an entry names no file, or one that cannot be read.
     """
     if not patterns:
         return {}

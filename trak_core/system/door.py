@@ -14,6 +14,8 @@ from typing import Any
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
 
 _STAGES = Path(__file__).parents[1] / "stages"
+# Params that decide whether a job runs again, whether or not its stage takes them.
+_TRIGGERS = {"code", "signature", "digest"}
 
 
 def stage_of(rule: str) -> Callable[..., None]:
@@ -53,12 +55,20 @@ def run(job: Any) -> None:
 
     Args:
         job: Snakemake's object of a script.
+
+    Raises:
+        TypeError: If the rule names an input, an output or a param that its stage doesn't take.
     """
     stage = stage_of(job.rule)
+    parameters = inspect.signature(stage).parameters
+    for group in (job.params, job.input, job.output):
+        unknown = dict(group.items()).keys() - parameters.keys() - _TRIGGERS
+        if unknown:
+            raise TypeError(f"rule {job.rule} names {', '.join(sorted(unknown))}, not its stage's")
     named: dict[str, Any] = {"threads": job.threads}
     # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
     hints = typing.get_type_hints(stage)
-    taken = [name for name in inspect.signature(stage).parameters if name in named]
+    taken = [name for name in parameters if name in named]
     stage(**{name: typed(named[name], hints[name]) for name in taken})

@@ -17,7 +17,7 @@ def _digest(known: dict[str, Any]) -> str:
 def read_record(path: Path) -> dict[str, Any]:
     """Return what ``write_record`` wrote; empty if there is no such file, or a damaged one.
 
-    Nothing is lost with it but time: the study is looked over again.
+    Nothing is lost with it but time: what it held is found out again.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -104,7 +104,7 @@ rule evaluate_scores:
         ),
         baselines=specs.evaluation["baselines"],
         trak=specs.evaluation["trak"],
-        sweep=specs.evaluation.get("sweep"),
+        sweep=specs.sweep,
     message:
         "Measuring the scores of experiment {wildcards.experiment}"
     script:

@@ -1,7 +1,7 @@
 # Files and params of jobs, as functions of their wildcards; there are no rules here.
 #
-# Snakemake compares params as an unordered set of values, and each value as text: what decides a
-# job's numbers therefore goes into one dict, with its keys sorted.
+# Snakemake compares params as an unordered set of values, and each value as text: numbers that could
+# change places go into one spec, with its keys sorted; beside it stand values that no other equals.
 folder = config["results"]
 trained = "training" in config
 
