@@ -11,7 +11,7 @@ from workspace import Workspace
 CONFIGS = {
     "unknown key": (
         {"projecton": {}},
-        r"the config: unknown key 'projecton'\. Known keys: study, results",
+        r"the config: unknown key 'projecton'\. Known keys: study, data_files, results",
     ),
     "unknown key inside": (
         {"projection": {"dim": 3}},

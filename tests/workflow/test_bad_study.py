@@ -116,10 +116,10 @@ def test_bad_study(workspace, name):
     path = edited(workspace, name, old, new)
     with pytest.raises(InputError) as error:
         check_study(
-            study=path,
+            study_file=path,
             model_output="regression",
             weighting="plain",
-            parameters=None,
+            parameter_patterns=None,
             training=None,
             splits={"train": None, "mine": ["patient-342"]},
             shards={"train": 1, "mine": 1},
