@@ -3,10 +3,10 @@
 import numpy as np
 import pandas as pd
 import torch
-from pipeline import read_scores
+from pipeline import read_scores, scores_spec
 
 import trak_core.compat as trak
-from trak_core.provenance import ids_digest, study_digest
+from trak_core.provenance import study_digest
 from trak_core.spec import stream_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
@@ -88,15 +88,15 @@ def mean_inverse(tracer, model_id):
     return np.abs(np.linalg.inv(g.T @ g + shift * np.eye(K))).mean(), shift
 
 
-def expected_spec(study, **changed):
-    return {
-        "model_output": "image_classification",
-        "projection": {"kind": "rademacher", "proj_dim": K, "seed": 0},
-        "dtype": "float32",
-        "study": study_digest(study["path"]),
-        "parameter_patterns": None,
-        **changed,
-    }
+def expected_spec(study):
+    return scores_spec(
+        study["checkpoints"],
+        TARGETS,
+        model_output="image_classification",
+        projection={"kind": "rademacher", "proj_dim": K, "seed": 0},
+        damping=DAMPING,
+        study_digest=study_digest(study["path"]),
+    )
 
 
 def pipeline_scores(study, folder, features) -> pd.DataFrame:
@@ -104,12 +104,11 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
     parts = []
     for name in study["checkpoints"]:
         train, targets = (features / name / f"{split}.h5" for split in ("train", "mine"))
-        spec = expected_spec(study, checkpoint=name)
-        digest = ids_digest(TARGETS)
+        spec = expected_spec(study).under(name)
         compute_normal_matrix(
-            normal_matrix_file=folder / f"{name}-matrix.h5",
+            normal_matrix=folder / f"{name}-matrix.h5",
             features=train,
-            expected={**spec, "split": "train", "targets_digest": None},
+            spec=spec.of_train(),
             weighting="plain",
             code="code",
             memory_mb=100,
@@ -120,9 +119,7 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
             train=train,
             targets=targets,
             normal_matrix=folder / f"{name}-matrix.h5",
-            expected={**spec, "split": "mine", "targets_digest": digest},
-            damping=DAMPING,
-            weighting="plain",
+            spec=spec,
             keep="full",
             code="code",
             memory_mb=100,
@@ -131,16 +128,8 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
         scores=folder / "mine.h5",
         checkpoint_scores=parts,
         features=[],
-        expected=expected_spec(
-            study,
-            targets_digest=ids_digest(TARGETS),
-            experiment="mine",
-            weighting="plain",
-            damping=DAMPING,
-            checkpoints=list(study["checkpoints"]),
-        ),
-        combine="product_of_averages",
-        loss_weight_power=1.0,
+        spec=expected_spec(study),
+        defaults="",
         top=3,
         code="code",
         memory_mb=100,
@@ -149,14 +138,13 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
 
 
 def featurized_by_the_pipeline(study, file, name, split, targets=None):
+    own = expected_spec(study).under(name)
     compute_features(
         features=file,
         checkpoint=study["checkpoints"][name],
-        study=study["path"],
-        split=split,
-        shard=1,
-        n_shards=1,
-        spec={**expected_spec(study, checkpoint=name), "targets": targets},
+        study_file=study["path"],
+        spec=own.of_train() if split == "train" else own.of_targets(),
+        targets=targets,
         code="code",
         device="cpu",
         batch_size=16,

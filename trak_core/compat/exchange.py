@@ -119,7 +119,8 @@ def export_features(
         "checkpoint": identity,
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
-        "study": None if study is None else study_digest(Path(study)),
+        "study_digest": None if study is None else study_digest(Path(study)),
+        "flipped": None,
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": None if exp_name is None else ids_digest(ids),
     }
