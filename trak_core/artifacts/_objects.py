@@ -31,11 +31,10 @@ def write_object(
     rest = {key: part for key, part in value.items() if key not in lists}
     put(file, **{name: json.dumps(rest, sort_keys=True)})
     for key in sorted(lists):
-        # JSON is ASCII here, and of a fixed length it has a checksum like any data.
+        # JSON is ASCII here. In one piece, without a checksum of its own: its chunks would cost KiB
+        # of index a list, and the content hash covers them.
         texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
-        rows = np.array(texts, dtype="S")
-        chunks = (min(len(rows), 2**12),) if texts else None
-        file.create_dataset(f"{name}/{key}", data=rows, chunks=chunks, fletcher32=bool(texts))
+        file[f"{name}/{key}"] = np.array(texts, dtype="S")
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
