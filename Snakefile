@@ -9,9 +9,6 @@ if not workflow.overwrite_configfiles:
     configfile: "config/config.yaml"
 
 
-report: "workflow/report/study.rst"
-
-
 include: "workflow/rules/common.smk"
 include: "workflow/rules/specs.smk"
 include: "workflow/rules/checkpoints.smk"

@@ -13,12 +13,7 @@ rule write_report:
         flipped=flipped_files,
         self_influence=self_influence_files,
     output:
-        report=report(
-            "<results>/report.html",
-            caption="../report/report.rst",
-            category="Report",
-            labels={"page": "report.html"},
-        ),
+        report="<results>/report.html",
     log:
         "<results>/logs/write_report.log",
     conda:

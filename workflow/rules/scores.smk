@@ -35,12 +35,7 @@ rule draw_influences:
     input:
         scores="<results>/scores/{experiment}.h5",
     output:
-        figure=report(
-            "<results>/figures/{experiment}.png",
-            caption="../report/influences.rst",
-            category="Influences",
-            labels={"experiment": "{experiment}"},
-        ),
+        figure="<results>/figures/{experiment}.png",
     log:
         "<results>/logs/draw_influences/{experiment}.log",
     benchmark:
