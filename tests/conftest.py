@@ -88,15 +88,6 @@ def workspace(tmp_path_factory):
     return study_to_spoil(tmp_path_factory.mktemp("bad") / "study")
 
 
-@pytest.fixture(scope="module")
-def door(workspace):
-    """Snakemake's command, to try a config of that study with."""
-    from refusals import open_door
-
-    with open_door(workspace) as door:
-        yield door
-
-
 @pytest.fixture(scope="session")
 def run(tmp_path_factory):
     """A finished run of the small study, and its retrained models."""

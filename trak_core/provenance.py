@@ -44,8 +44,7 @@ def _read(path: Path, mtime_ns: int) -> tuple[list[ast.Import | ast.ImportFrom],
             f"{path}: Python must be able to read the code. Found an expression that is nested "
             f"too deeply for it ({error}). Cut the longest one into parts."
         ) from error
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return imports, _what_runs(tree)
+    return _what_runs(tree)
 
 
 def _look(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], str]:
@@ -87,32 +86,43 @@ def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name
     return reached
 
 
-def _what_runs(tree: ast.Module) -> str:
+def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str]:
     """Write a syntax tree as text: what runs, not how it is laid out or described.
 
     A loop, since the tree of a sum is as deep as the sum has terms. Python versions differ in
     whether a tree holds empty fields, and in which characters they print.
 
     Returns:
-        Each node and list before its parts, with their number; without empty fields; in ASCII.
+        The import statements; and each node and list before its parts, with their number; without
+        empty fields; in ASCII.
     """
+    imports: list[ast.Import | ast.ImportFrom] = []
     parts: list[str] = []
     pending: list[Any] = [tree]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.AST):
-            fields = dict(ast.iter_fields(node))
-            if isinstance(node, _DESCRIBED) and ast.get_docstring(node, clean=False) is not None:
-                fields["body"] = node.body[1:]
-            held = [(name, value) for name, value in fields.items() if value not in (None, [])]
-            parts.append(f"{type(node).__name__} {len(held)}")
-            pending += [part for name, value in reversed(held) for part in (value, name)]
+            held = 0
+            for name in reversed(node._fields):
+                value = getattr(node, name, None)
+                if (
+                    name == "body"
+                    and isinstance(node, _DESCRIBED)
+                    and ast.get_docstring(node, False)
+                ):
+                    value = node.body[1:]
+                if value is not None and value != []:
+                    held += 1
+                    pending += (value, name)
+            parts.append(f"{type(node).__name__} {held}")
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                imports.append(node)
         elif isinstance(node, list):
             parts.append(f"list {len(node)}")
             pending += reversed(node)
         else:
             parts.append(ascii(node))
-    return "\n".join(parts)
+    return imports, "\n".join(parts)
 
 
 def _texts_beside(folder: Path) -> Iterable[Path]:

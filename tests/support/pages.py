@@ -8,12 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workspace import REPOSITORY
-
-_START = {
-    ".venv/bin/snakemake": ["-m", "snakemake", "--snakefile", str(REPOSITORY / "Snakefile")],
-    ".venv/bin/python": [],
-}
+from workspace import REPOSITORY, snakemake
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
@@ -34,9 +29,15 @@ def follow(page: str, folder: Path, monkeypatch) -> list[str]:
         elif language == "console":
             for command in re.findall(r"^\$ (.*)", text, flags=re.M):
                 program, *arguments = shlex.split(command)
-                run = [sys.executable, *_START[program], *arguments]
-                result = subprocess.run(run, capture_output=True, text=True, timeout=500)
-                assert result.returncode == 0, result.stderr
+                if program == ".venv/bin/snakemake":
+                    snakefile = ("--snakefile", str(REPOSITORY / "Snakefile"))
+                    status, output = snakemake(folder, *snakefile, *arguments)
+                else:
+                    assert program == ".venv/bin/python"
+                    run = [sys.executable, *arguments]
+                    result = subprocess.run(run, capture_output=True, text=True, timeout=500)
+                    status, output = result.returncode, result.stderr
+                assert status == 0, output
         elif language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(text, {})

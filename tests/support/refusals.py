@@ -1,11 +1,6 @@
-"""A study to spoil, Snakemake's command to try it with, and the one error it answers with."""
+"""A study to spoil, and the one error that Snakemake answers with."""
 
-import json
 import re
-import subprocess
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import yaml
 from workspace import Workspace
@@ -28,42 +23,12 @@ def study_to_spoil(folder):
     return workspace
 
 
-class Door:
-    """Snakemake's command without its start; see snakemake_door.py."""
-
-    def __init__(self, process, workspace):
-        self.process, self.workspace = process, workspace
-
-    def dry_run(self, config):
-        """Try a config, of values or as bytes, and return exit status and output."""
-        if not isinstance(config, bytes):
-            values = {"study": STUDY, **GOOD, **config}
-            config = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode()
-        self.workspace.path("study.yaml").write_bytes(config)
-        output = self.workspace.path("output.txt")
-        arguments = ["--configfile", "study.yaml", "--cores", "2", "-n"]
-        arguments += ["--snakefile", self.workspace.snakefile]
-        request = [str(self.workspace.folder), arguments, str(output)]
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return int(self.process.stdout.readline()), output.read_text()
-
-    def refuse(self, config):
-        status, output = self.dry_run(config)
-        assert status != 0, output
-        return output
-
-
-@contextmanager
-def open_door(workspace):
-    command = (sys.executable, Path(__file__).with_name("snakemake_door.py"))
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            yield Door(process, workspace)
-        finally:
-            process.stdin.close()
+def refuse(workspace, config):
+    """Try a config, of values or as bytes, and return the output of the refusal."""
+    if not isinstance(config, bytes):
+        values = {"study": STUDY, **GOOD, **config}
+        config = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode()
+    return workspace.fail("-n", text=config)
 
 
 def message(output):

@@ -1,15 +1,40 @@
 """A folder with a small study in it, where Snakemake runs for real."""
 
+import json
+import os
 import re
+import select
 import shutil
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 _CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
+
+
+@cache
+def _door() -> subprocess.Popen:
+    """Return a process that starts Snakemake's command without its imports; one for all tests."""
+    command = (sys.executable, Path(__file__).with_name("snakemake_door.py"))
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def snakemake(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Return exit status and output of Snakemake's command, run in a folder."""
+    door = _door()
+    assert door.stdin is not None
+    assert door.stdout is not None
+    with tempfile.NamedTemporaryFile("r") as output:
+        request = [str(folder), dict(os.environ), arguments, output.name]
+        print(json.dumps(request), file=door.stdin, flush=True)
+        ready, *_ = select.select([door.stdout], [], [], 500)
+        assert ready, output.read()
+        return int(door.stdout.readline()), output.read()
 
 
 class Workspace:
@@ -49,29 +74,21 @@ class Workspace:
     def path(self, name: str) -> Path:
         return self.folder / name
 
-    def snakemake(self, *arguments: str, text: str | None = None) -> subprocess.CompletedProcess:
-        """Run Snakemake as a user would, with the config in a file."""
+    def snakemake(self, *arguments: str, text: str | bytes | None = None) -> tuple[int, str]:
+        """Run Snakemake as a user would, with the config in a file; exit status and output."""
         text = yaml.safe_dump(self.config, sort_keys=False) if text is None else text
-        self.path("study.yaml").write_text(text)
-        return subprocess.run(
-            [
-                *(sys.executable, "-m", "snakemake", "--configfile", "study.yaml"),
-                *("--snakefile", self.snakefile),
-                *(arguments if "--cores" in arguments else ("--cores", "2", *arguments)),
-            ],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-            check=False,
+        self.path("study.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
+        return snakemake(
+            self.folder,
+            *("--configfile", "study.yaml", "--snakefile", self.snakefile),
+            *(arguments if "--cores" in arguments else ("--cores", "2", *arguments)),
         )
 
     def run(self, *arguments: str) -> dict[str, int]:
         """Run to a good end and return how many jobs of each rule ran."""
-        result = self.snakemake(*(arguments or ("scores",)))
-        assert result.returncode == 0, result.stdout
-        return jobs(result.stdout)
+        status, output = self.snakemake(*(arguments or ("scores",)))
+        assert status == 0, output
+        return jobs(output)
 
     def would_run(self, *arguments: str) -> dict[str, int]:
         """Return how many jobs of each rule a run would have: nothing runs."""
@@ -79,17 +96,17 @@ class Workspace:
 
     def would_write(self, *arguments: str) -> set[str]:
         """Return the artifacts that a run would write, by their names in the results folder."""
-        result = self.snakemake("--summary", *(arguments or ("scores",)))
-        assert result.returncode == 0, result.stdout
-        rows = [line.split("\t") for line in result.stdout.splitlines()]
+        status, output = self.snakemake("--summary", *(arguments or ("scores",)))
+        assert status == 0, output
+        rows = [line.split("\t") for line in output.splitlines()]
         written = [row[0] for row in rows if row[-1] == "update pending"]
         return {name.removeprefix("results/") for name in written}
 
     def fail(self, *arguments: str, text: str | None = None) -> str:
         """Run to a bad end and return what Snakemake printed."""
-        result = self.snakemake(*(arguments or ("scores",)), text=text)
-        assert result.returncode != 0, result.stdout
-        return result.stdout
+        status, output = self.snakemake(*(arguments or ("scores",)), text=text)
+        assert status != 0, output
+        return output
 
     def artifacts(self) -> dict[str, bytes]:
         results = self.path("results")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from refusals import GOOD, STUDY, message
+from refusals import GOOD, STUDY, message, refuse
 from workspace import Workspace
 
 CONFIGS = {
@@ -235,10 +235,10 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_bad_config(door, name):
+def test_bad_config(workspace, name):
     change, expected = CONFIGS[name]
-    assert re.search(expected, message(door.refuse(change)))
-    assert not list(door.workspace.folder.rglob("ran"))
+    assert re.search(expected, message(refuse(workspace, change)))
+    assert not list(workspace.folder.rglob("ran"))
 
 
 REST = yaml.safe_dump({"study": STUDY, **GOOD}).encode()
@@ -252,9 +252,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_bad_text_of_a_config(door, name):
+def test_bad_text_of_a_config(workspace, name):
     text, expected = TEXTS[name]
-    assert re.search(expected, message(door.refuse(text)))
+    assert re.search(expected, message(refuse(workspace, text)))
 
 
 # Snakemake reads a config before this workflow does, and says so itself; what it does not expect
@@ -270,9 +270,9 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_what_is_no_config(door, name):
+def test_what_is_no_config(workspace, name):
     text, expected = UNREADABLE[name]
-    output = door.refuse(text)
+    output = refuse(workspace, text)
     assert re.search(expected, output), output
     assert ("Traceback" in output) == ("Error: " in expected)
 
@@ -295,7 +295,7 @@ def test_training_arguments_that_train_does_not_take(tmp_path):
 
 def test_results_folder_in_any_spelling(workspace):
     text = yaml.safe_dump({"study": STUDY, **GOOD, "results": "./out/"})
-    output = workspace.snakemake("-n", text=text).stdout
+    _, output = workspace.snakemake("-n", text=text)
     assert "out/scores/mine.h5" in output
     assert "./out" not in output
 
@@ -303,6 +303,6 @@ def test_results_folder_in_any_spelling(workspace):
 def test_another_config_is_not_mixed_with_the_default_one(workspace):
     """Experiments and checkpoints of config/config.yaml must not leak into a user's study."""
     text = yaml.safe_dump({"study": STUDY, **GOOD})
-    output = workspace.snakemake("-n", text=text).stdout
+    _, output = workspace.snakemake("-n", text=text)
     assert "results/scores/mine.h5" in output
     assert "mix" not in output

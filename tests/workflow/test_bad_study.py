@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from refusals import GOOD, STUDY, message
+from refusals import GOOD, STUDY, message, refuse
 from workspace import Workspace
 
 from trak_core.errors import InputError
@@ -46,7 +46,7 @@ STUDIES = {
         r"Samples must be tuples or dicts of tensors or numbers\. Found str for entry 0",
     ),
     "label not finite": (
-        ("y.std()\n", "y.std()\ny[7] = float('nan')\n"),
+        ("in (x, y))\n\n", "in (x, y))\ny[7] = float('nan')\n"),
         r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
     ),
     "ids too few": (
@@ -88,7 +88,7 @@ STUDIES = {
     "import fails": (
         ("import torch\n", "import torch\nimport no_such_module\n"),
         r"the study's file must end without an error\. Found ModuleNotFoundError: .*"
-        r"'no_such_module' .*line 4, in <module>",
+        r"'no_such_module' .*line 8, in <module>",
     ),
     "study leaves Python": (
         ("import torch\n", "import torch\nimport sys\nsys.exit(0)\n"),
@@ -130,15 +130,15 @@ def test_bad_study(workspace, name):
 
 
 @pytest.mark.parametrize("name", ["no model function", "study raises", "study leaves Python"])
-def test_snakemake_says_what_is_bad_about_a_study(door, name):
+def test_snakemake_says_what_is_bad_about_a_study(workspace, name):
     (old, new), expected = STUDIES[name]
-    path = edited(door.workspace, name, old, new)
-    assert re.search(expected, message(door.refuse({"study": path.name})))
+    path = edited(workspace, name, old, new)
+    assert re.search(expected, message(refuse(workspace, {"study": path.name})))
 
 
-def test_a_study_that_crashes(door):
-    path = edited(door.workspace, "crash", "import torch\n", "import os\nos.abort()\n")
-    found = message(door.refuse({"study": path.name}))
+def test_a_study_that_crashes(workspace):
+    path = edited(workspace, "crash", "import torch\n", "import os\nos.abort()\n")
+    found = message(refuse(workspace, {"study": path.name}))
     assert re.search(
         r"crash\.py: the study must load\. .* ended with exit status -6 and with", found
     )
@@ -152,10 +152,10 @@ TEXTS_OF_A_STUDY = {
 
 
 @pytest.mark.parametrize("name", TEXTS_OF_A_STUDY)
-def test_what_is_no_python(door, name):
+def test_what_is_no_python(workspace, name):
     content, expected = TEXTS_OF_A_STUDY[name]
-    door.workspace.path("bytes.py").write_bytes(content)
-    assert re.search(expected, message(door.refuse({"study": "bytes.py"})))
+    workspace.path("bytes.py").write_bytes(content)
+    assert re.search(expected, message(refuse(workspace, {"study": "bytes.py"})))
 
 
 def test_a_study_that_prints(workspace):
@@ -165,12 +165,12 @@ def test_a_study_that_prints(workspace):
     noise = "\nimport atexit\nprint('loading')\natexit.register(print, 'the end')\n"
     try:
         path.write_text(good + noise)
-        result = workspace.snakemake("-n", text=yaml.safe_dump({"study": STUDY, **GOOD}))
+        status, output = workspace.snakemake("-n", text=yaml.safe_dump({"study": STUDY, **GOOD}))
     finally:
         path.write_text(good)
-    assert result.returncode == 0, result.stdout
-    assert "loading" in result.stdout
-    assert "the end" in result.stdout
+    assert status == 0, output
+    assert "loading" in output
+    assert "the end" in output
 
 
 def test_label_out_of_range(tmp_path):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import yaml
-from refusals import GOOD, STUDY, message
+from refusals import GOOD, STUDY, message, refuse
 
 TABLES = {
     "a table without lines": (
@@ -59,15 +59,15 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_bad_table(door, name):
+def test_bad_table(workspace, name):
     content, expected = TABLES[name]
-    door.workspace.path("table.tsv").write_bytes(content)
-    assert re.search(expected, message(door.refuse({"checkpoints": "table.tsv"})))
-    assert not list(door.workspace.folder.rglob("ran"))
+    workspace.path("table.tsv").write_bytes(content)
+    assert re.search(expected, message(refuse(workspace, {"checkpoints": "table.tsv"})))
+    assert not list(workspace.folder.rglob("ran"))
 
 
-def test_ids_that_differ_in_type_alone(door):
-    output = door.refuse({"checkpoints": {1: "c0.pt", "1": "c0.pt"}})
+def test_ids_that_differ_in_type_alone(workspace):
+    output = refuse(workspace, {"checkpoints": {1: "c0.pt", "1": "c0.pt"}})
     assert "Found '1' twice" in message(output)
 
 
@@ -79,5 +79,5 @@ def test_tables_work(workspace):
         "experiments": {"mine": {"targets": "targets.tsv"}},
     }
     text = yaml.safe_dump({"study": STUDY, **GOOD, **tables})
-    result = workspace.snakemake("-n", text=text)
-    assert result.returncode == 0, result.stdout
+    status, output = workspace.snakemake("-n", text=text)
+    assert status == 0, output
