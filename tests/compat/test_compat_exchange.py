@@ -43,7 +43,7 @@ def test_the_pipeline_scores_what_a_notebook_featurized(study, tmp_path):
     made = featurized(study, tmp_path / "store")
     results = tmp_path / "results/features"
     for name, path in study["checkpoints"].items():
-        given = {"checkpoint": name, "checkpoint_file": path, "study": study["path"]}
+        given = {"checkpoint": name, "checkpoint_file": path, "study_file": study["path"]}
         export_features(made, stream_of(name), results / name / "train.h5", **given)
         export_features(
             made,
@@ -67,7 +67,7 @@ def test_an_export_is_the_file_that_the_pipeline_writes(study, tmp_path):
         tmp_path / "ours.h5",
         checkpoint="run1",
         checkpoint_file=study["checkpoints"]["run1"],
-        study=study["path"],
+        study_file=study["path"],
     )
     with (
         open_artifact(tmp_path / "theirs.h5", FEATURES) as theirs,
@@ -87,7 +87,7 @@ def test_a_notebook_and_the_pipeline_share_one_scoring(study, tmp_path):
     results = tmp_path / "results/features"
     for name, path in study["checkpoints"].items():
         file = results / name / "train.h5"
-        given = {"checkpoint": name, "checkpoint_file": path, "study": study["path"]}
+        given = {"checkpoint": name, "checkpoint_file": path, "study_file": study["path"]}
         export_features(made, stream_of(name), file, **given)
         featurized_by_the_pipeline(study, results / name / "mine.h5", name, "mine", TARGETS)
     mixed = pipeline_scores(study, tmp_path, results)

@@ -10,6 +10,7 @@ import pytest
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
     FEATURES,
+    FLIPPED,
     NORMAL_MATRIX,
     SCORES,
     SELF_INFLUENCE,
@@ -283,3 +284,20 @@ def test_files_of_every_version_are_read_forever(version, name, kind, key, shape
     assert values.shape == shape
     np.testing.assert_allclose(values.sum(dtype=np.float64), total)
     np.testing.assert_array_equal(pd.read_hdf(path, key), values)
+
+
+@pytest.mark.parametrize("key", ["train", "detection"])
+def test_tables_of_pandas_3_are_read_by_pandas_2(key, tmp_path):
+    """By the lowest version too, where that runs these tests."""
+    rows = {"train_id": ["a", "b", "ü"], "flipped": [True, False, True], "score": [0.5, -1.0, 2.0]}
+    expected = pd.DataFrame({**rows, "rank": [2, 3, 1]})
+    kept, new = KEPT.parent / "tables_of_pandas_3.h5", tmp_path / "new.h5"
+    with create(new, FLIPPED, {}, {}) as file:
+        for name in FLIPPED.keys:
+            file.table(name, expected, ["train_id", "rank"])
+    for path in (kept, new):
+        found = pd.read_hdf(path, key)
+        pd.testing.assert_frame_equal(found, expected, check_dtype=False)
+        assert pd.read_hdf(path, key, where="rank < 3 & train_id == 'ü'").score.tolist() == [2]
+        with h5py.File(path) as file:
+            assert file[key].attrs["pandas_version"] == b"0.15.2"

@@ -42,6 +42,16 @@ def test_a_second_run_has_nothing_to_do(study):
     assert study.would_run("all") == {}
 
 
+def test_values_on_the_command_line_are_those_of_a_file(study):
+    given = ("projection={proj_dim: 32, seed: 0}", "training={steps: 5}", "results=results")
+    targets = "experiments={one: {targets: [1506]}}"
+    assert study.would_run("all", "--config", *given, targets) == {}
+    planned = study.would_run("all", "--config", "scoring={damping: 3}")
+    assert planned["compute_scores"] == 6
+    output = study.fail("-n", "--config", "projection={proj_dim: many}")
+    assert "projection.proj_dim: must be of type integer. Found 'many'" in output
+
+
 def test_a_trained_checkpoint_that_changed(study):
     path = study.path("results/checkpoints/c1.pt")
     state = torch.load(path, weights_only=True)

@@ -63,15 +63,15 @@ def export_features(
     exp_name: str | None = None,
     checkpoint: str | None = None,
     checkpoint_file: Path | str | None = None,
-    study: Path | str | None = None,
+    study_file: Path | str | None = None,
     sample_ids: Sequence[int] | Sequence[str] | None = None,
 ) -> None:
     """Write one model id's features as the pipeline's artifact.
 
-    With ``checkpoint``, ``checkpoint_file`` and ``study`` the file is what the pipeline would have
-    computed for that study itself, and its jobs take it: put it where they look,
-    ``results/features/{checkpoint}/train.h5``. Without them it can be combined with files of the
-    same store alone.
+    With ``checkpoint``, ``checkpoint_file`` and ``study_file`` the file is what the pipeline would
+    have computed for that study itself, and its jobs take it: put it where they look,
+    ``results/features/{checkpoint}/train.h5``; but not if the config names ``data_files``, whose
+    content counts there. Without them it can be combined with files of the same store alone.
 
     Args:
         traker: Whose store; it must hold all rows.
@@ -80,7 +80,7 @@ def export_features(
         exp_name: The targets of an experiment; None for the training samples.
         checkpoint: The checkpoint's id in a config; ``stream_of`` it must be the model id.
         checkpoint_file: Its weights, as the config names them.
-        study: The study's Python file.
+        study_file: The study's Python file.
         sample_ids: The samples' ids, in order; 0, 1, 2, ... if None.
 
     Raises:
@@ -119,7 +119,7 @@ def export_features(
         "checkpoint": identity,
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
-        "study_digest": None if study is None else study_digest(Path(study)),
+        "study_digest": None if study_file is None else study_digest(Path(study_file)),
         "flipped": None,
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": None if exp_name is None else ids_digest(ids),

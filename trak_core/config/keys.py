@@ -47,6 +47,38 @@ def check_unique_keys(path: Path) -> None:
             raise InputError(f"{path}: a config must be YAML. {error}") from error
 
 
+def with_values_read(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read values that Snakemake's ``--config`` left as text, as a file's values would be read.
+
+    It reads ``top=3`` itself, but leaves all texts within ``projection={proj_dim: 256}``.
+
+    Args:
+        config: With the values of ``given`` in it.
+        given: What the command line gave.
+
+    Returns:
+        The config, with those values read.
+    """
+
+    def read(value: Any, part: Any, within: bool) -> Any:
+        if isinstance(value, Mapping) and isinstance(part, Mapping):
+            return {**value, **{key: read(value[key], part[key], True) for key in part}}
+        if isinstance(value, list):
+            return [read(inner, inner, True) for inner in value]
+        return _scalar(value) if within and isinstance(value, str) else value
+
+    return read(config, given, False)
+
+
+def _scalar(text: str) -> Any:
+    """Return what a text is as a value in YAML; itself where it is no single value."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    return text if isinstance(value, Mapping | list) else value
+
+
 def check_plain(value: Any, where: str = "") -> None:
     """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
 

@@ -78,7 +78,7 @@ def retrain_without(
         expected = {"experiment": experiment, "study_digest": spec.study_digest}
         with open_artifact(scores, SCORES) as file:
             found = {key: file.spec.get(key) for key in expected}
-            check_same("settings of today's config", expected, found, scores, SCORES.rule)
+            check_same("experiment and study", expected, found, scores, SCORES.rule)
             check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
             masks = without_top(file, top_removals(targets, spec.n_removed))
             more = {"scores": file.content_hash, "targets": list(targets)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from snakemake.utils import validate
 
-from trak_core.config.keys import check_unique_keys
+from trak_core.config.keys import check_unique_keys, with_values_read
 from trak_core.config.look import look_over
 from trak_core.config.schema import check_config
 from trak_core.config.specs import specs_of
@@ -38,6 +38,7 @@ def explained():
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
         check_unique_keys(Path(file))
+    config.update(with_values_read(config, workflow.config_settings.config))
     check_config(config, yaml.safe_load(schema.read_text()))
     validate(config, schema=str(schema))  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
