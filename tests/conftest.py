@@ -31,6 +31,11 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG)))
 
 
+def pytest_sessionfinish():
+    if "workspace" in sys.modules:
+        sys.modules["workspace"].stop_forked_python()
+
+
 @pytest.fixture(autouse=True)
 def fixed_randomness():
     torch.manual_seed(0)

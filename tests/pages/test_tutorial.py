@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from pages import blocks, follow
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY, Workspace, snakemake
 
 PAGE = "docs/tutorial.md"
 
@@ -43,12 +43,9 @@ def test_the_page_on_clusters_plans_a_study(tmp_path):
     study.path("mine.yaml").write_text(files["yaml trust.yaml"])
     for program, *arguments in commands("docs/slurm.md"):
         assert program == ".venv/bin/snakemake"
-        planned = subprocess.run(
-            [sys.executable, "-m", "snakemake", *arguments, "--dry-run"],
-            cwd=study.folder, capture_output=True, text=True, timeout=500, check=False,
-        )  # fmt: skip
-        assert planned.returncode == 0, planned.stderr
-        assert "compute_features" in planned.stdout
+        status, planned = snakemake(study.folder, *arguments, "--dry-run")
+        assert status == 0, planned
+        assert "compute_features" in planned
 
 
 @pytest.mark.skipif("TRAK_CORE_GATE" not in os.environ, reason="needs a network: the gate's")

@@ -1,9 +1,8 @@
 """A folder with a small study in it, where Snakemake runs for real."""
 
-import json
+import contextlib
 import os
 import re
-import select
 import shutil
 import subprocess
 import sys
@@ -17,24 +16,43 @@ REPOSITORY = Path(__file__).parents[2]
 _CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
 
 
+_ending = contextlib.ExitStack()  # closed when a worker's tests are over
+
+
 @cache
-def _door() -> subprocess.Popen:
-    """Return a process that starts Snakemake's command without its imports; one for all tests."""
-    command = (sys.executable, Path(__file__).with_name("snakemake_door.py"))
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def forked_python() -> str:
+    """Return a program that is Python, without the time that imports take; one for all tests."""
+    folder = _ending.enter_context(tempfile.TemporaryDirectory(prefix="trak-"))
+    server = subprocess.Popen(
+        (sys.executable, Path(__file__).with_name("forked_python.py"), f"{folder}/socket"),
+        # As Snakemake has it for a job of one thread; libraries look once, when they are imported.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    _ending.enter_context(server)  # the end of its standard input ends it
+    assert server.stdout is not None
+    return server.stdout.readline().strip()
+
+
+def stop_forked_python() -> None:
+    """End the process behind that program, if there is one."""
+    _ending.close()
 
 
 def snakemake(folder: Path, *arguments: str) -> tuple[int, str]:
     """Return exit status and output of Snakemake's command, run in a folder."""
-    door = _door()
-    assert door.stdin is not None
-    assert door.stdout is not None
-    with tempfile.NamedTemporaryFile("r") as output:
-        request = [str(folder), dict(os.environ), arguments, output.name]
-        print(json.dumps(request), file=door.stdin, flush=True)
-        ready, *_ = select.select([door.stdout], [], [], 500)
-        assert ready, output.read()
-        return int(door.stdout.readline()), output.read()
+    result = subprocess.run(
+        (forked_python(), "-m", "snakemake", *arguments),
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return result.returncode, result.stdout
 
 
 class Workspace:
