@@ -87,7 +87,7 @@ def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name
 
 
 def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str]:
-    """Write a syntax tree as text: what runs, not how it is laid out or described.
+    """Find a tree's imports, and write as text what runs, not how it is laid out or described.
 
     A loop, since the tree of a sum is as deep as the sum has terms. Python versions differ in
     whether a tree holds empty fields, and in which characters they print.
@@ -103,14 +103,13 @@ def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str
         node = pending.pop()
         if isinstance(node, ast.AST):
             held = 0
+            described = (
+                isinstance(node, _DESCRIBED) and ast.get_docstring(node, clean=False) is not None
+            )
             for name in reversed(node._fields):
-                value = getattr(node, name, None)
-                if (
-                    name == "body"
-                    and isinstance(node, _DESCRIBED)
-                    and ast.get_docstring(node, False)
-                ):
-                    value = node.body[1:]
+                value: Any = getattr(node, name, None)
+                if described and name == "body":
+                    value = value[1:]
                 if value is not None and value != []:
                     held += 1
                     pending += (value, name)

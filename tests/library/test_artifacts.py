@@ -94,6 +94,7 @@ def test_lists_of_any_length_are_read_as_they_were_written(tmp_path):
         assert not set(found) & set(LISTS)
         for key, rows in file["spec"].items():
             found[key] = [json.loads(row) for row in rows[:]]
+            assert rows.chunks is None
         assert found == spec
 
 

@@ -24,6 +24,13 @@ def block(info):
     return found[0]
 
 
+def test_the_study_shown_is_the_one_that_is_tested():
+    """But for how its data are loaded: the shorter start matters to tests alone."""
+    tested = (REPOSITORY / "tests/studies/diabetes.py").read_text()
+    start = "def make_model"
+    assert block("python diabetes.py").split(start)[1] == tested.split(start)[1]
+
+
 def test_a_study_is_about_thirty_lines():
     assert len(block("python diabetes.py").splitlines()) <= 30
 

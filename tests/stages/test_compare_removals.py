@@ -38,10 +38,13 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
             retrained=path,
             scores=run.scores,
             spec=spec,
-            experiment="mine",
+            scores_spec=run.spec,
             targets=group,
             **jobs,
         )
+    given = {"retrained": tmp_path / "x.h5", "scores": run.scores, "spec": spec, "targets": targets}
+    with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
+        retrain_without(**given, scores_spec=replace(run.spec, damping=3), **jobs)
     compared = {
         "removals": tmp_path / "c.h5",
         "random": random,

@@ -3,9 +3,10 @@
     python forked_python.py SOCKET
 
 listens there for programs. Each comes as JSON, [folder, environment, arguments], with its standard
-streams, and gets its exit status back. What is a program's own is as in a process that was started
-anew: folder, environment, path of modules, and `trak_core`, which is never imported here. Only
-hashes of strings are the same in all of them, as by PYTHONHASHSEED.
+streams, and its exit status goes back. Folder, environment, path of modules and `trak_core`, which
+is never imported here, are a program's own. This server's are what an interpreter and its libraries
+look at when they start (hashes of strings, OMP_NUM_THREADS, NUMBA_*), limits, and the parent:
+Snakemake's benchmarks measure the client.
 """
 
 import atexit
@@ -28,6 +29,7 @@ PRELOADED = (
     "jsonschema",
     "matplotlib.pyplot",
     "numba",
+    "numpy",
     "pandas",
     "scipy.linalg",
     "sklearn.datasets",
@@ -36,19 +38,23 @@ PRELOADED = (
     "torch.func",
     "torch.utils.data",
 )
-# A program without arguments, for the shell: its start is a hundredth of Python's.
+# The program that asks for another; its own start is a hundredth of what it saves.
 CLIENT = """#!{python} -IS
-import json, os, socket, sys
+import json, os, signal, socket, sys
 arguments = sys.argv[1:]
-if not arguments or (arguments[0][0] == "-" and arguments[0] != "-m"):
+if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
     os.execv({python!r}, [{python!r}, *arguments])
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect({socket!r})
     request = json.dumps([os.getcwd(), dict(os.environ), arguments]).encode()
     socket.send_fds(connection, [len(request).to_bytes(8)], [0, 1, 2])
     connection.sendall(request)
-    status = connection.recv(8)
-os._exit(int(status or b"1") & 255)
+    status = int(connection.recv(8) or sys.exit("forked_python.py has lost this program"))
+if status < 0:
+    if -status not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
 """
 
 
@@ -57,8 +63,10 @@ def run(folder: str, environment: dict[str, str], arguments: list[str]) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    importlib.import_module("numpy").random.seed()
     before = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:1] = before
+    sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
     if arguments[0] == "-m":
@@ -69,11 +77,11 @@ def run(folder: str, environment: dict[str, str], arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
-def status_of(*program: str) -> int:
+def status_of(folder: str, environment: dict[str, str], arguments: list[str]) -> int:
     """Run a program to its end, but for what Python would clean up: that takes seconds here."""
     status = 0
     try:
-        run(*program)
+        run(folder, environment, arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
@@ -89,14 +97,18 @@ def status_of(*program: str) -> int:
 
 
 def keep(connection: socket.socket) -> None:
-    """Fork for one program and tell how it ended."""
+    """Fork for one program and tell how it ended; it ends with the client, if that is killed."""
     size, streams, *_ = socket.recv_fds(connection, 8, 3)
     n_bytes = int.from_bytes(size)
     request = b""
     while len(request) < n_bytes:
-        request += connection.recv(n_bytes - len(request))
+        part = connection.recv(n_bytes - len(request))
+        if not part:
+            return
+        request += part
     child = os.fork()
     if child == 0:
+        os.setsid()
         connection.close()
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -104,15 +116,21 @@ def keep(connection: socket.socket) -> None:
         os._exit(status_of(*json.loads(request)))
     for stream in streams:
         os.close(stream)
+
+    def end_with_client() -> None:
+        if not connection.recv(1):
+            os.killpg(child, signal.SIGKILL)
+
+    threading.Thread(target=end_with_client, daemon=True).start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    # As a shell tells of a signal.
-    connection.sendall(str(128 - status if status < 0 else status).encode())
-    os._exit(0)
+    connection.sendall(str(status).encode())
 
 
 def main() -> None:
     """Listen, and print the program to start others with."""
     path = sys.argv[1]
+    answer = os.dup(1)
+    os.dup2(2, 1)  # what imports print is no answer
     for name in PRELOADED:
         importlib.import_module(name)
     client = Path(path).with_name("python")
@@ -121,10 +139,12 @@ def main() -> None:
     # Programs that programs start go through here too.
     sys.executable = str(client)
     gc.freeze()  # or every fork would copy what a collection looks at
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for keepers
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
-        print(client, flush=True)
+        os.write(answer, f"{client}\n".encode())
+        os.close(answer)
         # Nothing ever comes on standard input: it ends with the process that started this one.
         while listener in select.select([listener, sys.stdin], [], [])[0]:
             connection, _ = listener.accept()
@@ -132,9 +152,11 @@ def main() -> None:
                 if os.fork() == 0:
                     listener.close()
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    keep(connection)
+                    with contextlib.suppress(OSError):
+                        keep(connection)
+                    os._exit(0)
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     main()

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,10 @@ def forked_python() -> str:
     )
     _ending.enter_context(server)  # the end of its standard input ends it
     assert server.stdout is not None
-    return server.stdout.readline().strip()
+    ready, *_ = select.select([server.stdout], [], [], 200)
+    program = server.stdout.readline().strip() if ready else ""
+    assert program, "forked_python.py does not listen; what it says is on standard error"
+    return program
 
 
 def stop_forked_python() -> None:
@@ -41,10 +45,10 @@ def stop_forked_python() -> None:
     _ending.close()
 
 
-def snakemake(folder: Path, *arguments: str) -> tuple[int, str]:
+def snakemake(folder: Path, *arguments: str, python: str | None = None) -> tuple[int, str]:
     """Return exit status and output of Snakemake's command, run in a folder."""
     result = subprocess.run(
-        (forked_python(), "-m", "snakemake", *arguments),
+        (python or forked_python(), "-m", "snakemake", *arguments),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -120,7 +124,7 @@ class Workspace:
         written = [row[0] for row in rows if row[-1] == "update pending"]
         return {name.removeprefix("results/") for name in written}
 
-    def fail(self, *arguments: str, text: str | None = None) -> str:
+    def fail(self, *arguments: str, text: str | bytes | None = None) -> str:
         """Run to a bad end and return what Snakemake printed."""
         status, output = self.snakemake(*(arguments or ("scores",)), text=text)
         assert status != 0, output

@@ -24,7 +24,7 @@ from trak_core.artifacts._seal import seal
 from trak_core.system.whole_file import does_not_fit, written_whole
 
 _Place = tuple[str, str, int]
-_PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout, as every version since writes it
+_PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
 
 
 def _text(value: str) -> tuple[np.bytes_, np.dtype]:
@@ -164,8 +164,9 @@ def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) 
             complib="zlib",
             complevel=0,
         )
-        # pandas 2 reads only what says so, and pandas 3 writes it for frames alone.
-        store.get_node(key)._v_attrs.pandas_version = _PANDAS_VERSION
+        # pandas 2 reads no table without it.
+        group: Any = store.get_node(key)
+        group._v_attrs.pandas_version = _PANDAS_VERSION
         table: Any = store.get_node(f"{key}/table")
         names = {field: table.attrs[f"{field}_kind"] for field in table.colnames[1:]}
     places = {name: (field, i) for field, held in names.items() for i, name in enumerate(held)}

@@ -1,6 +1,6 @@
 """What YAML makes of a config before a schema sees it: keys given twice, dates, odd names."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,36 +47,48 @@ def check_unique_keys(path: Path) -> None:
             raise InputError(f"{path}: a config must be YAML. {error}") from error
 
 
-def with_values_read(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read values that Snakemake's ``--config`` left as text, as a file's values would be read.
+class _TextKeyLoader(yaml.SafeLoader):
+    """YAML whose keys are text, as Snakemake leaves those of ``--config``."""
 
-    It reads ``top=3`` itself, but leaves all texts within ``projection={proj_dim: 256}``.
+
+_TextKeyLoader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
+    lambda loader, node: {
+        str(key.value): loader.construct_object(value, deep=True) for key, value in node.value
+    },
+)
+
+
+def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
+    """Read values that Snakemake's ``--config`` left as text, as a file's values are read.
+
+    It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
 
     Args:
-        config: With the values of ``given`` in it.
-        given: What the command line gave.
+        config: With what the entries gave.
+        entries: Each as the command line has it, ``key=value``.
 
     Returns:
         The config, with those values read.
+
+    Raises:
+        InputError: If one of them is no YAML; it names the key.
     """
 
-    def read(value: Any, part: Any, within: bool) -> Any:
-        if isinstance(value, Mapping) and isinstance(part, Mapping):
-            return {**value, **{key: read(value[key], part[key], True) for key in part}}
-        if isinstance(value, list):
-            return [read(inner, inner, True) for inner in value]
-        return _scalar(value) if within and isinstance(value, str) else value
+    def merged(value: Any, given: Any) -> Any:
+        if not isinstance(value, Mapping) or not isinstance(given, Mapping):
+            return given
+        return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
 
-    return read(config, given, False)
-
-
-def _scalar(text: str) -> Any:
-    """Return what a text is as a value in YAML; itself where it is no single value."""
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
-    return text if isinstance(value, Mapping | list) else value
+    found = dict(config)
+    for key, _, text in (entry.partition("=") for entry in entries):
+        if isinstance(found.get(key), Mapping | list):
+            try:
+                given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+            except (yaml.YAMLError, ValueError) as error:
+                raise InputError(f"--config {key}: the value must be YAML. {error}") from error
+            found[key] = merged(found[key], given)
+    return found
 
 
 def check_plain(value: Any, where: str = "") -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trak_core.artifacts import SCORES, Artifact, check_same, open_artifact
-from trak_core.spec import RetrainedSpec
+from trak_core.artifacts import SCORES, Artifact, check_made_for, check_same, open_artifact
+from trak_core.spec import RetrainedSpec, ScoresSpec
 from trak_core.stages._retrain import retrain
 from trak_core.study.draws import random_removal, random_removals, top_removals, training_seed
 from trak_core.study.study import TRAIN, Study
@@ -39,7 +39,7 @@ def retrain_without(
     study_file: Path,
     spec: RetrainedSpec,
     scores: Path | None = None,
-    experiment: str | None = None,
+    scores_spec: ScoresSpec | None = None,
     targets: Sequence[Any] = (),
     code: str,
     batch_size: int,
@@ -54,14 +54,15 @@ def retrain_without(
         study_file: The study's Python file.
         spec: What decides the numbers, beside the subsets.
         scores: The experiment's scores; None for everything and random removals.
-        experiment: Its name.
+        scores_spec: What decides these; None without them.
         targets: Ids of the targets.
         code: The stage's code digest.
         batch_size: Targets at once.
         threads: For torch.
 
     Raises:
-        InputError: If more samples are to go than there are, or if training fails.
+        InputError: If more samples are to go than there are, if the scores are of another config
+            than today's, or if training fails.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
@@ -75,10 +76,9 @@ def retrain_without(
             masks.append(random_removal(n_train, size, draw, spec.seed))
         masks = np.stack(masks)
     else:
-        expected = {"experiment": experiment, "study_digest": spec.study_digest}
+        assert scores_spec is not None
         with open_artifact(scores, SCORES) as file:
-            found = {key: file.spec.get(key) for key in expected}
-            check_same("experiment and study", expected, found, scores, SCORES.rule)
+            check_made_for(file, scores_spec, SCORES.rule)
             check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
             masks = without_top(file, top_removals(targets, spec.n_removed))
             more = {"scores": file.content_hash, "targets": list(targets)}

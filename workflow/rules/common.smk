@@ -38,7 +38,7 @@ def explained():
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
         check_unique_keys(Path(file))
-    config.update(with_values_read(config, workflow.config_settings.config))
+    config.update(with_values_read(config, workflow.config_settings.config_args or []))
     check_config(config, yaml.safe_load(schema.read_text()))
     validate(config, schema=str(schema))  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
