@@ -20,7 +20,7 @@ SOURCES = [
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
 RULES = [REPOSITORY / "Snakefile", *sorted((REPOSITORY / "workflow/rules").glob("*.smk"))]
-# Calls, with the keyword arguments each of which makes them safe.
+# Calls, with keyword arguments: any one of them makes the call safe.
 UNSAFE = {
     **dict.fromkeys(
         (
