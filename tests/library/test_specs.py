@@ -34,7 +34,6 @@ CONFIG = {
 EVALUATION = {
     "subsets": {"count": 60, "seeds": 2, "seed": 7},
     "baselines": ["random"],
-    "trak": [],
     "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
     "flipped": {"fraction": 0.1},
     "removals": {"experiment": "few", "targets": 2, "n_removed": [4]},

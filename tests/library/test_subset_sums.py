@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
-from trak_core.compat.score_computers import BasicScoreComputer
-from trak_core.errors import InputError
 from trak_core.scoring.solve import damped_factor, damped_squares, normal_matrix
-from trak_core.trust.subset_sums import damped_sums, trak_sums, weighted_sums
+from trak_core.trust.subset_sums import damped_sums, weighted_sums
 
 N, K, M, S = 90, 24, 5, 11
 
@@ -41,20 +38,6 @@ def test_damped_sums_are_sums_of_scores(case, dim):
         for j, w in enumerate(weights):
             expected = masks @ (scores * w[:, None])
             assert np.abs(found[i, j] - expected).max() < 1e-10 * np.abs(expected).max()
-
-
-def test_trak_is_what_compat_computes(case):
-    phi, targets, masks, weights = case
-    matrix = phi.astype(float).T @ phi
-    computer = BasicScoreComputer(torch.float32, "cpu")
-    features = computer.get_x_xtx_inv(torch.tensor(phi), computer.get_xtx(torch.tensor(phi)))
-    scores = torch.zeros(N, M)
-    computer.get_scores(features, torch.tensor(targets), accumulator=scores)
-    expected = masks @ (scores.numpy() * weights[0][:, None])
-    found = trak_sums(weighted_sums(masks, weights, blocks(phi, N))[0], matrix, targets)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
-    with pytest.raises(InputError, match=r"has an inverse\. Found eigenvalues .* 24 dimensions"):
-        trak_sums(np.zeros((S, K)), phi[:20].astype(float).T @ phi[:20], targets)
 
 
 def test_squares_are_the_diagonal_of_the_scores(case):

@@ -21,7 +21,6 @@ from small_run import (
 )
 
 from trak_core.artifacts import ArtifactError
-from trak_core.compat.score_computers import BasicScoreComputer
 from trak_core.errors import InputError
 from trak_core.stages.compute_embeddings import compute_embeddings
 
@@ -44,7 +43,6 @@ def evaluated(run):
     return run.evaluate(
         run.folder / "evaluation.h5",
         baselines=["random", "same_class", "gradient_dot", "embedding_cosine"],
-        trak=[20, PROJ_DIM],
         sweep={"damping": [0.1], "loss_weight_power": [1], "proj_dim": [20]},
         embeddings=embeddings,
     )
@@ -118,18 +116,6 @@ def test_the_best_setting_is_chosen_on_other_targets_than_it_is_reported_on(eval
     own = best.iloc[1]
     assert [own[key] for key in ("damping", "loss_weight_power", "proj_dim")] == [2, 0.5, PROJ_DIM]
     assert (best["low"] <= best["high"]).all()
-
-
-@pytest.mark.parametrize("dim", [20, PROJ_DIM])
-def test_the_row_of_trak_is_compats_formula(run, evaluated, dim):
-    total = torch.zeros(len(run.train.ids), N_TARGETS)
-    computer = BasicScoreComputer(torch.float32, "cpu")
-    for phi, targets in zip(stored(run, "features"), stored(run, "features", "mine"), strict=True):
-        phi, targets = torch.tensor(phi[:, :dim]), torch.tensor(targets[:, :dim])
-        features = computer.get_x_xtx_inv(phi, computer.get_xtx(phi))
-        computer.get_scores(features, targets, accumulator=total)
-    scores = total.numpy() * np.mean(loss_weights(run), axis=0)[:, None]
-    assert np.abs(of_method(evaluated, "trak_0.3.2", dim) - run.lds(scores)).max() < 1e-12
 
 
 def test_baselines_are_what_they_say(run, evaluated):

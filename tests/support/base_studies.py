@@ -32,7 +32,6 @@ EVALUATION = {
     # Two more than share a job.
     "subsets": {"count": 27, "seeds": 2},
     "baselines": ["random", "same_class", "gradient_dot", "embedding_cosine"],
-    "trak": [16],
     "sweep": {"damping": [1], "proj_dim": [16]},
     "self_influence": True,
     "flipped": {"fraction": 0.1},

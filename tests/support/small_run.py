@@ -102,7 +102,6 @@ class Run:
     def evaluate(self, path, retrained=None, **asked):
         given = {
             "baselines": [],
-            "trak": [],
             "sweep": None,
             "embeddings": [],
             "spec": self.spec,

@@ -46,7 +46,7 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
             assert set(frame.columns) <= set(described), (name, table)
             assert not frame.isna().to_numpy().any()
     assert pd.read_hdf(results / "evaluation/few.h5", "summary")["method"].tolist() == [
-        *("scores", "trak_0.3.2", "gradient_dot", "embedding_cosine", "random", "same_class"),
+        *("scores", "gradient_dot", "embedding_cosine", "random", "same_class"),
         "noise_ceiling",
     ]
     assert pd.read_hdf(results / "retrained/25-26.h5", "masks").shape == (2, 150)
@@ -129,7 +129,7 @@ BAD = {
         r"evaluation\.experiments is about scores measured against .* needs evaluation\.subsets",
     ),
     "a sweep without models": (
-        {"evaluation.subsets": None, "evaluation.trak": None, "evaluation.sweep": {}},
+        {"evaluation.subsets": None, "evaluation.sweep": {}},
         r"evaluation\.sweep is about scores measured against retrained models",
     ),
     "unknown experiment": (
@@ -146,18 +146,14 @@ BAD = {
         {"model_output": "regression"},
         r"evaluation\.flipped needs labels that are classes.*Found regression",
     ),
-    "exact": ({"projection": "exact"}, r"evaluation\.trak works on projected features"),
-    "too many columns": (
-        {"evaluation.trak": [64]},
-        r"evaluation\.trak takes the first columns.* 32, .* Found 64 with rademacher",
-    ),
+    "exact": ({"projection": "exact"}, r"evaluation\.sweep works on projected features"),
     "columns of another kind": (
         {"projection.kind": "sjlt"},
         r"fewer for rademacher and normal only\. Found 16 with sjlt",
     ),
-    "columns of a sweep": (
+    "too many columns": (
         {"evaluation.sweep": {"proj_dim": [33]}},
-        r"evaluation\.sweep\.proj_dim takes .* Found 33",
+        r"evaluation\.sweep\.proj_dim takes the first columns.* 32, .* Found 33 with rademacher",
     ),
 }
 
@@ -183,8 +179,10 @@ def test_evaluations_that_cannot_be(name):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"trak": [200]}, r"trak must be at most 150, with 150 training samples\. Found 200"),
-        ({"removals": {"n_removed": [150]}}, r"n_removed must be at most 149"),
+        (
+            {"removals": {"n_removed": [9, 150]}},
+            r"n_removed must be at most 149, with 150 training samples\. Found 150",
+        ),
         (
             {"removals": {"experiment": "few", "targets": 4, "n_removed": [1]}},
             r"targets must be at most the targets of its experiment\. Found 4; there are 3",
@@ -193,21 +191,21 @@ def test_evaluations_that_cannot_be(name):
 )
 def test_evaluations_of_more_than_there_is(change, expected):
     with pytest.raises(InputError, match=expected):
-        check_sizes({"trak": []} | change, 150, {"few": 3})
+        check_sizes(change, 150, {"few": 3})
 
 
 def test_any_part_will_do_alone():
     """But for settings of scores, which only retrained models can tell apart."""
     for key, value in EVALUATION.items():
-        beside = {"subsets": {}} if key in ("trak", "sweep") else {}
-        check_evaluation(FULL | {"evaluation": {"baselines": [], "trak": [], **beside, key: value}})
+        beside = {"subsets": {}} if key == "sweep" else {}
+        check_evaluation(FULL | {"evaluation": {"baselines": [], **beside, key: value}})
 
 
 def test_the_default_study_is_measured():
     for name in ("config", "smoke"):
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
         asked = config["evaluation"]
-        assert {"subsets", "trak", "sweep", "flipped", "removals"} <= set(asked)
+        assert {"subsets", "sweep", "flipped", "removals"} <= set(asked)
 
 
 def test_models_without_other_samples_are_refused(study):

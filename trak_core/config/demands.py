@@ -7,7 +7,7 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import ProjectionKind
 
-_FEATURES_ONLY = ("trak", "sweep", "self_influence", "flipped")
+_FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "retrained elsewhere. Found both."
         )
     # And `baselines`, but they have a default.
-    alone = [key for key in ("experiments", "trak", "sweep") if asked.get(key, []) != []]
+    alone = [key for key in ("experiments", "sweep") if asked.get(key, []) != []]
     if alone and not lds:
         raise InputError(
             f"evaluation.{alone[0]} is about scores measured against retrained models: it needs "
@@ -114,18 +114,15 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
             )
         return
     proj_dim, kind = projection["proj_dim"], projection["kind"]
-    for key, dims in (
-        ("trak", asked["trak"]),
-        ("sweep.proj_dim", asked.get("sweep", {}).get("proj_dim", ())),
-    ):
-        nested = [one for one in ProjectionKind if one.about.nested]
-        wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
-        if wrong:
-            raise InputError(
-                f"evaluation.{key} takes the first columns of the projection: at most "
-                f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
-                f"Found {wrong[0]} with {kind}."
-            )
+    dims = asked.get("sweep", {}).get("proj_dim", ())
+    nested = [one for one in ProjectionKind if one.about.nested]
+    wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
+    if wrong:
+        raise InputError(
+            "evaluation.sweep.proj_dim takes the first columns of the projection: at most "
+            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
+            f"Found {wrong[0]} with {kind}."
+        )
 
 
 def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
@@ -139,19 +136,12 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
     Raises:
         InputError: It names the key.
     """
-    for key, sizes, most in (
-        ("trak", asked["trak"], n_train),
-        (
-            "removals.n_removed",
-            asked.get("removals", {}).get("n_removed", ()),
-            n_train - 1,
-        ),
-    ):
-        if sizes and max(sizes) > most:
-            raise InputError(
-                f"evaluation.{key} must be at most {most}, with {n_train} training samples. Found "
-                f"{max(sizes)}."
-            )
+    n_removed = max(asked.get("removals", {}).get("n_removed", ()), default=0)
+    if n_removed >= n_train:
+        raise InputError(
+            f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
+            f"samples. Found {n_removed}."
+        )
     flipped = round(asked.get("flipped", {}).get("fraction", 0) * n_train)
     if flipped and flipped == n_train:
         raise InputError(

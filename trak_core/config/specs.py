@@ -150,7 +150,7 @@ class Specs:
     def measures_features(self) -> bool:
         """Whether something is measured that scores alone can't say."""
         asked = self.evaluation
-        needed = asked.get("trak") or "sweep" in asked or "gradient_dot" in asked["baselines"]
+        needed = "sweep" in asked or "gradient_dot" in asked["baselines"]
         return bool(self.measured and needed)
 
     @property

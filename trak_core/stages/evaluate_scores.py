@@ -30,7 +30,6 @@ from trak_core.artifacts import (
 from trak_core.config.budget import evaluation_need
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.scoring.scores import combined, powered
-from trak_core.scoring.solve import normal_matrix
 from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec
 from trak_core.stages._truth import read_ground_truth
 from trak_core.system.progress import blocks_with_progress
@@ -142,14 +141,12 @@ class _Scored:
                 spec = self.spec.under(checkpoint)
                 _check_files(train_file, target_file, matrix_file, scored, spec)
                 features = train_file.matrix("features")
-                normal = matrix_file.matrix("normal_matrix")[:]
                 shares = rivals.sums(
                     self.masks,
                     scored.vector("loss_weights"),
                     _blocks(features, self.block),
                     target_file.matrix("features")[:].astype(np.float64),
-                    normal,
-                    normal if spec.weighting == "plain" else _plain_matrix(features, self.block),
+                    matrix_file.matrix("normal_matrix")[:],
                 )
             for key, share in shares.items():
                 found[key] = found[key] + share if key in found else share
@@ -166,11 +163,6 @@ def _blocks(values: Any, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
     for start in range(0, len(values), block):
         stop = min(start + block, len(values))
         yield start, stop, values[start:stop]
-
-
-def _plain_matrix(features: Any, block: int) -> np.ndarray:
-    """Return the normal matrix of weights 1, where the stored one is weighted by curvature."""
-    return normal_matrix((rows, np.ones(len(rows))) for _, _, rows in _blocks(features, block))[0]
 
 
 def _check_files(
@@ -208,7 +200,6 @@ def evaluate_scores(
     embeddings_spec: FeaturesSpec,
     retrained_spec: RetrainedSpec | None,
     baselines: Sequence[str],
-    trak: Sequence[int],
     sweep: dict[str, Any] | None,
     code: str,
     memory_mb: int,
@@ -228,7 +219,6 @@ def evaluate_scores(
         embeddings_spec: What the embeddings must be.
         retrained_spec: What retrained models must be; None for a user's.
         baselines: Any of random, same_class, gradient_dot and embedding_cosine.
-        trak: Dimensions to measure TRAK 0.3.2's formula at, with lambda 0.
         sweep: Values of each field of ``Setting`` but ``combine``; None for none.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
@@ -266,7 +256,6 @@ def evaluate_scores(
         if train:
             rivals = FeatureRivals(
                 settings,
-                trak,
                 proj_dim if "gradient_dot" in baselines else None,
                 average_weights(settings, [part.vector("loss_weights") for part in parts]),
             )
@@ -284,7 +273,6 @@ def evaluate_scores(
             "retrained": truth.source,
             "scores": final.content_hash,
             "baselines": list(baselines),
-            "trak": list(trak),
             "sweep": sweep,
         }
     summary, of_targets, curve = lds_tables(methods, by_count, truth, target_ids)

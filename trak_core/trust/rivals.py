@@ -8,14 +8,13 @@ import numpy as np
 from trak_core.config.sweep import Setting
 from trak_core.scoring.scores import powered
 from trak_core.spec import Combine
-from trak_core.trust.subset_sums import damped_sums, trak_sums, weighted_sums
+from trak_core.trust.subset_sums import damped_sums, weighted_sums
 
 # A row of the summary: method, kind, proj_dim (0 where there is none).
 Key = tuple[str, str, int]
 Blocks = Iterable[tuple[int, int, np.ndarray]]
 
 _TRACIN = (1.0, Combine.AVERAGE_OF_PRODUCTS)
-_TRAK = (1.0, Combine.PRODUCT_OF_AVERAGES)
 # Of the random baseline.
 _SEED = 0
 
@@ -81,11 +80,8 @@ def average_weights(
         settings: Of a sweep.
         loss_weights: Q of every checkpoint, each of shape (n,).
     """
-    powers = {1.0, *(setting.loss_weight_power for setting in settings)}
-    return {
-        power: np.mean([powered(q, power) for q in loss_weights], axis=0)
-        for power in sorted(powers)
-    }
+    powers = sorted({setting.loss_weight_power for setting in settings})
+    return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +90,11 @@ class FeatureRivals:
 
     Attributes:
         settings: Of a sweep.
-        trak: Dimensions for TRAK 0.3.2's formula.
         gradient_dot: proj_dim of inner products of gradients, weighted by Q; None for none.
         averages: From ``average_weights``.
     """
 
     settings: Sequence[Setting]
-    trak: Sequence[int]
     gradient_dot: int | None
     averages: Mapping[float, np.ndarray]
 
@@ -111,7 +105,6 @@ class FeatureRivals:
         train: Blocks,
         targets: np.ndarray,
         normal: np.ndarray,
-        plain: np.ndarray,
     ) -> dict[Key | Setting, np.ndarray]:
         """Return one checkpoint's share of the sums of each rival, shape (S, m), float64.
 
@@ -121,9 +114,8 @@ class FeatureRivals:
             train: Start, stop and features (rows, k) of every block of training samples.
             targets: Features, shape (m, k), float64.
             normal: Its normal matrix, shape (k, k), float64.
-            plain: Its normal matrix with weights 1.
         """
-        weightings = list(dict.fromkeys([*(s.weighting for s in self.settings), _TRACIN, _TRAK]))
+        weightings = list(dict.fromkeys([*(s.weighting for s in self.settings), _TRACIN]))
         weights = [
             self.averages[power]
             if combine is Combine.PRODUCT_OF_AVERAGES
@@ -140,11 +132,7 @@ class FeatureRivals:
             for s in self.settings:
                 if s.proj_dim == dim:
                     found[s] = solved[dampings.index(s.damping), weightings.index(s.weighting)]
-        of_trak, of_products = sums[weightings.index(_TRAK)], sums[weightings.index(_TRACIN)]
-        for dim in self.trak:
-            found["trak_0.3.2", "trak", dim] = trak_sums(
-                of_trak[:, :dim], plain[:dim, :dim], targets[:, :dim]
-            )
         if self.gradient_dot is not None:
+            of_products = sums[weightings.index(_TRACIN)]
             found["gradient_dot", "baseline", self.gradient_dot] = of_products @ targets.T
         return found

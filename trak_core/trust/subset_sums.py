@@ -10,12 +10,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import scipy.linalg
 
-from trak_core.errors import InputError
-
-# As in trak_core.compat: rows of float32 leave eigenvalues of about 1e-14 of the largest where
-# there should be none.
-_MAX_CONDITION = 1e13
-
 
 def weighted_sums(
     masks: np.ndarray, weights: Sequence[np.ndarray], blocks: Iterable[tuple[int, int, np.ndarray]]
@@ -69,31 +63,3 @@ def damped_sums(
     # Rounding leaves negative ones of a singular matrix.
     spread = np.maximum(eigenvalues, 0)
     return np.stack([(rotated / (spread + shift)) @ rotated_targets.T for shift in lambdas])
-
-
-def trak_sums(sums: np.ndarray, matrix: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return sums over subsets by TRAK 0.3.2's formula with lambda 0: K = inv(N) / mean |inv(N)|.
-
-    Args:
-        sums: From ``weighted_sums``, shape (S, k).
-        matrix: N of weights 1, shape (k, k), float64.
-        targets: T, shape (m, k), float64.
-
-    Returns:
-        Shape (S, m), float64; the scale is arbitrary, but the same for all subsets and targets of a
-        checkpoint.
-
-    Raises:
-        InputError: If the matrix is singular to working precision.
-
-    Source: the package ``trak``, version 0.3.2; ``trak_core.compat`` has the whole of it.
-    """
-    eigenvalues, vectors = scipy.linalg.eigh(matrix)
-    if not eigenvalues[0] * _MAX_CONDITION > eigenvalues[-1]:
-        raise InputError(
-            "TRAK 0.3.2's formula with lambda 0 needs a normal matrix that has an inverse. Found "
-            f"eigenvalues from {eigenvalues[0]:.3g} to {eigenvalues[-1]:.3g} for "
-            f"{len(matrix)} dimensions. Take fewer in evaluation.trak."
-        )
-    inverse = (vectors / eigenvalues) @ vectors.T
-    return sums @ (inverse / np.abs(inverse).mean()) @ targets.T

@@ -9,7 +9,6 @@ rule train_checkpoint:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
     params:
         code=code_digest("trak_core.stages.train_checkpoint"),

@@ -21,7 +21,6 @@ rule retrain_subsets:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
@@ -89,7 +88,6 @@ rule evaluate_scores:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
@@ -103,7 +101,6 @@ rule evaluate_scores:
             specs.halves.as_dict() if "subsets" in specs.evaluation else None
         ),
         baselines=specs.evaluation["baselines"],
-        trak=specs.evaluation["trak"],
         sweep=specs.sweep,
     message:
         "Measuring the scores of experiment {wildcards.experiment}"
@@ -126,7 +123,6 @@ rule compute_self_influence:
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:

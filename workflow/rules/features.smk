@@ -59,7 +59,6 @@ rule join_shards:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
     params:
         code=code_digest("trak_core.stages.join_shards"),
@@ -82,7 +81,6 @@ rule compute_normal_matrix:
         "../envs/trak.yaml"
     threads: compute["threads"]
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
@@ -111,7 +109,6 @@ rule compute_scores:
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:

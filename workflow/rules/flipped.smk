@@ -61,7 +61,6 @@ rule find_flipped:
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:

@@ -43,7 +43,6 @@ rule compute_exact_scores:
     # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:

@@ -9,7 +9,6 @@ rule retrain_without_random:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
@@ -61,7 +60,6 @@ rule compare_removals:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
     params:
         code=code_digest("trak_core.stages.compare_removals"),

@@ -20,7 +20,6 @@ rule write_report:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
     params:
         code=code_digest("trak_core.stages.write_report"),

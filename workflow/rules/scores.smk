@@ -17,7 +17,6 @@ rule average_scores:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
@@ -44,7 +43,6 @@ rule draw_influences:
         "../envs/trak.yaml"
     threads: 1
     resources:
-        gpu=0,
         mem_mb=job_mb,
     params:
         code=code_digest("trak_core.stages.draw_influences"),
