@@ -1,5 +1,6 @@
 """`snakemake --profile slurm` on real SLURM daemons gives the files that a local run gives."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,15 +10,22 @@ from collections import Counter
 import pytest
 import slurm_cluster
 import yaml
-from base_studies import EVALUATION, TRAINED
 from workspace import REPOSITORY, Workspace
 
 pytestmark = pytest.mark.skipif(
     slurm_cluster.missing() is not None, reason=f"no SLURM: {slurm_cluster.missing()}"
 )
 
-# Snakemake's first look at its jobs; 40 seconds are kinder to a real scheduler.
-SLURM = ("--profile", str(REPOSITORY / "slurm"), "--slurm-init-seconds-before-status-checks", "4")
+SLURM = (
+    *("--profile", str(REPOSITORY / "slurm"), "--profile", str(REPOSITORY / "slurm-gpu")),
+    # Snakemake's first look at its jobs; 40 seconds are kinder to a real scheduler.
+    *("--slurm-init-seconds-before-status-checks", "4"),
+)
+# Run by every Python that starts, before the job's own log is opened: goes to SLURM's.
+SHOWS_ITS_GPU = """
+import os, sys
+print("CUDA_VISIBLE_DEVICES is", os.environ.get("CUDA_VISIBLE_DEVICES"), file=sys.stderr)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +41,11 @@ def local(built_once, evaluated):
     def run(folder):
         study = evaluated.copy(folder)
         # Of the evaluation's rules the ones that begin and end it: others would take minutes there.
-        study.config["evaluation"] = {"subsets": EVALUATION["subsets"]}
-        assert study.run("all") == {"evaluate_scores": 1, "write_report": 1}
+        study.config["evaluation"] = {"subsets": {"count": 4}}
+        counts = {"retrain_subsets": 1, "evaluate_scores": 1, "write_report": 1}
+        assert study.run("all") == counts
+        # The GPUs of the nodes are pretended, so that torch finds none there, and takes the CPU.
+        study.config["compute"] = {"device": "auto"}
         return study
 
     return built_once("local", run)
@@ -45,15 +56,19 @@ def anew(local, folder):
     return Workspace.make(folder, "small_digits.py", local.config)
 
 
-def start(workspace, *arguments):
+def start(workspace):
     """Start Snakemake on the cluster, its output in a file."""
+    customized = workspace.path("customized")
+    customized.mkdir()
+    (customized / "sitecustomize.py").write_text(SHOWS_ITS_GPU)
     workspace.path("study.yaml").write_text(yaml.safe_dump(workspace.config, sort_keys=False))
     with workspace.path("slurm.log").open("w") as log:
         return subprocess.Popen(
             (
                 *(sys.executable, "-m", "snakemake", "--snakefile", workspace.snakefile),
-                *(*SLURM, *arguments, "--configfile", "study.yaml"),
+                *(*SLURM, "--configfile", "study.yaml"),
             ),
+            env={**os.environ, "PYTHONPATH": str(customized)},
             cwd=workspace.folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -81,7 +96,7 @@ def wait_for_job(cluster, workspace, process, rule):
 
 
 def test_a_study_gives_the_files_of_a_local_run(cluster, local, tmp_path):
-    """Though a job is cancelled and a node is lost meanwhile."""
+    """Though a job is cancelled and a node is lost meanwhile; gradients get a GPU each."""
     study = anew(local, tmp_path / "study")
     process = start(study)
     job, _ = wait_for_job(cluster, study, process, "train_checkpoint")
@@ -101,31 +116,16 @@ def test_a_study_gives_the_files_of_a_local_run(cluster, local, tmp_path):
     assert jobs.pop("rule_compute_features") in {4, 4 + 1}, output
     # Matrices and scores, average and figure, six in all, in groups; evaluation and report.
     assert sum(jobs[job] for job in jobs if job.startswith("group_")) <= 3, output
-    assert sum(jobs[job] for job in jobs if job.startswith("rule_")) == 3 + 1, output
+    assert {job for job in jobs if job.startswith("rule_")} == {
+        *("rule_retrain_subsets", "rule_evaluate_scores", "rule_write_report")
+    }, output
     found, expected = study.artifacts(), local.artifacts()
-    assert len(found) == 9 + 2 + 1
+    assert len(found) == 9 + 1 + 1
     assert [name for name in found if found[name] != expected[name]] == []
     assert not list(study.path("results").rglob(".*.part"))
     assert study.run("all") == {}
-
-
-SHOWS_ITS_GPU = """
-import os
-print("CUDA_VISIBLE_DEVICES is", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
-"""
-
-
-def test_each_job_that_takes_gradients_gets_a_gpu_and_no_other_does(cluster, tmp_path):
-    """The GPUs are pretended, so that torch finds none: `auto` takes the CPU, and says so."""
-    config = {**TRAINED, "checkpoints": {"c0": {"seed": 0}}, "compute": {"device": "auto"}}
-    study = Workspace.make(tmp_path / "study", "small_digits.py", config)
-    path = study.path("small_digits.py")
-    path.write_text(path.read_text() + SHOWS_ITS_GPU)
-    files = [f"results/features/c0/{split}.h5" for split in ("train", "few")]
-    finish(study, start(study, "--profile", str(REPOSITORY / "slurm-gpu"), *files))
-    for split in ("train", "few"):
-        log = study.path(f"results/logs/compute_features/c0/{split}.log").read_text()
-        assert re.search(r"^CUDA_VISIBLE_DEVICES is [01]$", log, flags=re.M), log
-        assert "gradients on cpu" in log
-    log = study.path("results/logs/train_checkpoint/c0.log").read_text()
-    assert not re.search(r"CUDA_VISIBLE_DEVICES is \d", log), log
+    for log in study.path(".snakemake/slurm_logs").rglob("*.log"):
+        has_gpu = re.findall(r"^CUDA_VISIBLE_DEVICES is \d$", log.read_text(), flags=re.M)
+        assert bool(has_gpu) == ("rule_compute_features" in str(log)), log.read_text()
+    log = study.path("results/logs/compute_features/c0/train.log").read_text()
+    assert "gradients on cpu" in log

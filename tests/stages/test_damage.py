@@ -1,6 +1,7 @@
 """Nothing wrong comes out of a damaged artifact: single bits, and cuts."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from damage_worker import SEAL_BYTES, contents
+from filelock import FileLock
 from linear_study import SPEC, with_two_checkpoints
 from pipeline import run_exact_stages, run_stages
 
@@ -133,8 +135,19 @@ def flips(path):
 
 @pytest.fixture(scope="module")
 def outcomes(results, tmp_path_factory):
-    """What a reader makes of every flip, in a process that damage may crash or stop."""
-    folder = tmp_path_factory.mktemp("flips")
+    """What a reader makes of every flip; found out once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "flips"
+    with FileLock(folder.with_suffix(".lock")):
+        known = folder / "outcomes.json"
+        if not known.exists():
+            folder.mkdir(exist_ok=True)
+            known.write_text(json.dumps(outcomes_of_flips(results, folder)))
+    return {(kind, sealed): tried for kind, sealed, tried in json.loads(known.read_text())}
+
+
+def outcomes_of_flips(results, folder):
+    """Flip bits in a process that damage may crash or stop: [kind, sealed, outcomes] each."""
     request = []
     for kind, name in FILES.items():
         path = folder / f"{kind}.h5"
@@ -150,11 +163,11 @@ def outcomes(results, tmp_path_factory):
     )
     lines = [json.loads(line) for line in answer.stdout.splitlines()]
     assert answer.returncode == 0, f"the reader crashed after {lines[-1:]}"
-    return {
-        (kind, sealed): [line[2:] for line in lines if line[:2] == [path, sealed]]
+    return [
+        [kind, sealed, [line[2:] for line in lines if line[:2] == [path, sealed]]]
         for path, kind, _ in request
         for sealed in (True, False)
-    }
+    ]
 
 
 def test_every_kind_of_file_is_damaged_here():

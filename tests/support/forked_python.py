@@ -119,7 +119,8 @@ def keep(connection: socket.socket) -> None:
 
     def end_with_client() -> None:
         if not connection.recv(1):
-            os.killpg(child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
 
     threading.Thread(target=end_with_client, daemon=True).start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
