@@ -168,6 +168,26 @@ def code_digest(module: str) -> str:
     return digest.hexdigest()
 
 
+def study_modules(study: Path) -> dict[_Name, Path]:
+    """Find a study's Python file, and the modules beside it that it imports.
+
+    Returns:
+        Names of modules, and their files.
+
+    Raises:
+        InputError: If there is no such file, or if its name doesn't end with ``.py``.
+    """
+    name = (study.stem,)
+    files = _closure(name, study.parent)
+    if files.get(name) != study:
+        found = "a file of another kind" if study.is_file() else "nothing there"
+        raise InputError(
+            f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
+            f"are relative to the folder that Snakemake runs in. Found {found}."
+        )
+    return files
+
+
 def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
@@ -183,15 +203,7 @@ def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> st
     Raises:
         InputError: If there is no such file, or if its name doesn't end with ``.py``.
     """
-    name = (study.stem,)
-    files = _closure(name, study.parent)
-    if files.get(name) != study:
-        found = "a file of another kind" if study.is_file() else "nothing there"
-        raise InputError(
-            f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
-            f"are relative to the folder that Snakemake runs in. Found {found}."
-        )
-    digest = _digest(files)
+    digest = _digest(study_modules(study))
     for path, content in sorted((data_files or {}).items()):
         digest.update(f"{path} {content}\n".encode())
     return digest.hexdigest()

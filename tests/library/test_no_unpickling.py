@@ -19,7 +19,7 @@ SOURCES = [
     for folder in ("trak_core", "workflow", "config")
     for path in sorted((REPOSITORY / folder).rglob("*.py"))
 ]
-RULES = [REPOSITORY / "Snakefile", *sorted((REPOSITORY / "workflow/rules").glob("*.smk"))]
+RULES = [REPOSITORY / "workflow/Snakefile", *sorted((REPOSITORY / "workflow/rules").glob("*.smk"))]
 # Calls, with keyword arguments: any one of them makes the call safe.
 UNSAFE = {
     **dict.fromkeys(

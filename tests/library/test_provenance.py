@@ -51,7 +51,10 @@ def add_code(text):
         ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         (
             "scoring/solve.py",
-            {"compute_normal_matrix", "compute_scores", "compute_exact_scores", *MEASURED},
+            {
+                *("compute_normal_matrix", "compute_scores", "compute_exact_scores"),
+                *(MEASURED - {"evaluate_scores"}),
+            },
         ),
         ("scoring/exact.py", {"compute_exact_scores"}),
         ("trust/rivals.py", {"evaluate_scores"}),

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -54,7 +55,7 @@ def made(tmp_path, monkeypatch):
             for name in above:
                 inner = inner[name]
             inner[key] = copy.deepcopy(value)
-        return specs_of(config)
+        return specs_of(config, Path("results"))
 
     return specs
 

@@ -6,9 +6,10 @@ under a key of all that was looked at, so that a further start costs nothing.
 
 import hashlib
 import json
+import os
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +21,61 @@ from trak_core.provenance import code_digest
 from trak_core.spec import ProjectionSpec
 from trak_core.system.record import read_record, write_record
 
+# Snakemake leaves out a larger one, and only warns.
+_MAX_SOURCE_BYTES = 10_000_000
 
-def look_over(specs: Specs, script: Path) -> None:
+
+def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
     """Refuse what some job would stop at later.
 
     Args:
         specs: Of the config.
-        script: Asks a study in a process of its own; ``workflow/scripts/check_study.py``.
+        results: Folder for what is found.
+        is_stored: Whether the user's files are in a store, which Snakemake looks into.
 
     Raises:
         InputError: At the first thing that doesn't hold.
     """
-    _check_files(specs)
-    record = Path(specs.config["results"], "study.json")
+    _check_files(specs, is_stored)
+    record = results / "study.json"
     known = read_record(record)
-    found = _found(specs, known, script)
+    found = _found(specs, known)
     _check_sizes(specs, found)
     if found != known:
         write_record(record, found)
 
 
-def _check_files(specs: Specs) -> None:
+def _check_files(specs: Specs, is_stored: bool) -> None:
     """Refuse checkpoints or retrained models that are not there."""
+    if is_stored:
+        return
     here = f"(from {Path.cwd()})"
     if "training" not in specs.config:
-        gone = [path for path in specs.checkpoints.values() if not Path(path).exists()]
+        own = [path for path in specs.checkpoints.values() if "://" not in path]
+        gone = [path for path in own if not Path(path).exists()]
         if gone:
             raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
     truth = specs.evaluation.get("ground_truth")
-    if truth is not None and not Path(truth).is_file():
+    if truth is not None and "://" not in truth and not Path(truth).is_file():
         raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+
+
+def check_sources(files: Sequence[Path]) -> None:
+    """Refuse files that Snakemake would not bring to jobs that share no disk with it.
+
+    Raises:
+        InputError: If one lies outside the working folder, or is larger than Snakemake takes along.
+    """
+    outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
+    large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
+    for wrong, what in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
+        if wrong:
+            raise InputError(
+                "Without a shared disk jobs get the study, the modules beside it, tables and "
+                f"`data_files` with the workflow's sources: each must {what}. Found "
+                f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
+                "fetch."
+            )
 
 
 def _request(specs: Specs) -> dict[str, Any]:
@@ -71,7 +97,7 @@ def _request(specs: Specs) -> dict[str, Any]:
     }
 
 
-def _found(specs: Specs, known: dict[str, Any], script: Path) -> dict[str, Any]:
+def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
     """Return sizes of the study, having asked it for what is not known."""
     request, shards = _request(specs), specs.shards
     looked_by = [specs.study_digest, code_digest("trak_core.stages.check_study")]
@@ -84,7 +110,7 @@ def _found(specs: Specs, known: dict[str, Any], script: Path) -> dict[str, Any]:
     if not new:
         return known
     request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
-    sizes = _asked(request, script)
+    sizes = _asked(request)
     found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     return {
         "n_params": sizes["n_params"],
@@ -97,10 +123,12 @@ def _key(looked_at: list[Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _asked(request: Mapping[str, Any], script: Path) -> dict[str, Any]:
-    answer = subprocess.run(  # ruff: ignore[subprocess-without-shell-equals-true] -- no user's text
-        [sys.executable, script],
+def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
+    answer = subprocess.run(
+        [sys.executable, "-m", "trak_core.stages.check_study"],
         input=json.dumps(request),
+        # A module of the user's folder must not stand for one of ours.
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
         capture_output=True,
         text=True,
         check=False,

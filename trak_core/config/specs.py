@@ -9,7 +9,7 @@ from trak_core.config.demands import check_evaluation, check_exact
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import checkpoint_table, target_ids
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import ids_digest, study_digest
+from trak_core.provenance import ids_digest, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
     Combine,
@@ -38,6 +38,7 @@ class Specs:
         checkpoints: Ids, sorted, with their paths or training arguments.
         experiments: Names with the ids of their targets.
         study_digest: Hash of the study's source and data files.
+        files: The study's source and data files, and tables that the config names.
         defaults: What the config left to the model output, in words; empty for nothing.
     """
 
@@ -45,6 +46,7 @@ class Specs:
     checkpoints: Mapping[str, Any]
     experiments: Mapping[str, Sequence[int | str]]
     study_digest: str
+    files: Sequence[Path]
     defaults: str = ""
 
     @property
@@ -218,12 +220,13 @@ class Specs:
         )
 
 
-def specs_of(config: dict[str, Any]) -> Specs:
+def specs_of(config: dict[str, Any], results: Path) -> Specs:
     """Check what a schema cannot, and fill in what depends on the model output.
 
     Args:
         config: Checked by its schema, with the schema's defaults; the defaults that depend on the
             model output are filled in.
+        results: Folder for the record of data files.
 
     Returns:
         The config's specs.
@@ -249,7 +252,9 @@ def specs_of(config: dict[str, Any]) -> Specs:
     }
     if "evaluation" in config:
         check_evaluation(config)
-    results = Path(config["results"])
+    study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json")
-    digest = study_digest(Path(config["study"]), data)
-    return Specs(config, checkpoints, experiments, digest, defaults)
+    named = [config["checkpoints"], *(one["targets"] for one in config["experiments"].values())]
+    tables = [path for path in named if isinstance(path, str)]
+    files = [*study_modules(study).values(), *map(Path, [*data, *tables])]
+    return Specs(config, checkpoints, experiments, study_digest(study, data), files, defaults)

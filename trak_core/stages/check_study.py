@@ -1,11 +1,16 @@
 """Look a study over before any job runs: functions, model, ids, labels, targets.
 
-The result is kept in the study's results folder under a key that covers everything looked at, so
-that a second start of Snakemake neither imports torch nor touches the data; training data and
-each experiment have keys of their own, so that scoring new targets never asks for training data.
+As a program it is asked in JSON on standard input and answers likewise, so that neither torch nor
+the study's code is loaded into Snakemake. The answer is kept in the study's results folder under a
+key that covers everything looked at, so that a second start neither imports torch nor touches the
+data; training data and each experiment have keys of their own, so that scoring new targets never
+asks for training data.
 """
 
 import inspect
+import json
+import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -134,3 +139,21 @@ def check_study(
             )
         n_samples[name] = len(split.ids)
     return {"n_params": size, "n_samples": n_samples}
+
+
+def main() -> None:
+    """Answer one request; an error is what must hold, on standard error."""
+    # The study's own prints go where notices go: the answer is alone on standard output.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        sizes = check_study(**(request | {"study_file": Path(request["study_file"])}))
+    except InputError as error:
+        sys.exit(str(error))
+    with os.fdopen(answer, "w") as file:
+        json.dump(sizes, file)
+
+
+if __name__ == "__main__":
+    main()

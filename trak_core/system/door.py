@@ -1,7 +1,6 @@
 """From a rule to its stage: what the rule names is what the stage takes. Only this knows Snakemake.
 
-A rule's name begins with its stage's: ``compute_features_flipped`` runs ``compute_features``, the
-function of that name in the module of that name.
+The param ``code`` says which stage: a workflow that uses this one as a module may rename its rules.
 """
 
 import importlib
@@ -13,23 +12,13 @@ from typing import Any
 
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
 
-_STAGES = Path(__file__).parents[1] / "stages"
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
 
 
-def stage_of(rule: str) -> Callable[..., None]:
-    """Return the function that a rule runs.
-
-    Raises:
-        ModuleNotFoundError: If no stage's name begins the rule's.
-    """
-    words = rule.split("_")
-    for n in range(len(words), 0, -1):
-        name = "_".join(words[:n])
-        if (_STAGES / f"{name}.py").is_file():
-            return getattr(importlib.import_module(f"trak_core.stages.{name}"), name)
-    raise ModuleNotFoundError(f"rule {rule!r} has no stage in {_STAGES}")
+def stage_of(name: str) -> Callable[..., None]:
+    """Return a stage: the function of its module's name."""
+    return getattr(importlib.import_module(f"trak_core.stages.{name}"), name)
 
 
 def typed(value: Any, hint: Any) -> Any:
@@ -59,7 +48,8 @@ def run(job: Any) -> None:
     Raises:
         TypeError: If the rule names an input, an output or a param that its stage doesn't take.
     """
-    stage = stage_of(job.rule)
+    name, code = job.params["code"].split()
+    stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
     for group in (job.params, job.input, job.output):
         unknown = dict(group.items()).keys() - parameters.keys() - _TRIGGERS
@@ -69,6 +59,7 @@ def run(job: Any) -> None:
     # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
+    named["code"] = code
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]
     stage(**{name: typed(named[name], hints[name]) for name in taken})

@@ -11,7 +11,7 @@ rule train_checkpoint:
     resources:
         mem_mb=job_mb,
     params:
-        code=code_digest("trak_core.stages.train_checkpoint"),
+        code=code_of("train_checkpoint"),
         digest=specs.study_digest,
         study_file=config["study"],
         arguments=lambda wildcards: specs.training_arguments(wildcards.checkpoint),

@@ -1,25 +1,32 @@
 # The config, checked and with its defaults; what decides each job's numbers; the look beforehand.
 import os
+import sysconfig
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
+from snakemake.io import get_flag_value
+from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
+import trak_core
 from trak_core.config.keys import check_unique_keys, with_values_read
-from trak_core.config.look import look_over
+from trak_core.config.look import check_sources, look_over
 from trak_core.config.schema import check_config
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
 
-# Jobs are processes of their own: they import the trak_core that this file imports.
-os.environ.update(
-    PYTHONPATH=os.pathsep.join(
-        filter(None, [workflow.basedir, os.getenv("PYTHONPATH")])
+# Jobs are processes of their own: they import the trak_core that this file imports, which they find
+# by themselves where it is installed.
+library = str(Path(trak_core.__file__).parents[1])
+if library not in sysconfig.get_paths().values():
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [library, os.getenv("PYTHONPATH")])
     )
-)
-schema = Path(workflow.basedir, "workflow/schemas/config.schema.yaml")
+schema = workflow.source_path("../schemas/config.schema.yaml")
+# With a default storage provider all files of rules are in its store, a user's too.
+stored = workflow.storage_settings.default_storage_provider is not None
 
 
 @contextmanager
@@ -39,13 +46,19 @@ with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
         check_unique_keys(Path(file))
     config.update(with_values_read(config, workflow.config_settings.config_args or []))
-    check_config(config, yaml.safe_load(schema.read_text()))
-    validate(config, schema=str(schema))  # fills in the defaults
+    check_config(config, yaml.safe_load(Path(schema).read_text()))
+    validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
-    specs = specs_of(config)
+    # Where a module's `prefix` puts what the rules write.
+    results = Path(workflow.modifier.path_modifier.replace_prefix(config["results"]))
+    specs = specs_of(config, results)
     if workflow.is_main_process:
-        look_over(specs, Path(workflow.basedir, "workflow/scripts/check_study.py"))
+        look_over(specs, results, is_stored=stored)
+        if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
+            check_sources(specs.files)
+            # Snakemake brings configs along to jobs, and of the rest what git knows.
+            workflow.configfiles += map(str, specs.files)
 compute, scoring = config["compute"], config["scoring"]
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
 
@@ -59,6 +72,11 @@ wildcard_constraints:
     experiment=any_of(specs.experiments),
     split=any_of(specs.shards),
     shard=r"\d+",
+
+
+def code_of(stage):
+    """The stage, by which its job is run, and a hash of the code that it reaches."""
+    return f"{stage} {code_digest(f'trak_core.stages.{stage}')}"
 
 
 def job_mb(wildcards, attempt):

@@ -17,7 +17,7 @@ rule compute_distortion:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_distortion"),
+        code=code_of("compute_distortion"),
         signature=checkpoint_signature,
         spec=distortion_spec,
         study_file=config["study"],

@@ -2,7 +2,7 @@
 ground_truth = specs.evaluation.get("ground_truth")
 retrained_files = []
 if ground_truth is not None:
-    retrained_files = [ancient(ground_truth)]
+    retrained_files = [own_file(ground_truth)]
 elif "subsets" in specs.evaluation:
     retrained_files = [f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.half_groups()]
 
@@ -24,7 +24,7 @@ rule retrain_subsets:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.retrain_subsets"),
+        code=code_of("retrain_subsets"),
         study_file=config["study"],
         spec=lambda wildcards: specs.halves.as_dict(),
     message:
@@ -51,7 +51,7 @@ rule compute_embeddings:
         device=compute["device"],
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.compute_embeddings"),
+        code=code_of("compute_embeddings"),
         signature=checkpoint_signature,
         spec=embeddings_spec,
         study_file=config["study"],
@@ -91,9 +91,9 @@ rule evaluate_scores:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.evaluate_scores"),
+        code=code_of("evaluate_scores"),
         signature=(
-            stat_signature(Path(ground_truth)) if ground_truth is not None else None
+            own_signature(retrained_files[0]) if ground_truth is not None else None
         ),
         spec=scores_spec,
         embeddings_spec=specs.embeddings.as_dict(),
@@ -126,7 +126,7 @@ rule compute_self_influence:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_self_influence"),
+        code=code_of("compute_self_influence"),
         spec=specs.self_influence.as_dict(),
     message:
         "Computing self-influence"

@@ -19,7 +19,7 @@ rule compute_features:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_features"),
+        code=code_of("compute_features"),
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
@@ -61,7 +61,7 @@ rule join_shards:
     resources:
         mem_mb=job_mb,
     params:
-        code=code_digest("trak_core.stages.join_shards"),
+        code=code_of("join_shards"),
     message:
         "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:
@@ -84,7 +84,7 @@ rule compute_normal_matrix:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_normal_matrix"),
+        code=code_of("compute_normal_matrix"),
         spec=train_spec,
         weighting=scoring["weighting"],
     message:
@@ -112,7 +112,7 @@ rule compute_scores:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_scores"),
+        code=code_of("compute_scores"),
         spec=checkpoint_scores_spec,
         keep=scoring["keep"],
     message:

@@ -64,7 +64,7 @@ rule find_flipped:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.find_flipped"),
+        code=code_of("find_flipped"),
         spec=specs.found_flipped.as_dict(),
     message:
         "Looking for flipped labels"

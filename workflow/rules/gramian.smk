@@ -17,7 +17,7 @@ rule compute_gramian:
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_gramian"),
+        code=code_of("compute_gramian"),
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
@@ -46,7 +46,7 @@ rule compute_exact_scores:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.compute_exact_scores"),
+        code=code_of("compute_exact_scores"),
         spec=checkpoint_scores_spec,
     message:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"

@@ -12,7 +12,7 @@ rule retrain_without_random:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_digest("trak_core.stages.retrain_without"),
+        code=code_of("retrain_without"),
         study_file=config["study"],
         spec=specs.random_removals.as_dict(),
     message:
@@ -62,7 +62,7 @@ rule compare_removals:
     resources:
         mem_mb=job_mb,
     params:
-        code=code_digest("trak_core.stages.compare_removals"),
+        code=code_of("compare_removals"),
         spec=specs.random_removals.as_dict(),
         groups=specs.removal_groups(),
     message:

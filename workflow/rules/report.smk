@@ -22,7 +22,7 @@ rule write_report:
     resources:
         mem_mb=job_mb,
     params:
-        code=code_digest("trak_core.stages.write_report"),
+        code=code_of("write_report"),
         digest=specs.study_digest,
         study_file=config["study"],
         config=specs.reported,

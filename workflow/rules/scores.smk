@@ -20,7 +20,7 @@ rule average_scores:
         mem_mb=job_mb,
         memory_mb=compute["memory_mb"],
     params:
-        code=code_digest("trak_core.stages.average_scores"),
+        code=code_of("average_scores"),
         spec=scores_spec,
         defaults=specs.defaults,
         top=scoring["top"],
@@ -45,7 +45,7 @@ rule draw_influences:
     resources:
         mem_mb=job_mb,
     params:
-        code=code_digest("trak_core.stages.draw_influences"),
+        code=code_of("draw_influences"),
         digest=specs.study_digest,
         study_file=config["study"],
     message:

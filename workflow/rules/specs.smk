@@ -6,19 +6,35 @@ folder = config["results"]
 trained = "training" in config
 
 
-def checkpoint_path(wildcards):
+def own_file(path):
+    """A user's own file: in a store, or on this disk, where a module's `prefix` doesn't move it."""
+    if "://" in path:
+        return ancient(storage(path))
+    return ancient(workflow.modifier.modify_path(path) if stored else local(path))
+
+
+def own_signature(file):
+    """Its size and time: Snakemake alone would miss one that was replaced by an older file, or
+    changed inside a folder. Only where jobs are planned: a node may not have it."""
+    if not workflow.is_main_process:
+        return None
+    store = get_flag_value(file, "storage_object")
+    return f"{store.size()} {store.mtime()}" if store else stat_signature(Path(file))
+
+
+own_checkpoints = (
+    {} if trained else {c: own_file(p) for c, p in specs.checkpoints.items()}
+)
+
+
+def checkpoint_input(wildcards):
     if trained:
         return f"{folder}/checkpoints/{wildcards.checkpoint}.pt"
-    return specs.checkpoints[wildcards.checkpoint]
-
-
-# A user's own file counts by its size and time, in a param: Snakemake alone would miss one that was
-# replaced by an older file, or changed inside a folder.
-checkpoint_input = checkpoint_path if trained else ancient(checkpoint_path)
+    return own_checkpoints[wildcards.checkpoint]
 
 
 def checkpoint_signature(wildcards):
-    return None if trained else stat_signature(Path(checkpoint_path(wildcards)))
+    return None if trained else own_signature(own_checkpoints[wildcards.checkpoint])
 
 
 def features_spec(wildcards):

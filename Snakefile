@@ -1,0 +1,5 @@
+# So that `snakemake` in this folder runs the workflow. An included rule is never the default target.
+include: "workflow/Snakefile"
+
+
+workflow.default_target = "all"
