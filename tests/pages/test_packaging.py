@@ -3,6 +3,7 @@
 import re
 import tomllib
 
+import yaml
 from packaging.requirements import Requirement
 from test_ptx import PACKAGES
 from workspace import REPOSITORY
@@ -36,6 +37,20 @@ def test_pins_lie_within_the_ranges():
     constraints = {k.lower().replace("_", "-"): v for k, v in pins("constraints.txt").items()}
     for requirement in requirements("workflow", "slurm", "cuda", "test"):
         assert requirement.specifier.contains(constraints[requirement.name]), requirement
+
+
+def test_the_conda_environment_holds_what_was_tested():
+    environment = yaml.safe_load((REPOSITORY / "workflow/envs/trak.yaml").read_text())
+    ranges = dict(line.split(" ", 1) for line in environment["dependencies"])
+    names = {"matplotlib": "matplotlib-base", "tables": "pytables", "torch": "pytorch"}
+    newest = {name.lower(): version for name, version in pins("constraints.txt").items()}
+    needed = {r.name: r for r in requirements("workflow") if r.name != "snakemake"}
+    assert ranges.pop("python") == f"{PROJECT['requires-python']},<3.12"
+    assert set(ranges) == {names.get(name, name) for name in needed}
+    for name, requirement in needed.items():
+        lower, upper = ranges[names.get(name, name)].split(",")
+        assert lower == str(requirement.specifier)
+        assert Requirement(f"{name}{lower},{upper}").specifier.contains(newest[name])
 
 
 def test_every_dependency_has_its_reason():

@@ -24,6 +24,7 @@ def named(job):
     return {
         "rule": job.rule.name,
         "script": job.rule.script,
+        "conda": job.rule.conda_env,
         "wildcards": dict(job.wildcards_dict),
     } | {
         key: {name: plain(value) for name, value in group.items()} for key, group in groups.items()

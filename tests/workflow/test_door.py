@@ -27,6 +27,7 @@ EXACT = {
     "experiments": {"mine": {"targets": ["patient-342"]}},
     "projection": "exact",
     "evaluation": {"ground_truth": "mine.h5"},
+    "compute": {"conda": "mine/environment.yaml"},
 }
 
 
@@ -69,6 +70,15 @@ def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
     assert {job["script"] for job in jobs.values()} == {"../scripts/stage.py"}
     for rule, job in jobs.items():
         assert f"{rule}_".startswith(f"{stage(job).__name__}_")
+
+
+def test_every_job_has_the_environment_that_the_config_names(jobs):
+    folder = {Path(job["conda"]).parent for job in jobs.values() if job["conda"].startswith("/")}
+    assert {path.name for path in folder} == {"mine"}
+    assert {job["conda"] for job in jobs.values()} == {
+        "../envs/trak.yaml",
+        f"{folder.pop()}/environment.yaml",
+    }
 
 
 def test_what_a_rule_names_its_stage_takes_and_what_it_must_have_is_there(jobs):

@@ -6,7 +6,7 @@ rule train_checkpoint:
     benchmark:
         "<results>/benchmarks/train_checkpoint/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -19,3 +19,7 @@ rule train_checkpoint:
         "Training checkpoint {wildcards.checkpoint}"
     script:
         "../scripts/stage.py"
+
+
+if trained:
+    timed("train_checkpoint/{c}", c=specs.checkpoints)

@@ -60,6 +60,10 @@ with explained():
             # Snakemake brings configs along to jobs, and of the rest what git knows.
             workflow.configfiles += map(str, specs.files)
 compute, scoring = config["compute"], config["scoring"]
+# A path of a conda environment's file would count from this folder, a name is one of an environment.
+environment = compute.get("conda", "../envs/trak.yaml")
+if "conda" in compute and environment.endswith((".yaml", ".yml")):
+    environment = str(Path(environment).absolute())
 any_of = lambda names: "|".join(map(re.escape, names)) or "(?!)"
 
 

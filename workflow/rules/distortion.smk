@@ -8,7 +8,7 @@ rule compute_distortion:
     benchmark:
         "<results>/benchmarks/compute_distortion/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
@@ -25,3 +25,6 @@ rule compute_distortion:
         "Comparing projected gradients with whole ones under checkpoint {wildcards.checkpoint}"
     script:
         "../scripts/stage.py"
+
+
+timed("compute_distortion/{c}", c=specs.checkpoints)

@@ -18,7 +18,7 @@ rule retrain_subsets:
         first=r"\d+",
         last=r"\d+",
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -43,7 +43,7 @@ rule compute_embeddings:
     benchmark:
         "<results>/benchmarks/compute_embeddings/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
@@ -85,7 +85,7 @@ rule evaluate_scores:
     benchmark:
         "<results>/benchmarks/evaluate_scores/{experiment}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -119,7 +119,7 @@ rule compute_self_influence:
     benchmark:
         "<results>/benchmarks/compute_self_influence.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
@@ -132,3 +132,13 @@ rule compute_self_influence:
         "Computing self-influence"
     script:
         "../scripts/stage.py"
+
+
+if "subsets" in specs.evaluation:
+    groups = [f"{first}-{last}" for first, last in specs.half_groups()]
+    timed("retrain_subsets/{group}", group=groups)
+if specs.measures_embeddings:
+    timed("compute_embeddings/{c}", c=specs.checkpoints)
+if specs.evaluation.get("self_influence"):
+    timed("compute_self_influence")
+timed("evaluate_scores/{e}", e=specs.measured)

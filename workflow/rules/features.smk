@@ -10,7 +10,7 @@ rule compute_features:
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
@@ -56,7 +56,7 @@ rule join_shards:
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n > 1]),
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -78,7 +78,7 @@ rule compute_normal_matrix:
     benchmark:
         "<results>/benchmarks/compute_normal_matrix/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: compute["threads"]
     resources:
         mem_mb=job_mb,
@@ -105,7 +105,7 @@ rule compute_scores:
     benchmark:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
@@ -119,3 +119,12 @@ rule compute_scores:
         "Scoring experiment {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
     script:
         "../scripts/stage.py"
+
+
+whole = [split for split, n in specs.shards.items() if n == 1]
+timed("compute_features/{c}/{split}", c=specs.checkpoints, split=whole)
+timed(
+    "join_shards/{c}/{split}", c=specs.checkpoints, split=set(specs.shards) - set(whole)
+)
+timed("compute_normal_matrix/{c}", c=specs.checkpoints)
+timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)

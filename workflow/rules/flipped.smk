@@ -57,7 +57,7 @@ rule find_flipped:
     benchmark:
         "<results>/benchmarks/find_flipped.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
     threads: 1
     resources:
@@ -70,3 +70,8 @@ rule find_flipped:
         "Looking for flipped labels"
     script:
         "../scripts/stage.py"
+
+
+flipped_jobs = "train_checkpoint", "compute_features", "compute_normal_matrix"
+timed("{job}_flipped/{c}", job=flipped_jobs, c=specs.checkpoints)
+timed("find_flipped")

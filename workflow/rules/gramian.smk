@@ -8,7 +8,7 @@ rule compute_gramian:
     benchmark:
         "<results>/benchmarks/compute_gramian/{checkpoint}/{split}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: compute["threads"]
     resources:
         gpu=int(compute["device"] == "cuda"),
@@ -39,7 +39,7 @@ rule compute_exact_scores:
     benchmark:
         "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.
     threads: 1
     resources:
@@ -52,3 +52,7 @@ rule compute_exact_scores:
         "Scoring experiment {wildcards.experiment} exactly under checkpoint {wildcards.checkpoint}"
     script:
         "../scripts/stage.py"
+
+
+timed("compute_gramian/{c}/{split}", c=specs.checkpoints, split=specs.shards)
+timed("compute_exact_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)

@@ -6,7 +6,7 @@ rule retrain_without_random:
     benchmark:
         "<results>/benchmarks/retrain_without_random.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -57,7 +57,7 @@ rule compare_removals:
     wildcard_constraints:
         experiment=any_of([specs.evaluation["removals"]["experiment"]]),
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -69,3 +69,10 @@ rule compare_removals:
         "Comparing removals for experiment {wildcards.experiment}"
     script:
         "../scripts/stage.py"
+
+
+groups = range(1, len(specs.removal_groups()) + 1)
+removals_experiment = specs.evaluation["removals"]["experiment"]
+timed("retrain_without_random")
+timed("retrain_without_top/{e}/{group}", e=removals_experiment, group=groups)
+timed("compare_removals/{e}", e=removals_experiment)

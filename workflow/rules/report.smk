@@ -1,8 +1,8 @@
 rule write_report:
     input:
-        # Not read, and so without a name: the report is the last to run, so that every stage's time
-        # is in it.
+        # Without a name: the report is the last to run, so that every stage's time is in it.
         expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
+        timings if stored else [],
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),
         normal_matrices=(
             [] if specs.is_exact else of_checkpoints("normal_matrix/{c}.h5")
@@ -17,7 +17,7 @@ rule write_report:
     log:
         "<results>/logs/write_report.log",
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,

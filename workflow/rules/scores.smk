@@ -14,7 +14,7 @@ rule average_scores:
     benchmark:
         "<results>/benchmarks/average_scores/{experiment}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -40,7 +40,7 @@ rule draw_influences:
     benchmark:
         "<results>/benchmarks/draw_influences/{experiment}.tsv"
     conda:
-        "../envs/trak.yaml"
+        environment
     threads: 1
     resources:
         mem_mb=job_mb,
@@ -52,3 +52,7 @@ rule draw_influences:
         "Drawing the influences on experiment {wildcards.experiment}"
     script:
         "../scripts/stage.py"
+
+
+timed("average_scores/{e}", e=specs.experiments)
+timed("draw_influences/{e}", e=specs.experiments)

@@ -8,9 +8,13 @@ trained = "training" in config
 
 def own_file(path):
     """A user's own file: in a store, or on this disk, where a module's `prefix` doesn't move it."""
-    if "://" in path:
-        return ancient(storage(path))
-    return ancient(workflow.modifier.modify_path(path) if stored else local(path))
+    if not stored and "://" not in path:
+        return ancient(local(path))
+    file = storage(path) if "://" in path else workflow.modifier.modify_path(path)
+    store = get_flag_value(file, "storage_object")
+    if workflow.is_main_process and not store.exists():
+        raise WorkflowError(f"{path} must be in its store. Found nothing at {store.query}.")
+    return ancient(file)
 
 
 def own_signature(file):
@@ -78,6 +82,15 @@ def shards_of(wildcards):
     n = specs.shards[wildcards.split]
     shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+# The files that Snakemake's `benchmark:` leaves: the report's inputs where they are in a store. Where
+# they are not it reads what is there, so that to delete them runs nothing again.
+timings = []
+
+
+def timed(job, /, **names):
+    timings.extend(expand(f"<results>/benchmarks/{job}.tsv", **names))
 
 
 # What is asked for beside scores, as files: none for what the config leaves out.

@@ -1,0 +1,204 @@
+"""docs/clusters.md: files in a store, and nodes that share no disk with Snakemake."""
+
+import copy
+import os
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from base_studies import TRAINED
+from own_checkpoints import OWN, save_own_checkpoint
+from pages import blocks
+from stores import s3_server, write_scheduler
+from workspace import REPOSITORY, Workspace
+
+# The page's commands, each by an option that it alone has.
+COMMANDS = [
+    shlex.split(line)
+    for language, text in blocks("docs/clusters.md")
+    if language == "console"
+    for line in re.findall(r"^\$ \.venv/bin/snakemake (.*)", text, flags=re.M)
+]
+PLANNED = {"compute_features": 2, "compute_normal_matrix": 1, "compute_scores": 1}
+AVERAGED = {"average_scores": 1}
+
+
+def options(*words):
+    """The options of the page's one command with these words, but for the config's."""
+    (command,) = (command for command in COMMANDS if set(words) <= set(command))
+    i = command.index("--configfile")
+    return [*command[:i], *command[i + 2 :]]
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server("my-bucket") as running:
+        yield running
+
+
+@pytest.fixture
+def in_environment(s3, monkeypatch):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def two_checkpoints(folder):
+    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(OWN))
+    del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
+    for number in range(2):
+        save_own_checkpoint(study, number)
+    return study
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The artifacts of the study run on this disk."""
+    study = two_checkpoints(tmp_path_factory.mktemp("local") / "study")
+    study.run()
+    return study.artifacts()
+
+
+def artifacts(files):
+    return {name: text for name, text in files.items() if name.endswith(".h5")}
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="runs where rsync is installed")
+def test_a_folder_as_a_store(local, tmp_path):
+    study = two_checkpoints(tmp_path / "study")
+    store = tmp_path / "store"
+    shutil.move(study.path("mine"), store / "mine")
+    arguments = [a.replace("/mnt/my-store", str(store)) for a in options("fs")]
+    assert str(store) in arguments
+    assert study.run("scores", *arguments) == {
+        "compute_features": 4,
+        "compute_normal_matrix": 2,
+        "compute_scores": 2,
+        "average_scores": 1,
+    }
+    found = {str(p.relative_to(store / "results")): p.read_bytes() for p in store.rglob("*.h5")}
+    assert found == local
+    assert [p.name for p in study.path("results").iterdir()] == ["study.json"]
+    assert study.would_run("scores", *arguments) == {}
+    # An older file in its place: no newer than the results, but not the one they were made of.
+    os.utime(store / "mine/c1.pt", (1e9, 1e9))
+    assert study.would_run("scores", *arguments) == PLANNED | AVERAGED
+    (store / "mine/c1.pt").rename(store / "mine/c7.pt")
+    output = study.fail("--dry-run", "scores", *arguments)
+    assert re.search(
+        r"mine/c1\.pt must be in its store\. Found nothing at /.*/store/mine/c1", output
+    )
+
+
+def test_checkpoints_in_a_store(s3, in_environment, local, tmp_path):
+    study = two_checkpoints(tmp_path / "study")
+    for name, path in study.config["checkpoints"].items():
+        s3.put(study.path(path), f"runs/{name}.pt")
+        study.config["checkpoints"][name] = f"s3://my-bucket/runs/{name}.pt"
+    shutil.rmtree(study.path("mine"))
+    assert sum(study.run().values()) == 9
+    assert study.artifacts() == local
+    assert study.would_run() == {}
+    s3.put(save_own_checkpoint(study, 1, scale=2), "runs/c1.pt")
+    assert study.would_run() == PLANNED | AVERAGED
+
+
+STUDY_BESIDE = """
+from pathlib import Path
+from diabetes import make_model, target_data, target_ids, train_data
+assert Path("data/words.txt").read_text() == "as on the first machine"
+"""
+
+
+def without_a_disk(folder):
+    """A study in a folder with the workflow, which git knows, and a scheduler's commands."""
+    study = two_checkpoints(folder)
+    shutil.copytree(REPOSITORY / "workflow", folder / "workflow")
+    study.snakefile = "workflow/Snakefile"
+    for arguments in (("init", "--quiet"), ("add", "workflow")):
+        subprocess.run(("git", *arguments), cwd=folder, check=True)
+    return study, write_scheduler(folder)
+
+
+def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
+    study, nodes = without_a_disk(tmp_path / "study")
+    # Not in git: a study with a module beside it, data, a table of targets.
+    study.path("studies/data").mkdir(parents=True)
+    study.path("data").mkdir()
+    study.path("data/words.txt").write_text("as on the first machine")
+    study.path("studies/targets.tsv").write_text("id\npatient-342\npatient-400\n")
+    study.path("diabetes.py").rename(study.path("studies/diabetes.py"))
+    study.path("studies/mine.py").write_text(STUDY_BESIDE)
+    study.config["study"] = "studies/mine.py"
+    study.config["data_files"] = ["data"]
+    study.config["experiments"]["few"]["targets"] = "studies/targets.tsv"
+    expected = Workspace(study.folder, study.config, study.snakefile)
+    assert sum(expected.run().values()) == 9
+    local = expected.artifacts()
+    shutil.rmtree(study.path("results"))
+    shutil.rmtree(study.path(".snakemake"))
+
+    for path in study.config["checkpoints"].values():
+        s3.put(study.path(path), f"my-study/{path}")
+    shutil.rmtree(study.path("mine"))
+    arguments = (*options("--executor"), "--seconds-between-status-checks", "1")
+    found = study.run("all", *arguments)
+    assert found == {
+        "compute_features": 4,
+        "compute_normal_matrix": 2,
+        "compute_scores": 2,
+        "average_scores": 1,
+        "draw_influences": 1,
+        "write_report": 1,
+    }
+    assert len(list(nodes.iterdir())) == sum(found.values())
+    stored = s3.files("my-study/results/")
+    assert artifacts(stored) == local
+    # Its jobs' times come along: four of compute_features.
+    page = stored["report.html"].decode()
+    assert re.search(r"compute_features\s*</th>\s*<td[^>]*>\s*4\s*</td>", page)
+    assert study.would_run("all", *arguments) == {}
+    s3.put(save_own_checkpoint(study, 1, scale=2), "my-study/mine/c1.pt")
+    drawn = {"draw_influences": 1, "write_report": 1}
+    assert study.would_run("all", *arguments) == PLANNED | AVERAGED | drawn
+
+
+def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
+    study, nodes = without_a_disk(tmp_path / "study")
+    shutil.copy(REPOSITORY / "tests/studies/small_digits.py", study.folder)
+    study.config = {
+        **TRAINED,
+        "study": "small_digits.py",
+        "checkpoints": {"c0": {"seed": 0}},
+        "experiments": {"few": {"targets": [1506, 1620], "shards": 2}},
+    }
+    arguments = [option.replace("my-study", "trained") for option in options("--executor")]
+    found = study.run("scores", *arguments, "--seconds-between-status-checks", "1")
+    assert found == {
+        "train_checkpoint": 1,
+        "compute_features": 1,
+        "compute_features_shard": 2,
+        "join_shards": 1,
+        "compute_normal_matrix": 1,
+        "compute_scores": 1,
+        "average_scores": 1,
+    }
+    assert len(list(nodes.iterdir())) == sum(found.values())
+    assert study.would_run("scores", *arguments) == {}
+
+
+def test_what_cannot_come_along(tmp_path):
+    """Snakemake would warn only, and every job would die."""
+    study, _ = without_a_disk(tmp_path / "study")
+    shutil.copy(study.path("diabetes.py"), tmp_path / "elsewhere.py")
+    study.config["study"] = "../elsewhere.py"
+    arguments = ("--dry-run", *options("--executor"))
+    assert re.search(
+        r"each must lie in the working folder\. Found \.\./elsewhere\.py\. .* fetch",
+        study.fail(*arguments),
+    )
+    study.config |= {"study": "diabetes.py", "data_files": ["large.bin"]}
+    with study.path("large.bin").open("wb") as file:
+        file.truncate(10_000_001)
+    assert re.search(r"must have 10 MB at most\. Found large\.bin", study.fail(*arguments))
