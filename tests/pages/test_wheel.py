@@ -1,9 +1,11 @@
 """The built wheel, installed beside its dependencies: what who has no checkout gets."""
 
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -55,8 +57,9 @@ def run(*command, **options):
 def wheel(tmp_path_factory):
     """Built from what the repository says that it is built from, without the network."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy2(REPOSITORY / name, source)
+    (source / "docs").mkdir()
+    for name in ("pyproject.toml", "docs/package.md", "LICENSE"):
+        shutil.copy2(REPOSITORY / name, source / name)
     shutil.copytree(SOURCE, source / "trak_core", ignore=shutil.ignore_patterns("__pycache__"))
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--no-build-isolation", "--wheel-dir", source / "out", source)
@@ -117,3 +120,28 @@ def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
     assert isolated(python, NO_EXTRA, tmp_path) == (
         "trak_core.report needs matplotlib. Found none: pip install 'trak-core[workflow]'\n"
     )
+
+
+def test_the_source_distribution_is_the_repository(tmp_path):
+    """Without the network; what git doesn't know here is left out of the copy."""
+    tracked = run("git", "ls-files", cwd=REPOSITORY).splitlines()
+    copy = tmp_path / "copy"
+    for name in tracked:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(REPOSITORY / name, copy / name, follow_symlinks=False)
+    build = "from setuptools import build_meta; print(build_meta.build_sdist('out'))"
+    name = run(sys.executable, "-c", build, cwd=copy).splitlines()[-1]
+    with tarfile.open(copy / "out" / name) as archive:
+        held = {member.name.partition("/")[2] for member in archive.getmembers()}
+    assert set(tracked) - held == set()
+
+
+def test_the_packages_page_leads_nowhere_that_is_not_there(wheel, tmp_path):
+    page = (REPOSITORY / "docs/package.md").read_text()
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        assert page in archive.read(name).decode()
+    assert not re.search(r"\]\((?!https://)", page)
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
+    exec(code, found := {})
+    assert found["features"].shape == (100, 512)
