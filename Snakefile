@@ -1,5 +1,2 @@
-# So that `snakemake` in this folder runs the workflow. An included rule is never the default target.
-include: "workflow/Snakefile"
-
-
-workflow.default_target = "all"
+# So that `snakemake` in this folder runs the workflow, its default target too, which `include:` drops.
+workflow.include("workflow/Snakefile", overwrite_default_target=True)

@@ -2,32 +2,38 @@
 
     python benchmarks/trak_formula.py results sample --dims 512 1024
 
-Reads the finished study in a results folder that has an evaluation with ``subsets`` of the
-experiment named. The formula is the whole of ``trak_core.compat``'s score computer, which the tests
-compare with the package ``traker``: (G^T G)^-1 divided by the mean of its entries' sizes, for each
-checkpoint, averaged over checkpoints, times average loss weights. Fewer columns than the study's
-are a projection of their own, for rademacher and normal. Prints the table ``summary`` of
+Reads a finished study with an evaluation of the experiment named, and of its files those that the
+evaluation says it was made of. The formula is the whole of ``trak_core.compat``'s score computer,
+which the tests compare with the package ``traker``: (G^T G)^-1 divided by the mean of its entries'
+sizes, for each checkpoint, averaged over checkpoints, times average loss weights. The first columns
+of rademacher and normal projections are projections of their own. Prints the table ``summary`` of
 ``docs/evaluation.md``, with its bootstrap intervals.
 """
 
 import argparse
 from pathlib import Path
 
-import h5py
 import numpy as np
-import pandas as pd
 import torch
 
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    EVALUATION,
+    FEATURES,
+    RETRAINED,
+    SCORES,
+    Artifact,
+    open_artifact,
+)
 from trak_core.compat.score_computers import BasicScoreComputer
+from trak_core.spec import ProjectionKind
 from trak_core.stages._truth import read_ground_truth
 from trak_core.trust.lds import lds_tables
 
 
-def _array(path: Path, key: str) -> np.ndarray:
-    with h5py.File(path) as file:
-        frame = file[key]
-        assert isinstance(frame, h5py.Dataset)
-        return frame[:]
+def _features(path: Path, dim: int) -> torch.Tensor:
+    with open_artifact(path, FEATURES) as file:
+        return torch.tensor(file.matrix("features")[:, :dim]).float()
 
 
 def trak_scores(results: Path, experiment: str, checkpoints: list[str], dim: int) -> np.ndarray:
@@ -36,18 +42,26 @@ def trak_scores(results: Path, experiment: str, checkpoints: list[str], dim: int
     total, weights = torch.zeros(()), np.zeros(())
     for checkpoint in checkpoints:
         train, targets = (
-            torch.tensor(
-                pd.read_hdf(results / f"features/{checkpoint}/{split}.h5", "features").to_numpy()
-            )[:, :dim].float()
+            _features(results / f"features/{checkpoint}/{split}.h5", dim)
             for split in ("train", experiment)
         )
         scores = torch.zeros(len(train), len(targets))
         features = computer.get_x_xtx_inv(train, computer.get_xtx(train))
         computer.get_scores(features, targets, accumulator=scores)
         total = total + scores
-        scored = results / f"scores/{experiment}/{checkpoint}.h5"
-        weights = weights + _array(scored, "loss_weights").astype(float)
+        path = results / f"scores/{experiment}/{checkpoint}.h5"
+        with open_artifact(path, CHECKPOINT_SCORES) as file:
+            weights = weights + file.vector("loss_weights").astype(float)
     return total.numpy() * weights[:, None] / len(checkpoints) ** 2
+
+
+def _retrained(results: Path, evaluation: Artifact) -> list[Path]:
+    """Return the files of retrained models in the evaluation's order; leftovers don't count."""
+    found = {}
+    for path in (results / "retrained").glob("[0-9]*-[0-9]*.h5"):
+        with open_artifact(path, RETRAINED) as file:
+            found[file.content_hash] = path
+    return [found[content_hash] for content_hash in evaluation.spec["retrained"]]
 
 
 def main() -> None:
@@ -57,18 +71,22 @@ def main() -> None:
     parser.add_argument("experiment", help="one whose scores were measured")
     parser.add_argument("--dims", type=int, nargs="+", default=[512, 1024], help="columns")
     asked = parser.parse_args()
-    final = asked.results / f"scores/{asked.experiment}.h5"
-    scores = pd.read_hdf(final, "scores")
-    train_ids, target_ids = scores.index.tolist(), scores.columns.tolist()
-    halves = sorted((asked.results / "retrained").glob("[0-9]*-[0-9]*.h5"))
-    truth = read_ground_truth(halves, train_ids, target_ids, None)
-    checkpoints = sorted(path.stem for path in final.with_suffix("").glob("*.h5"))
-    sums = {("scores", "scores", 0): truth.masks @ scores.to_numpy(dtype=float)}
+    with open_artifact(asked.results / f"evaluation/{asked.experiment}.h5", EVALUATION) as measured:
+        spec, halves = measured.spec, _retrained(asked.results, measured)
+    kind, proj_dim = (spec["projection"][key] for key in ("kind", "proj_dim"))
     for dim in asked.dims:
-        found = trak_scores(asked.results, asked.experiment, checkpoints, dim)
+        if dim > proj_dim or (dim < proj_dim and not ProjectionKind(kind).about.nested):
+            parser.error(f"{dim} columns of {kind} with {proj_dim} are no projection of their own")
+    with open_artifact(asked.results / f"scores/{asked.experiment}.h5", SCORES) as final:
+        train_ids, target_ids = final.index("scores"), final.columns("scores")
+        scores = final.matrix("scores")[:].astype(float)
+    truth = read_ground_truth(halves, train_ids, target_ids, None)
+    sums = {("scores", "scores", proj_dim): truth.masks @ scores}
+    for dim in asked.dims:
+        found = trak_scores(asked.results, asked.experiment, spec["checkpoints"], dim)
         sums["trak_0.3.2", "trak", dim] = truth.masks @ found
     summary, _, _ = lds_tables(sums, {}, truth, target_ids)
-    sizes = len(checkpoints), len(truth.masks), len(target_ids)
+    sizes = len(spec["checkpoints"]), len(truth.masks), len(target_ids)
     print("{} checkpoints, {} halves, {} targets".format(*sizes))
     print(summary.round(3).to_string(index=False))
 

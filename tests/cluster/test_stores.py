@@ -7,6 +7,8 @@ import shlex
 import shutil
 import subprocess
 
+import numpy as np
+import pandas as pd
 import pytest
 from base_studies import TRAINED
 from own_checkpoints import OWN, save_own_checkpoint
@@ -84,6 +86,15 @@ def test_a_folder_as_a_store(local, tmp_path):
     # An older file in its place: no newer than the results, but not the one they were made of.
     os.utime(store / "mine/c1.pt", (1e9, 1e9))
     assert study.would_run("scores", *arguments) == PLANNED | AVERAGED
+    # A folder counts by every file in it.
+    weights = store / "mine/c1.pt"
+    weights.rename(store / "weights")
+    weights.mkdir()
+    (store / "weights").rename(weights / "pytorch_model.bin")
+    assert study.run("scores", *arguments) == PLANNED | AVERAGED
+    assert study.would_run("scores", *arguments) == {}
+    os.utime(weights / "pytorch_model.bin", (1e9 + 5, 1e9 + 5))
+    assert study.would_run("scores", *arguments) == PLANNED | AVERAGED
     (store / "mine/c1.pt").rename(store / "mine/c7.pt")
     output = study.fail("--dry-run", "scores", *arguments)
     assert re.search(
@@ -102,6 +113,22 @@ def test_checkpoints_in_a_store(s3, in_environment, local, tmp_path):
     assert study.would_run() == {}
     s3.put(save_own_checkpoint(study, 1, scale=2), "runs/c1.pt")
     assert study.would_run() == PLANNED | AVERAGED
+
+
+def test_models_retrained_elsewhere_in_a_store(s3, in_environment, tmp_path):
+    study = two_checkpoints(tmp_path / "study")
+    random = np.random.default_rng(0)
+    truth = tmp_path / "truth.h5"
+    for key, columns in ("masks", range(342)), ("outputs", ["patient-342", "patient-400"]):
+        frame = pd.DataFrame(random.integers(0, 2, (8, len(columns))), columns=list(columns))
+        frame.astype(np.float64).to_hdf(truth, key=key)
+    s3.put(truth, "truth.h5")
+    study.config["evaluation"] = {"ground_truth": "s3://my-bucket/truth.h5"}
+    measured = ("results/evaluation/few.h5",)
+    assert study.run(*measured)["evaluate_scores"] == 1
+    assert study.would_run(*measured) == {}
+    s3.put(truth, "truth.h5")
+    assert study.would_run(*measured) in ({}, {"evaluate_scores": 1})  # in the same second
 
 
 STUDY_BESIDE = """
@@ -162,6 +189,12 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     s3.put(save_own_checkpoint(study, 1, scale=2), "my-study/mine/c1.pt")
     drawn = {"draw_influences": 1, "write_report": 1}
     assert study.would_run("all", *arguments) == PLANNED | AVERAGED | drawn
+    # This machine can go on with it.
+    here = options("s3", "--cores")
+    assert study.run("scores", *here) == PLANNED | AVERAGED
+    assert study.would_run("scores", *here) == {}
+    s3.delete("my-study/results/benchmarks/average_scores/few.tsv")
+    assert "average_scores" in study.would_run("all", *here)
 
 
 def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
@@ -186,6 +219,46 @@ def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
     }
     assert len(list(nodes.iterdir())) == sum(found.values())
     assert study.would_run("scores", *arguments) == {}
+
+
+MODULE = """
+configfile: "study.yaml"
+
+
+module trak:
+    snakefile:
+        "{snakefile}"
+    config:
+        config
+    prefix:
+        "in/it"
+
+
+use rule * from trak as trak_*
+"""
+
+
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="runs where rsync is installed")
+def test_a_module_with_a_prefix_and_a_store(tmp_path):
+    """The prefix moves what the workflow writes, and nothing of a user's."""
+    study, store = two_checkpoints(tmp_path / "study"), tmp_path / "store"
+    study.path("mine").rename(store)
+    study.config["checkpoints"] = {"c0": "c0.pt"}
+    study.path("Snakefile").write_text(MODULE.format(snakefile=REPOSITORY / "workflow/Snakefile"))
+    study.snakefile = "Snakefile"
+    arguments = [a.replace("/mnt/my-store", str(store)) for a in options("fs")]
+    assert study.would_run("trak_scores", *arguments) == {
+        "trak_compute_features": 2,
+        "trak_compute_normal_matrix": 1,
+        "trak_compute_scores": 1,
+        "trak_average_scores": 1,
+        "trak_scores": 1,
+    }
+    assert (
+        "store/in/it/results/scores/few.h5"
+        in study.snakemake("trak_scores", *arguments, "--dry-run")[1]
+    )
+    assert study.path("in/it/results/study.json").exists()
 
 
 def test_what_cannot_come_along(tmp_path):

@@ -2,12 +2,18 @@
 
 import copy
 import re
+import shutil
+import subprocess
+import sys
 
+import h5py
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
 from base_studies import EVALUATION, TRAINED
 from refusals import message
+from scipy.stats import spearmanr
 from workspace import REPOSITORY
 
 from trak_core.config.demands import check_evaluation, check_sizes
@@ -213,3 +219,50 @@ def test_models_without_other_samples_are_refused(study):
     study.config["evaluation"]["removals"]["n_removed"] = [10]
     output = study.fail("all", "--rerun-triggers", "mtime", "--forcerun", "compare_removals")
     assert re.search(r"random\.h5: files .* today's config.*rule retrain_without_random", output)
+
+
+def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
+    """benchmarks/trak_formula.py against the formula in NumPy and ranks of SciPy."""
+    results = tmp_path / "results"
+    shutil.copytree(evaluated.path("results"), results)
+    # A leftover of other settings.
+    shutil.copy(results / "retrained/random.h5", results / "retrained/0-99.h5")
+    program = REPOSITORY / "benchmarks/trak_formula.py"
+    run = subprocess.run(
+        [sys.executable, program, results, "few", "--dims", "16", "32"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = {line.split()[0]: line.split() for line in run.stdout.splitlines()[2:]}
+    stored = pd.read_hdf(results / "evaluation/few.h5", "summary").set_index("method")
+    for column, found in zip(("lds", "low", "high"), rows["scores"][3:], strict=True):
+        assert float(found) == pytest.approx(stored.loc["scores", column], abs=6e-4)
+    masks, outputs = (
+        pd.concat([
+            pd.read_hdf(results / f"retrained/{part}.h5", key) for part in ("0-24", "25-26")
+        ])
+        for key in ("masks", "outputs")
+    )
+    scores, weights = 0, 0
+    for c in ("c0", "c1"):
+        phi, targets = (
+            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
+            for split in ("train", "few")
+        )
+        inverse = np.linalg.inv(phi.T @ phi)
+        scores = scores + phi @ (inverse / np.abs(inverse).mean()) @ targets.T
+        with h5py.File(results / f"scores/few/{c}.h5") as file:
+            weights = weights + file["loss_weights"][:, None]
+    sums = masks.to_numpy() @ (scores * weights)
+    targets = pd.read_hdf(results / "scores/few.h5", "scores").columns.tolist()
+    mean = outputs[targets].groupby(level=0).mean().to_numpy()
+    lds = np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
+    assert float(rows["trak_0.3.2"][3]) == pytest.approx(lds, abs=6e-4)
+    short = subprocess.run(
+        [sys.executable, program, results, "few", "--dims", "64"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "64 columns of rademacher with 32 are no projection" in short.stderr

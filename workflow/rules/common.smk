@@ -2,6 +2,7 @@
 import os
 import sysconfig
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,8 @@ if library not in sysconfig.get_paths().values():
         filter(None, [library, os.getenv("PYTHONPATH")])
     )
 schema = workflow.source_path("../schemas/config.schema.yaml")
+# What is in Snakemake's list of configs without being one, see below; of all modules of this kind.
+brought_along = vars(workflow).setdefault("trak_core_brought_along", [])
 # With a default storage provider all files of rules are in its store, a user's too.
 stored = workflow.storage_settings.default_storage_provider is not None
 
@@ -44,22 +47,29 @@ def explained():
 
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
-        check_unique_keys(Path(file))
-    config.update(with_values_read(config, workflow.config_settings.config_args or []))
+        if file not in brought_along:
+            check_unique_keys(Path(file))
+    # `--config` is the outermost workflow's, whose config a module may have as its own.
+    if config is workflow.modifier_stack[0].globals["config"]:
+        given = workflow.config_settings.config_args or []
+        config.update(with_values_read(config, given))
     check_config(config, yaml.safe_load(Path(schema).read_text()))
     validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
     # Where a module's `prefix` puts what the rules write.
-    results = Path(workflow.modifier.path_modifier.replace_prefix(config["results"]))
-    specs = specs_of(config, results)
+    moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
+    specs = specs_of(config, Path(moved).parent)
     if workflow.is_main_process:
-        look_over(specs, results, is_stored=stored)
+        look_over(specs, Path(moved).parent, is_stored=stored)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs, and of the rest what git knows.
+            brought_along += map(str, specs.files)
             workflow.configfiles += map(str, specs.files)
 compute, scoring = config["compute"], config["scoring"]
+# On Kubernetes 0 would be a request too.
+gpu = 1 if compute["device"] == "cuda" else None
 # A path of a conda environment's file would count from this folder, a name is one of an environment.
 environment = compute.get("conda", "../envs/trak.yaml")
 if "conda" in compute and environment.endswith((".yaml", ".yml")):

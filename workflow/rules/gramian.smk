@@ -11,7 +11,7 @@ rule compute_gramian:
         environment
     threads: compute["threads"]
     resources:
-        gpu=int(compute["device"] == "cuda"),
+        gpu=gpu,
         mem_mb=job_mb,
         device=compute["device"],
         batch_size=compute["batch_size"],

@@ -7,23 +7,29 @@ trained = "training" in config
 
 
 def own_file(path):
-    """A user's own file: in a store, or on this disk, where a module's `prefix` doesn't move it."""
+    """A user's own file, in a store or on this disk; a module's `prefix` doesn't move it."""
     if not stored and "://" not in path:
         return ancient(local(path))
-    file = storage(path) if "://" in path else workflow.modifier.modify_path(path)
+    modifier = workflow.modifier.path_modifier
+    file = storage(path) if "://" in path else modifier.apply_default_storage(path)
     store = get_flag_value(file, "storage_object")
     if workflow.is_main_process and not store.exists():
-        raise WorkflowError(f"{path} must be in its store. Found nothing at {store.query}.")
+        raise WorkflowError(
+            f"{path} must be in its store. Found nothing at {store.query}."
+        )
     return ancient(file)
 
 
+@cache
 def own_signature(file):
     """Its size and time: Snakemake alone would miss one that was replaced by an older file, or
     changed inside a folder. Only where jobs are planned: a node may not have it."""
     if not workflow.is_main_process:
         return None
     store = get_flag_value(file, "storage_object")
-    return f"{store.size()} {store.mtime()}" if store else stat_signature(Path(file))
+    # A folder of this machine can be a store.
+    here = Path(store.query if store else file)
+    return stat_signature(here) if here.exists() else f"{store.size()} {store.mtime()}"
 
 
 own_checkpoints = (

@@ -1,4 +1,4 @@
-"""The door of every job: the rule's name says the stage, and what it names is what that takes."""
+"""The door of every job: its param `code` says the stage, and what it names is what that takes."""
 
 from trak_core.system.job import logged_to
 
