@@ -253,7 +253,7 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
         inverse = np.linalg.inv(phi.T @ phi)
         scores = scores + phi @ (inverse / np.abs(inverse).mean()) @ targets.T
         with h5py.File(results / f"scores/few/{c}.h5") as file:
-            weights = weights + file["loss_weights"][:, None]
+            weights = weights + file["loss_weights"][:][:, None]
     sums = masks.to_numpy() @ (scores * weights)
     targets = pd.read_hdf(results / "scores/few.h5", "scores").columns.tolist()
     mean = outputs[targets].groupby(level=0).mean().to_numpy()

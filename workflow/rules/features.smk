@@ -121,10 +121,12 @@ rule compute_scores:
         "../scripts/stage.py"
 
 
-whole = [split for split, n in specs.shards.items() if n == 1]
-timed("compute_features/{c}/{split}", c=specs.checkpoints, split=whole)
-timed(
-    "join_shards/{c}/{split}", c=specs.checkpoints, split=set(specs.shards) - set(whole)
-)
+for split, n in specs.shards.items():
+    job = "compute_features/{c}/" + split
+    if n == 1:
+        timed(job, c=specs.checkpoints)
+    else:
+        timed(f"{job}/{{i}}-of-{n}", c=specs.checkpoints, i=range(1, n + 1))
+        timed(f"join_shards/{{c}}/{split}", c=specs.checkpoints)
 timed("compute_normal_matrix/{c}", c=specs.checkpoints)
 timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)
