@@ -66,7 +66,7 @@ def _retrained(results: Path, evaluation: Artifact) -> list[Path]:
 
 def main() -> None:
     """Measure the formula at every number of columns, on the same draws as the scores."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("results", type=Path, help="folder of a finished study")
     parser.add_argument("experiment", help="one whose scores were measured")
     parser.add_argument("--dims", type=int, nargs="+", default=[512, 1024], help="columns")
