@@ -154,7 +154,7 @@ def without_a_disk(folder):
 def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     study, nodes = without_a_disk(tmp_path / "study")
     # Not in git: a study with a module beside it, data, a table of targets.
-    study.path("studies/data").mkdir(parents=True)
+    study.path("studies").mkdir()
     study.path("data").mkdir()
     study.path("data/words.txt").write_text("as on the first machine")
     study.path("studies/targets.tsv").write_text("id\npatient-342\npatient-400\n")
