@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trak_core.gradients import (
     Batch,
@@ -121,17 +121,3 @@ class LoadedModel:
         if TABLE[spec.model_output].needs_pairs:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found
-
-
-def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
-    """Say when most training samples are fitted so well that their scores all but vanish."""
-    if not TABLE[model_output].weight_is_probability:
-        return
-    saturated = (loss_weights.abs() < 1e-3).float().mean().item()
-    if saturated > 0.5:
-        print(
-            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
-            "are fitted almost exactly and get scores near 0. A smaller loss_weight_power, or an "
-            "earlier checkpoint, ranks them better.",
-            flush=True,
-        )

@@ -19,8 +19,9 @@ from trak_core.gradients import (
     sample_bytes,
     samples_that_fit,
 )
+from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name
-from trak_core.models.loaded import LoadedModel, warn_of_saturation
+from trak_core.models.loaded import LoadedModel
 from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.projection import project
 from trak_core.spec import FeaturesSpec, projection_of
@@ -138,15 +139,5 @@ def compute_features(
         for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
             rows[first:last] = stored
             results.append(columns)
-        labels, outputs, predictions, weights, *curvature = (
-            torch.cat(parts) for parts in zip(*results, strict=True)
-        )
-        writer.vector("sample_ids", list(ids))
-        writer.vector("labels", labels.numpy())
-        writer.vector("outputs", outputs.float().numpy())
-        writer.vector("predictions", predictions.numpy())
-        if split == TRAIN:
-            warn_of_saturation(weights, spec.model_output)
-            writer.vector("loss_weights", weights.float().numpy())
-            for numbers in curvature:
-                writer.vector("curvature", numbers.float().numpy())
+        columns = [torch.cat(parts) for parts in zip(*results, strict=True)]
+        write_columns(writer, ids, columns, spec)

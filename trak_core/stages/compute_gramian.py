@@ -20,8 +20,9 @@ from trak_core.gradients import (
     samples_that_fit,
 )
 from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name, find_device, full_precision
-from trak_core.models.loaded import LoadedModel, warn_of_saturation
+from trak_core.models.loaded import LoadedModel
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.progress import with_progress
@@ -125,26 +126,16 @@ def compute_gramian(
     chunk = max(1, min(batch_size, fit // 2))
     print(f"two times {chunk} samples at once", flush=True)
     parts = [columns_of(loaded.model, loaded.output, b) for b in _blocks(samples, 0, chunk)]
-    outputs, predictions, weights, *curvature = (
-        torch.cat(c).cpu() for c in zip(*parts, strict=True)
-    )
+    outputs, *columns = (torch.cat(c) for c in zip(*parts, strict=True))
     if not outputs.isfinite().all():
         rows = (~outputs.isfinite()).nonzero().flatten().tolist()
         refuse_not_finite([own.ids[i] for i in rows], "Model outputs")
     with in_evaluation_mode(loaded.model):
         values = _gramian(loaded, train, None if split == TRAIN else samples, chunk)
     check_finite_gramian(values, data.ids, own.ids)
-    numbers = torch.vmap(loaded.output.label_number)(samples.labels).cpu()
+    numbers = torch.vmap(loaded.output.label_number)(samples.labels)
     file_spec = loaded.file_spec(spec, checkpoint, spec.projection)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values
-        writer.vector("sample_ids", list(own.ids))
-        writer.vector("labels", numbers.numpy())
-        writer.vector("outputs", outputs.float().numpy())
-        writer.vector("predictions", predictions.numpy())
-        if split == TRAIN:
-            warn_of_saturation(weights, spec.model_output)
-            writer.vector("loss_weights", weights.float().numpy())
-            for column in curvature:
-                writer.vector("curvature", column.float().numpy())
+        write_columns(writer, own.ids, [numbers, outputs, *columns], spec)
