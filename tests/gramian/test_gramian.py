@@ -104,8 +104,8 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trak_core.gramian.batched.add_rows", refuse)
-    monkeypatch.setattr("trak_core.gramian.batched._asked", refuse)
+    monkeypatch.setattr("trak_core.one_pass.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
     monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
@@ -120,9 +120,9 @@ def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for module in ("contributions", "convolution"):
         monkeypatch.setattr(f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer)
-    monkeypatch.setattr("trak_core.gramian.contributions.PIECE", 100)
-    monkeypatch.setattr("trak_core.gramian.convolution._WIDE", 1)
-    monkeypatch.setattr("trak_core.gramian.closed_forms._CACHED", 10)
+    monkeypatch.setattr("trak_core.one_pass.contributions.PIECE", 100)
+    monkeypatch.setattr("trak_core.one_pass.convolution._WIDE", 1)
+    monkeypatch.setattr("trak_core.one_pass.closed_forms._CACHED", 10)
     model, call = run(name, 2)
     output = call()
     found = Engine(model, batch_dim=0).compute_gramian(output)

@@ -15,7 +15,7 @@ from torch import nn
 
 from trak_core.gramian import Engine
 from trak_core.gramian.parameters import parameter_gramian
-from trak_core.gramian.rules import MixedSamplesError
+from trak_core.one_pass.rules import MixedSamplesError
 
 N = 3
 

@@ -14,7 +14,7 @@ LAYERS = [
     {"spec", "provenance"},
     {"system"},
     {"projection", "model_outputs"},
-    {"study", "artifacts", "config"},
+    {"study", "artifacts", "config", "one_pass"},
     {"gradients", "scoring"},
     {"gramian", "trust"},
     {"models", "report"},

@@ -5,7 +5,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trak_core.errors import InputError
 from trak_core.gramian.parameters import parameter_gramian
-from trak_core.gramian.rules import MixedSamplesError
+from trak_core.one_pass.rules import MixedSamplesError
 
 
 class Engine:

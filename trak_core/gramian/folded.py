@@ -15,8 +15,8 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, Samples, as_batch
 from trak_core.gramian.parameters import parameter_gramian
-from trak_core.gramian.rules import MixedSamplesError
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.one_pass.rules import MixedSamplesError
 
 
 def train_gramian(

@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from trak_core.errors import InputError
-from trak_core.gramian.batched import add_split
-from trak_core.gramian.graph import trace
-from trak_core.gramian.layout import layout_at
-from trak_core.gramian.plan import make_plan
-from trak_core.gramian.rows import add_rows
+from trak_core.one_pass.batched import add_split
+from trak_core.one_pass.graph import trace
+from trak_core.one_pass.layout import layout_at
+from trak_core.one_pass.plan import make_plan
+from trak_core.one_pass.rows import add_rows
 
 
 def parameter_gramian(

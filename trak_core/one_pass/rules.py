@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trak_core.gramian.graph import Edge, Node, name_of, shape_of
-from trak_core.gramian.layout import Layout, layout_at, locate
+from trak_core.one_pass.graph import Edge, Node, name_of, shape_of
+from trak_core.one_pass.layout import Layout, layout_at, locate
 
 
 class MixedSamplesError(Exception):

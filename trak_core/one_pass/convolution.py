@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trak_core.gramian.contributions import Outer, add_product, pieces, prefers_inner_products
+from trak_core.one_pass.contributions import Outer, add_product, pieces, prefers_inner_products
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
 _WIDE = 8

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.gramian.contributions import Contribution, Dense, Lookup, Outer
-from trak_core.gramian.convolution import Patches
-from trak_core.gramian.graph import Edge, name_of, shape_of
-from trak_core.gramian.layout import locate
+from trak_core.one_pass.contributions import Contribution, Dense, Lookup, Outer
+from trak_core.one_pass.convolution import Patches
+from trak_core.one_pass.graph import Edge, name_of, shape_of
+from trak_core.one_pass.layout import locate
 
 # Entries whose products are summed at a time: they stay in a core's own cache.
 _CACHED = 2**18

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from trak_core.gramian.backward import backward, hooked, show
-from trak_core.gramian.closed_forms import closed_form
-from trak_core.gramian.contributions import Contribution, Dense
-from trak_core.gramian.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.gramian.plan import MOVES, Plan, Region
-from trak_core.gramian.rows import add_rows
+from trak_core.one_pass.backward import backward, hooked, show
+from trak_core.one_pass.closed_forms import closed_form
+from trak_core.one_pass.contributions import Contribution, Dense
+from trak_core.one_pass.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
+from trak_core.one_pass.plan import MOVES, Plan, Region
+from trak_core.one_pass.rows import add_rows
 
 
 class _Pass:

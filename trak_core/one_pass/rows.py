@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from trak_core.gramian.backward import backward, hooked, show
-from trak_core.gramian.contributions import add_product
+from trak_core.one_pass.backward import backward, hooked, show
+from trak_core.one_pass.contributions import add_product
 
 
 def add_rows(

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trak_core.gramian.graph import Edge, Graph, Node, name_of
-from trak_core.gramian.layout import Layout
-from trak_core.gramian.rules import input_layout
+from trak_core.one_pass.graph import Edge, Graph, Node, name_of
+from trak_core.one_pass.layout import Layout
+from trak_core.one_pass.rules import input_layout
 
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {
