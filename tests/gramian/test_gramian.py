@@ -104,9 +104,9 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trak_core.one_pass.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
     monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
-    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
 
@@ -119,8 +119,11 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for module in ("contributions", "convolution"):
-        monkeypatch.setattr(f"trak_core.gramian.{module}.prefers_inner_products", lambda *_: prefer)
-    monkeypatch.setattr("trak_core.one_pass.contributions.PIECE", 100)
+        monkeypatch.setattr(
+            f"trak_core.one_pass.{module}.prefers_inner_products", lambda *_: prefer
+        )
+    for module in ("one_pass.contributions", "gramian.parameters"):
+        monkeypatch.setattr(f"trak_core.{module}.PIECE", 100)
     monkeypatch.setattr("trak_core.one_pass.convolution._WIDE", 1)
     monkeypatch.setattr("trak_core.one_pass.closed_forms._CACHED", 10)
     model, call = run(name, 2)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import per_sample_gradients, select_parameters
+from trak_core.gradients import formed_gradients, gradients_one_by_one, select_parameters
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -37,7 +37,7 @@ def batch(n, kind):
 
 
 def jacobian(model, parameters, kind, samples):
-    found = per_sample_gradients(model, parameters, TABLE[kind].load(), samples)
+    found = formed_gradients(gradients_one_by_one, model, parameters, TABLE[kind].load(), samples)
     return torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).double().numpy()
 
 
@@ -61,8 +61,8 @@ def test_gramians_are_the_products_of_the_gradients(case, monkeypatch):
         raise AssertionError
 
     # All of it by one backward pass a block.
-    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
     monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
     model, parameters, output, train, targets, j, j_t = case
     gramian = train_gramian(model, parameters, output, [train])
@@ -158,14 +158,14 @@ def test_one_backward_pass_serves_every_model_output(kind, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trak_core.gramian.parameters.add_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched.add_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
+    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
     monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
     output, make, draw = KINDS[kind]
     model = make().eval().double()
     samples = [x.double() if x.is_floating_point() else x for x in draw()]
     parameters = select_parameters(model, None)
-    found = per_sample_gradients(model, parameters, output, samples)
+    found = formed_gradients(gradients_one_by_one, model, parameters, output, samples)
     j = torch.cat([g.flatten(1) for g in found.gradients.values()], dim=1).numpy()
     gramian = train_gramian(model, parameters, output, [samples])
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-9, atol=1e-12)

@@ -13,11 +13,12 @@ from trak_core.gradients import (
     check_labels,
     check_samples_apart,
     count_classes,
+    formed_gradients,
     gradient_method,
+    gradients_at_once,
+    gradients_one_by_one,
     in_chunks,
-    looped_gradients,
     n_params,
-    per_sample_gradients,
     sample_bytes,
     samples_that_fit,
     select_parameters,
@@ -29,7 +30,7 @@ from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.segmentation import SEGMENTATION
 
 CPU = torch.device("cpu")
-METHODS = [per_sample_gradients, looped_gradients]
+METHODS = [gradients_at_once, gradients_one_by_one]
 
 
 class Attention(nn.Module):
@@ -101,7 +102,7 @@ def test_gradients_equal_one_backward_pass_a_sample(name, method):
     make, inputs = CASES[name]
     model, batch = make().eval(), (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
     expected, values = by_backward(model, batch, CLASSIFICATION)
-    found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    found = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
     assert list(found.gradients) == list(expected)
     torch.testing.assert_close(found.outputs, values)
     for key, gradient in expected.items():
@@ -112,10 +113,10 @@ def test_a_batch_gives_what_its_samples_give():
     model = conv_net().eval()
     batch = (torch.randn(6, 1, 6, 6), torch.tensor([0, 1, 2, 0, 1, 2]))
     parameters = select_parameters(model, None)
-    whole = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    whole = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, batch)
     for i in range(6):
         part = [tensor[i : i + 1] for tensor in batch]
-        single = per_sample_gradients(model, parameters, CLASSIFICATION, part)
+        single = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, part)
         for key, gradient in single.gradients.items():
             torch.testing.assert_close(gradient[0], whole.gradients[key][i])
 
@@ -127,7 +128,7 @@ def test_only_chosen_parameters_are_differentiated(method):
     assert list(parameters) == ["0.bias", "5.weight", "5.bias"]
     assert n_params(parameters) == 3 + 144 + 3
     batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    found = method(model, parameters, CLASSIFICATION, batch)
+    found = formed_gradients(method, model, parameters, CLASSIFICATION, batch)
     expected, _ = by_backward(model, batch, CLASSIFICATION)
     assert list(found.gradients) == list(parameters)
     for key in parameters:
@@ -141,7 +142,7 @@ def test_the_model_is_evaluated_and_left_as_it_was(method, training):
     model = conv_net().train(training)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    found = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
     check_samples_apart(model, CLASSIFICATION, batch)
     count_classes(model, CLASSIFICATION, batch, CPU)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -156,7 +157,9 @@ def test_a_parameter_that_plays_no_part_has_gradient_zero():
     model.extra = nn.Parameter(torch.tensor(1.0))
     batch = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
     for method in METHODS:
-        found = method(model, select_parameters(model, None), CLASSIFICATION, batch)
+        found = formed_gradients(
+            method, model, select_parameters(model, None), CLASSIFICATION, batch
+        )
         assert torch.equal(found.gradients["extra"], torch.zeros(4))
         check_finite(found, range(4))
 
@@ -165,38 +168,14 @@ def test_named_inputs_are_positional_inputs_by_name():
     model = Attention()
     tokens, mask, labels = torch.randint(0, 11, (5, 7)), torch.ones(5, 7), torch.arange(5) % 3
     parameters = select_parameters(model, None)
-    expected = per_sample_gradients(model, parameters, CLASSIFICATION, (tokens, mask, labels))
+    expected = formed_gradients(
+        gradients_at_once, model, parameters, CLASSIFICATION, (tokens, mask, labels)
+    )
     named = {"mask": mask, "labels": labels, "tokens": tokens}
     for method in METHODS:
-        found = method(model, parameters, CLASSIFICATION, named)
+        found = formed_gradients(method, model, parameters, CLASSIFICATION, named)
         for key, gradient in expected.gradients.items():
             torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
-
-
-class Branching(nn.Module):
-    """Takes one of three ways, by the sample's values."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if (x[:, 0] > 0).all():
-            return y**2 if x.sum() > 0 else -y
-        return y.exp()
-
-
-def test_samples_that_take_other_branches_keep_their_places():
-    x = torch.tensor([[1.0, 1, 1], [-1, 0, 2], [1, -3, 0], [2, 2, 2], [-1, 1, 0], [3, 3, 3]])
-    model, batch = Branching(), (x, torch.tensor([0, 1, 2, 3, 0, 1]))
-    parameters = select_parameters(model, None)
-    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
-    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
-    for a, b in zip(found.columns(), expected.columns(), strict=True):
-        torch.testing.assert_close(a, b)
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[key], gradient)
 
 
 class Writing(nn.Module):
@@ -219,71 +198,57 @@ def test_a_model_may_write_into_its_inputs():
     count_classes(model, CLASSIFICATION, batch, CPU)
     sample_bytes(model, parameters, CLASSIFICATION, batch)
     check_samples_apart(model, CLASSIFICATION, batch)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
-    model = Writing(Branching())
-    parameters = select_parameters(model, None)
-    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
-    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
+    found, expected = (
+        formed_gradients(method, model, parameters, CLASSIFICATION, batch) for method in METHODS
+    )
     torch.testing.assert_close(found.gradients, expected.gradients)
     assert torch.equal(batch[0], x)
 
 
-class Numbers(nn.Module):
-    """Asks a tensor for its number, which vmap cannot give."""
-
+class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
 
     def forward(self, x):
-        return self.linear(x) * (1 + abs(x.sum().item()))
-
-
-class _Wrong(torch.autograd.Function):
-    generate_vmap_rule = False
-
-    @staticmethod
-    def forward(x):
-        return x * 1
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return x * 2, 0
+        return self.head(self.lstm(self.stem(x) if hasattr(self, "stem") else x)[0][:, -1])
 
 
 class Wrong(nn.Module):
-    """Has a vmap rule that computes something else."""
+    """Takes another derivative for a batch than for a sample."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(4, 3)
+        self.linear, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
 
     def forward(self, x):
-        return _Wrong.apply(self.linear(x)) ** 2
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * min(2, len(gradient)))
+        return self.head(y)
+
+
+def deep_recurrent():
+    model = Recurrent()
+    model.stem = nn.Linear(4, 4)
+    return model
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    ("model", "shape", "reason"),
     [
-        (Numbers(), "it fails: RuntimeError: vmap: It looks like you're either"),
-        (Wrong(), "it differs from autograd by"),
+        (deep_recurrent(), (5, 6, 4), "it cannot tell samples apart below: "),
+        (Wrong(), (5, 4), "it differs from autograd by"),
     ],
-    ids=["item", "wrong vmap rule"],
+    ids=["recurrent", "wrong derivative"],
 )
-def test_what_vmap_cannot_take_goes_one_by_one_with_a_notice(model, reason, capsys):
-    batch = (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
+def test_what_one_pass_cannot_take_goes_one_by_one_with_a_notice(model, shape, reason, capsys):
+    batch = (torch.randn(shape), torch.tensor([0, 1, 2, 2, 0]))
     parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is looped_gradients
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_one_by_one
     assert reason in capsys.readouterr().out
-    found = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    found = formed_gradients(gradients_one_by_one, model, parameters, CLASSIFICATION, batch)
     expected, values = by_backward(model, batch, CLASSIFICATION)
     torch.testing.assert_close(found.outputs, values)
     for key, gradient in expected.items():
@@ -291,12 +256,12 @@ def test_what_vmap_cannot_take_goes_one_by_one_with_a_notice(model, reason, caps
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vmap_is_the_way_where_it_works(name, capsys):
+def test_one_pass_is_the_way_where_it_works(name, capsys):
     make, inputs = CASES[name]
     batch = (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
     model = make()
     method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
-    assert method is per_sample_gradients
+    assert method is gradients_at_once
     assert not capsys.readouterr().out
 
 
@@ -390,7 +355,7 @@ def test_what_is_computed_in_half_precision_may_differ_by_as_much():
     assert _precision.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
     assert _precision.rounding(model.net, as_batch(batch, CLASSIFICATION)) == 2**-11.5
     parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
 
 
 def test_one_number_a_sample_without_a_dimension_of_its_own():
@@ -399,7 +364,7 @@ def test_one_number_a_sample_without_a_dimension_of_its_own():
     check_samples_apart(model, REGRESSION, batch)
     parameters = select_parameters(model, None)
     for method in METHODS:
-        found = method(model, parameters, REGRESSION, batch)
+        found = formed_gradients(method, model, parameters, REGRESSION, batch)
         torch.testing.assert_close(found.gradients["0.weight"], batch[0].unsqueeze(1))
         torch.testing.assert_close(found.loss_weights, batch[1] - model(batch[0]).detach())
 
@@ -410,7 +375,7 @@ def test_bad_values_are_left_for_the_check_of_gradients():
     parameters = select_parameters(model, None)
     check_samples_apart(model, CLASSIFICATION, (x, labels))
     method = gradient_method(model, parameters, CLASSIFICATION, (x, labels))
-    found = method(model, parameters, CLASSIFICATION, (x, labels))
+    found = formed_gradients(method, model, parameters, CLASSIFICATION, (x, labels))
     with pytest.raises(InputError, match=r"samples 0 in the model output itself, weight, bias"):
         check_finite(found, range(3))
 
@@ -482,7 +447,9 @@ def test_frozen_parameters_are_left_out():
 def test_regression_gradient():
     model = nn.Linear(3, 1)
     x, y = torch.randn(4, 3), torch.randn(4)
-    found = per_sample_gradients(model, select_parameters(model, None), REGRESSION, (x, y))
+    found = formed_gradients(
+        gradients_at_once, model, select_parameters(model, None), REGRESSION, (x, y)
+    )
     torch.testing.assert_close(found.gradients["weight"], x.unsqueeze(1))
     torch.testing.assert_close(found.outputs, model(x).squeeze(1).detach())
 
@@ -613,14 +580,14 @@ def test_bad_labels_of_many_parts(output, labels, message):
 
 @pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
 def test_transformer_layers_by_their_plain_formula(patterns):
-    """Their inference kernels, taken where nothing asks for a gradient, have no vmap."""
+    """Their inference kernels, taken where nothing asks for a gradient, leave no graph."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
     parameters = select_parameters(model, patterns)
     batch = [torch.randn(4, 3, 8), torch.tensor([0, 1, 2, 0])]
     output = CLASSIFICATION
-    found = per_sample_gradients(model, parameters, output, batch).gradients
-    expected = looped_gradients(model, parameters, output, batch).gradients
+    found = formed_gradients(gradients_at_once, model, parameters, output, batch).gradients
+    expected = formed_gradients(gradients_one_by_one, model, parameters, output, batch).gradients
     for name, block in expected.items():
         torch.testing.assert_close(found[name], block, rtol=1e-5, atol=1e-6)
     assert torch.backends.mha.get_fastpath_enabled()

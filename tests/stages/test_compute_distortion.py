@@ -15,7 +15,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
-from trak_core.gradients import per_sample_gradients
+from trak_core.gradients import gradients_at_once
 from trak_core.models.loaded import LoadedModel
 from trak_core.models.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
@@ -165,7 +165,7 @@ def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, caps
     data = loaded.study.split("train", None)
     samples = loaded.batch(data, 0, SAMPLES)
     size, ids = sum(p.numel() for p in loaded.parameters.values()), data.ids[:SAMPLES]
-    gradients = SampledGradients(loaded, samples, ids, per_sample_gradients, chunk=3)
+    gradients = SampledGradients(loaded, samples, ids, gradients_at_once, chunk=3)
     all_at_once = gradients.peakedness(size, block, held=150)
     assert not capsys.readouterr().out
     for held in (1, 5, 8):

@@ -12,9 +12,10 @@ from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import (
     check_samples_apart,
+    formed_gradients,
     gradient_method,
-    looped_gradients,
-    per_sample_gradients,
+    gradients_at_once,
+    gradients_one_by_one,
     select_parameters,
 )
 from trak_core.model_outputs.classification import CLASSIFICATION
@@ -275,9 +276,9 @@ def test_both_kinds_of_attention_give_the_same(attention):
     assert 0 < int(mask.all(1).sum()) < 20  # texts with padding, and some without
     batch = {"input_ids": ids, "attention_mask": mask, "labels": models.classes(20)}
     parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is per_sample_gradients
-    found = per_sample_gradients(model, parameters, CLASSIFICATION, batch)
-    expected = looped_gradients(model, parameters, CLASSIFICATION, batch)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
+    found = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, batch)
+    expected = formed_gradients(gradients_one_by_one, model, parameters, CLASSIFICATION, batch)
     for key, gradient in expected.gradients.items():
         torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
 

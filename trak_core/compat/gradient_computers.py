@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.compat._vectors import vectorize
+from trak_core.compat._vmap import per_sample_gradients
 from trak_core.compat.modelout_functions import AbstractModelOutput
 from trak_core.errors import InputError
-from trak_core.gradients import PerSample, check_finite, looped_gradients, per_sample_gradients
+from trak_core.gradients import PerSample, check_finite, formed_gradients, gradients_one_by_one
 from trak_core.model_outputs.model_output import ModelOutput
 
 
@@ -191,8 +192,8 @@ class IterativeGradientComputer(_OfChosenParameters):
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return the gradients side by side, shape (B, grad_dim)."""
         value = _Value(self.model, self.modelout_fn, functional=False)
-        found = looped_gradients(value, self._chosen, _VALUE, tuple(batch)).gradients
-        return vectorize(found, device=self.model_params[0].device)
+        what = gradients_one_by_one, value, self._chosen, _VALUE, tuple(batch)
+        return vectorize(formed_gradients(*what).gradients, device=self.model_params[0].device)
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return Q of each sample, shape (B, 1)."""

@@ -1,22 +1,35 @@
-"""Per-sample gradients of a model output, as blocks of one parameter each.
+"""Per-sample gradients of a model output, handed over parameter by parameter, never as a whole.
 
 The layout of the whole project is fixed here: a gradient has one coordinate a parameter entry, the
-parameters in ``named_parameters`` order, each row-major; n samples give an (n, p) matrix whose
-columns come as blocks, so that nothing is ever concatenated.
+parameters in ``named_parameters`` order, each row-major. A batch is differentiated by one backward
+pass (``gradients_at_once``), or sample by sample where a model's graph can't be read; what comes
+goes to a consumer, ``models.projected`` for one.
 """
 
 from trak_core.gradients._apart import check_samples_apart
+from trak_core.gradients._at_once import gradients_at_once
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._call import call
 from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
 from trak_core.gradients._columns import columns_of
-from trak_core.gradients._finite import check_finite, check_finite_gramian, refuse_not_finite
+from trak_core.gradients._finite import (
+    check_finite,
+    check_finite_gramian,
+    explain_not_finite,
+    refuse_not_finite,
+)
+from trak_core.gradients._formed import formed_gradients
 from trak_core.gradients._labels import check_labels, count_classes
-from trak_core.gradients._loop import looped_gradients
 from trak_core.gradients._method import GradientMethod, gradient_method
+from trak_core.gradients._one_by_one import gradients_one_by_one
 from trak_core.gradients._parameters import n_params, select_parameters
-from trak_core.gradients._per_sample import PerSample, as_blocks, in_evaluation_mode
-from trak_core.gradients._vmap import per_sample_gradients
+from trak_core.gradients._per_sample import (
+    PerSample,
+    as_blocks,
+    beside_gradient,
+    in_evaluation_mode,
+    per_sample,
+)
 
 __all__ = [
     "Batch",
@@ -25,6 +38,7 @@ __all__ = [
     "Samples",
     "as_batch",
     "as_blocks",
+    "beside_gradient",
     "call",
     "check_finite",
     "check_finite_gramian",
@@ -32,12 +46,15 @@ __all__ = [
     "check_samples_apart",
     "columns_of",
     "count_classes",
+    "explain_not_finite",
+    "formed_gradients",
     "gradient_method",
+    "gradients_at_once",
+    "gradients_one_by_one",
     "in_chunks",
     "in_evaluation_mode",
-    "looped_gradients",
     "n_params",
-    "per_sample_gradients",
+    "per_sample",
     "refuse_not_finite",
     "sample_bytes",
     "samples_that_fit",

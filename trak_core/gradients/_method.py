@@ -1,26 +1,24 @@
-"""How a model's gradients are to be computed: at once by vmap, or one by one."""
+"""How a model's gradients are to be computed: all samples at once, or one by one."""
 
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._loop import looped_gradients
-from trak_core.gradients._per_sample import PerSample, in_evaluation_mode
+from trak_core.gradients._at_once import SamplesSharedError, gradients_at_once
+from trak_core.gradients._batch import Batch, Samples, as_batch
+from trak_core.gradients._consumers import Digest, SampleConsumer
+from trak_core.gradients._one_by_one import gradients_one_by_one
+from trak_core.gradients._per_sample import differentiating, in_evaluation_mode
 from trak_core.gradients._precision import rounding
-from trak_core.gradients._vmap import per_sample_gradients
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.one_pass.differentiate import plan_of
+from trak_core.one_pass.rules import MixedSamplesError
 from trak_core.system.faults import is_out_of_memory
 
-GradientMethod = Callable[[nn.Module, dict[str, nn.Parameter], ModelOutput, Samples], PerSample]
-
-
-def _largest_difference(found: PerSample, expected: PerSample) -> float:
-    """Return the largest difference of two gradients, in units of the largest entry."""
-    pairs = [(found.gradients[name], block) for name, block in expected.gradients.items()]
-    largest = max(float(block.abs().max()) for _, block in pairs if block.numel())
-    difference = max(float((a - b).abs().max()) for a, b in pairs if b.numel())
-    return difference / largest if largest > 0 else difference
+GradientMethod = Callable[
+    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
+]
 
 
 def gradient_method(
@@ -29,7 +27,7 @@ def gradient_method(
     output: ModelOutput,
     samples: Samples,
 ) -> GradientMethod:
-    """Try vmap on two samples beside plain autograd, and say so if it cannot take the model.
+    """Try one pass for two samples beside plain autograd, and say so if it cannot take the model.
 
     Args:
         model: On the samples' device.
@@ -38,28 +36,75 @@ def gradient_method(
         samples: Some samples, see ``as_batch``; the first two count.
 
     Returns:
-        ``per_sample_gradients``, or ``looped_gradients`` where vmap fails on this model or gives
-        other numbers than autograd; a line is printed then, with the reason.
+        ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
+        graph, would be slower, or gives other numbers; a line is printed then, with the reason.
     """
     few = as_batch(samples, output).rows(slice(0, 2))
-    expected = looped_gradients(model, parameters, output, few)
+    if len(few) < 2:
+        return gradients_one_by_one
+    what = model, parameters, output
     try:
-        found = per_sample_gradients(model, parameters, output, few)
+        reason = _hidden(*what, few) or _difference(*what, few)
     except Exception as error:
         if is_out_of_memory(error):
-            return per_sample_gradients
+            return gradients_at_once
         reason = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    else:
-        difference = _largest_difference(found, expected)
-        with in_evaluation_mode(model):
-            allowed = rounding(model, few)
-        # NaN in both is for check_finite to explain, with sample and parameter.
-        if difference != difference or difference <= allowed:
-            return per_sample_gradients
-        reason = f"differs from autograd by {difference:.1g} of the largest entry"
+    if reason is None:
+        return gradients_at_once
     print(
-        f"Notice: torch.func.vmap cannot take this model; it {reason}. Gradients are computed "
-        "one sample at a time, with the same numbers but slower.",
+        f"Notice: one backward pass for all samples cannot take this model; it {reason}. Gradients "
+        "are computed one sample at a time, with the same numbers but slower.",
         flush=True,
     )
-    return looped_gradients
+    return gradients_one_by_one
+
+
+def _difference(
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, few: Batch
+) -> str | None:
+    """Compare the gradients of two samples with those of plain autograd."""
+    chosen = list(parameters.values())
+    found, expected = (Digest.zeros(chosen, len(few)) for _ in range(2))
+    gradients_one_by_one(model, parameters, output, few, expected)
+    gradients_at_once(model, parameters, output, few, found)
+    pairs = [(a, b) for a, b in zip(found.rows, expected.rows, strict=True) if b.numel()]
+    largest = max(float(b.abs().max()) for _, b in pairs)
+    difference = max(float((a - b).abs().max()) for a, b in pairs)
+    difference = difference / largest if largest > 0 else difference
+    with in_evaluation_mode(model):
+        allowed = rounding(model, few)
+    # NaN in both is for the check of features to explain, with sample and parameter.
+    if difference != difference or difference <= allowed:
+        return None
+    return f"differs from autograd by {difference:.1g} of the largest entry"
+
+
+def _hidden(
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, few: Batch
+) -> str | None:
+    """Return the operations below which samples can't be told apart, in words, if there are any.
+
+    What depends on parameters alone has the same shape for two samples and for three.
+
+    Returns:
+        The reason; None for none.
+    """
+    found = []
+    for n in (2, 3):
+        batch = few.rows(torch.arange(n) % 2)
+        with differentiating(model, parameters.values()):
+            values = torch.vmap(output.value)(output.read(batch.given_to(model)), batch.labels)
+        if not values.requires_grad:
+            return None
+        try:
+            plan = plan_of(values, list(parameters.values()), 0)
+        except MixedSamplesError:
+            plan = None
+        if plan is None:
+            raise SamplesSharedError("the samples share what leads to the model output")
+        found.append(plan.arrivals())
+    of_two, of_three = found
+    if of_two == of_three:
+        return None
+    names = [name for (name, a), (_, b) in zip(of_two, of_three, strict=False) if a != b]
+    return f"cannot tell samples apart below: {', '.join(dict.fromkeys(names))}"

@@ -20,7 +20,7 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """What one batch gives under one checkpoint.
+    """What one batch gives under one checkpoint, with its gradients as a whole.
 
     Attributes:
         gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
@@ -54,6 +54,15 @@ def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tupl
     return tuple(function(outputs.detach(), label) for function in functions)
 
 
+def columns_beside(
+    output: ModelOutput, values: Tensor, outputs: Tensor, labels: Tensor
+) -> list[Tensor]:
+    """Return f and ``beside_gradient`` of all samples, as ``PerSample.columns`` has them."""
+    with torch.no_grad():
+        beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))
+        return [values.detach(), *beside(outputs.detach(), labels)]
+
+
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
     """Put together gradients with f and what ``beside_gradient`` gives, in that order."""
     outputs, predictions, loss_weights, *curvature = columns
@@ -64,21 +73,39 @@ def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSa
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
-    """Run with the model in evaluation mode, and attention by its plain formula.
+    """Run with the model in evaluation mode.
 
     Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that
-    mode is restored. Fused attention, and the inference kernels that torch's transformer layers
-    take when only other layers are differentiated, have no vmap rule; the plain ones give the same
-    function.
+    mode is restored. The inference kernels that torch's transformer layers take when only other
+    layers are differentiated are off: they leave no graph to read.
     """
     training = [module for module in model.modules() if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            yield
+        yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module in training:
             module.training = True
+
+
+@contextlib.contextmanager
+def differentiating(
+    model: nn.Module, parameters: Iterable[nn.Parameter]
+) -> Generator[None, None, None]:
+    """Run in evaluation mode, with a graph to these parameters alone.
+
+    Others are left out while it runs: what only they need would be kept for nothing.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        with in_evaluation_mode(model), torch.enable_grad():
+            yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)

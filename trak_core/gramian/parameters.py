@@ -1,17 +1,43 @@
 """The Gramian of the gradients with respect to given parameters."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from trak_core.errors import InputError
-from trak_core.one_pass.batched import add_split
-from trak_core.one_pass.graph import trace
-from trak_core.one_pass.layout import layout_at
-from trak_core.one_pass.plan import make_plan
-from trak_core.one_pass.rows import add_rows
+from trak_core.one_pass.contributions import PIECE, Contribution, add_product, summed_parts
+from trak_core.one_pass.differentiate import by_rows, by_samples, plan_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Adds up inner products, parameter by parameter.
+
+    Attributes:
+        gramian: Shape (rows, rows).
+    """
+
+    gramian: Tensor
+    in_order: ClassVar[bool] = False
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        """Add the products of the gradients with respect to a parameter."""
+        if len(uses) == 1:
+            uses[0].add_to(self.gramian)
+            return
+        for _, rows in summed_parts(uses, PIECE):
+            add_product(self.gramian, rows)
+
+    def empty(self) -> Self:
+        """Return zeros."""
+        return type(self)(torch.zeros_like(self.gramian))
+
+    def add(self, other: Self) -> None:
+        """Add another Gramian."""
+        self.gramian.add_(other.gramian)
 
 
 def parameter_gramian(
@@ -41,50 +67,19 @@ def parameter_gramian(
     n = output.numel()
     order = list(range(output.ndim))
     gramian = output.detach().new_zeros(n, n)
+    products = _Products(gramian)
     with torch.no_grad():
-        if batch_dim is None:
-            _add_by_rows(gramian, output, parameters)
+        dim = None if batch_dim is None else _checked_dim(output, batch_dim)
+        plan = None if dim is None else plan_of(output, parameters, dim)
+        if dim is None or plan is None:
+            by_rows(products, output, parameters)
         else:
-            dim = _checked_dim(output, batch_dim)
-            if _add_by_samples(gramian, output, parameters, dim):
-                order.append(order.pop(dim))
-            else:
-                _add_by_rows(gramian, output, parameters)
+            by_samples(products, output, plan, dim)
+            order.append(order.pop(dim))
     shape = [output.shape[dim] for dim in order]
     back = [order.index(dim) for dim in range(output.ndim)]
     ahead = [output.ndim + dim for dim in reversed(back)]
     return gramian.view(shape + shape).permute(back + ahead)
-
-
-def _add_by_rows(gramian: Tensor, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    edge = get_gradient_edge(output)
-    reached = list(trace([edge.node], parameters).parameters.values())
-    if reached and output.numel():
-        rows = torch.eye(len(gramian), dtype=output.dtype, device=output.device)
-        add_rows(gramian, [edge], [rows.view(-1, *output.shape)], reached, {})
-
-
-def _add_by_samples(
-    gramian: Tensor, output: Tensor, parameters: Sequence[Tensor], dim: int
-) -> bool:
-    """Take the fast path if there is one; rows run over the other dimensions, then the samples."""
-    n_samples = output.shape[dim]
-    if n_samples < 2:
-        return False
-    edge = get_gradient_edge(output)
-    graph = trace([edge.node], parameters)
-    layout = layout_at(output.shape, dim, 1, n_samples)
-    if layout is None or not graph.order:
-        return False
-    plan = make_plan(graph, {(edge.node, edge.output_nr): layout}, n_samples)
-    if edge.node not in plan.layouts:
-        return False
-    others = [size for i, size in enumerate(output.shape) if i != dim]
-    n_each = len(gramian) // n_samples
-    rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
-    rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
-    add_split(gramian, edge, rows, plan, n_samples)
-    return True
 
 
 def _checked_dim(output: Tensor, batch_dim: int) -> int:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from torch import Tensor
 
-from trak_core.gradients import Batch, GradientMethod, check_finite, in_chunks
+from trak_core.gradients import Batch, GradientMethod, formed_gradients, in_chunks
 from trak_core.models.loaded import LoadedModel
-from trak_core.projection import project
+from trak_core.models.projected import Features
 from trak_core.spec import ProjectionSpec
 from trak_core.system.progress import with_progress
 from trak_core.trust.distortion import peakedness
@@ -36,16 +35,12 @@ class SampledGradients:
     chunk: int
 
     def _each(
-        self, use: Callable[[list[Tensor]], T], start: int, stop: int
+        self, use: Callable[[Batch], T], start: int, stop: int
     ) -> Iterator[tuple[int, int, T]]:
-        """Yield start and stop of chunks of samples, and what ``use`` makes of their gradients."""
+        """Yield start and stop of chunks of samples, and what ``use`` makes of them."""
 
         def used(first: int, last: int) -> T:
-            batch = self.samples.rows(slice(start + first, start + last))
-            what = self.loaded.model, self.loaded.parameters, self.loaded.output
-            result = self.method(*what, batch)
-            check_finite(result, self.ids[start + first : start + last])
-            return use(result.blocks())
+            return use(self.samples.rows(slice(start + first, start + last)))
 
         for first, last, made in in_chunks(used, stop - start, self.chunk):
             yield start + first, start + last, made
@@ -60,12 +55,12 @@ class SampledGradients:
         Returns:
             Scaled features, shape (len(projections), n, k), float32.
         """
+        what = self.loaded.model, self.loaded.parameters, self.loaded.output
 
-        def projected(blocks: list[Tensor]) -> list[np.ndarray]:
-            return [
-                project(blocks, projection, scale=True, threads=threads).cpu().numpy()
-                for projection in projections
-            ]
+        def projected(batch: Batch) -> list[np.ndarray]:
+            sums = Features.zeros(self.loaded.parameters, projections, len(batch), threads)
+            self.method(*what, batch, sums)
+            return [rows.cpu().numpy() for rows in sums.scaled()]
 
         n = len(self.ids)
         features = np.empty((len(projections), n, projections[0].proj_dim), np.float32)
@@ -83,6 +78,12 @@ class SampledGradients:
             held: Samples whose gradients are kept while the others' go by; changes nothing but the
                 time.
         """
+        what = self.loaded.model, self.loaded.parameters, self.loaded.output
+
+        def whole(batch: Batch) -> np.ndarray:
+            blocks = formed_gradients(self.method, *what, batch).blocks()
+            return np.concatenate([block.float().cpu().numpy() for block in blocks], axis=1)
+
         n = len(self.ids)
         peaks = np.empty((n, n))
         starts = range(0, n, held)
@@ -95,15 +96,10 @@ class SampledGradients:
         for start in starts:
             stop = min(start + held, n)
             kept = np.empty((stop - start, size), np.float32)
-            for first, last, rows in self._each(_whole, start, stop):
+            for first, last, rows in self._each(whole, start, stop):
                 kept[first - start : last - start] = rows
             peaks[start:stop, start:stop] = peakedness(kept, kept, block)
-            for first, last, rows in self._each(_whole, stop, n):
+            for first, last, rows in self._each(whole, stop, n):
                 part = peakedness(kept, rows, block)
                 peaks[start:stop, first:last], peaks[first:last, start:stop] = part, part.T
         return peaks
-
-
-def _whole(blocks: list[Tensor]) -> np.ndarray:
-    """Return whole gradients, shape (batch, p)."""
-    return np.concatenate([block.float().cpu().numpy() for block in blocks], axis=1)

@@ -10,20 +10,23 @@ from torch.autograd.graph import GradientEdge
 
 from trak_core.one_pass.backward import backward, hooked, show
 from trak_core.one_pass.closed_forms import closed_form
-from trak_core.one_pass.contributions import Contribution, Dense
+from trak_core.one_pass.consumer import Consumer
+from trak_core.one_pass.contributions import Contribution, Dense, rows_of, turned
 from trak_core.one_pass.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.one_pass.plan import MOVES, Plan, Region
-from trak_core.one_pass.rows import add_rows
+from trak_core.one_pass.plan import MOVES, Plan, Region, keeps_order
+from trak_core.one_pass.rows import take_rows
 
 
 class _Pass:
     """What one backward pass gathers; it dies with the call."""
 
-    def __init__(self, plan: Plan, gramian: Tensor, n_samples: int):
-        self.plan, self.gramian, self.n_samples = plan, gramian, n_samples
+    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int):
+        self.plan, self.consumer, self.n_samples = plan, consumer, n_samples
+        # Of parameters that are used more than once: what has come already.
+        self.uses: dict[int, list[Contribution]] = defaultdict(list)
         # Crossings without a closed form, with the gradients of the outputs.
         self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # Of regions that aren't simple: rows at the tensors where they arrive.
+        # Of regions with operations in them: rows at the tensors where they arrive.
         self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
@@ -40,10 +43,16 @@ class _Pass:
             self.waiting[node] = gradients, waiting
 
     def _take(self, found: Contribution, edge: Edge, region: Region) -> None:
-        if region.is_simple:
-            found.add_to(self.gramian)
+        if region.is_direct:
+            uses = self.uses[id(region)]
+            uses.append(_ordered(found, edge))
+            if len(uses) == len(region.crossings):
+                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
             return
-        rows, node, number = _moved(found.rows(), edge)
+        if region.is_simple and not self.consumer.in_order:
+            self.consumer.take(region.parameters[0], [found])
+            return
+        rows, node, number = _moved(rows_of(found), edge)
         sums = self.arrived[id(region)]
         sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
 
@@ -58,6 +67,8 @@ class _Pass:
             for edge, region in waiting:
                 self._take(Dense(found[edge.index]), edge, region)
         for region in self.plan.regions:
+            if id(region) in self.uses:  # some of its uses play no part
+                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
             sums = self.arrived[id(region)]
             if not sums:
                 continue
@@ -68,13 +79,23 @@ class _Pass:
                 if leaf is not None
             }
             inside = [key for key, leaf in leaves.items() if leaf is None]
-            add_rows(
-                self.gramian,
+            take_rows(
+                self.consumer,
                 [GradientEdge(*key) for key in inside],
                 [sums[key].view(-1, *shape_of(*key)) for key in inside],
                 region.parameters,
                 extra,
             )
+
+
+def _ordered(found: Contribution, edge: Edge) -> Contribution:
+    """Return what a crossing gives to the parameter that its input is, perhaps transposed."""
+    node = edge.node
+    while leaf_of(node) is None:
+        if not keeps_order(node):
+            found = turned(found, shape_of(node, 0))
+        ((node, _),) = node.next_functions
+    return found
 
 
 def _moved(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
@@ -131,19 +152,19 @@ def _asked(
     }
 
 
-def add_split(
-    gramian: Tensor, output: GradientEdge, gradients: Tensor, plan: Plan, n_samples: int
+def take_split(
+    consumer: Consumer, output: GradientEdge, gradients: Tensor, plan: Plan, n_samples: int
 ) -> None:
-    """Add J J^T to a Gramian, for samples that are independent.
+    """Hand over the gradients of samples that are independent.
 
     Args:
-        gramian: Shape (C B, C B), rows (c, b); changed in place.
+        consumer: Takes them, rows (c, b).
         output: Where the pass starts.
         gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
         plan: For this output.
         n_samples: B.
     """
-    gathered = _Pass(plan, gramian, n_samples)
+    gathered = _Pass(plan, consumer, n_samples)
 
     def present(found: list[Tensor | None]) -> dict[int, Tensor]:
         return {number: tensor for number, tensor in enumerate(found) if tensor is not None}

@@ -1,13 +1,13 @@
-"""What one use of a parameter adds to a Gramian, in the forms that are cheaper than its gradients.
+"""What one use of a parameter gives to gradients, in forms that are smaller than the gradients.
 
 Rows are pairs (c, b): c counts what is differentiated within a sample, b the samples. A
 contribution stands for the matrix of those rows' gradients with respect to one tensor. It can add
-that matrix times its transpose to a Gramian, piece by piece, or return the matrix, flattened in the
-tensor's own order, where several uses have to be summed first.
+that matrix times its transpose to a Gramian, or return it, flattened in the tensor's own order, as
+a whole or in parts.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,15 +18,60 @@ PIECE = 2**22
 
 
 class Contribution(Protocol):
-    """One use of a parameter."""
+    """One use of a tensor, which is read as a matrix: its first dimension, and all the others."""
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Size of the tensor as a matrix."""
+        ...
+
+    @property
+    def n_rows(self) -> int:
+        """How many gradients there are."""
+        ...
 
     def add_to(self, gramian: Tensor) -> None:
         """Add to a Gramian of shape (rows, rows), in place."""
         ...
 
-    def rows(self) -> Tensor:
-        """Return the gradients, shape (rows, entries)."""
+    def part(self, first: int, last: int) -> Tensor:
+        """Return the gradients of the matrix's rows from ``first`` to ``last``.
+
+        Returns:
+            Shape (rows, (last - first) x the matrix's columns).
+        """
         ...
+
+
+def rows_of(contribution: Contribution) -> Tensor:
+    """Return whole gradients, shape (rows, entries)."""
+    return contribution.part(0, contribution.matrix[0])
+
+
+def whole(contribution: Contribution) -> "Dense":
+    """Return the same with its gradients formed, as those of a matrix of one row."""
+    return Dense(rows_of(contribution)[None, :, None])
+
+
+def summed_parts(uses: Sequence[Contribution], most_entries: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield the sum of several uses of one tensor, a part after the other.
+
+    Args:
+        uses: At least one, in the tensor's own order.
+        most_entries: Of a part, unless a single row of the matrix has more.
+
+    Yields:
+        The first entry, and gradients of shape (rows, entries).
+    """
+    if len({use.matrix for use in uses}) > 1:  # seen in several shapes
+        uses = [whole(use) for use in uses]
+    n, width = uses[0].matrix
+    step = max(1, most_entries // max(1, width * uses[0].n_rows))
+    for first in range(0, n, step):
+        total, *others = (use.part(first, min(first + step, n)) for use in uses)
+        for other in others:
+            total = total + other
+        yield first * width, total
 
 
 def add_product(gramian: Tensor, rows: Tensor) -> None:
@@ -47,14 +92,25 @@ class Dense:
 
     gradients: Tensor
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See ``Contribution``."""
+        first = self.gradients.shape[2] if self.gradients.ndim > 2 else 1
+        return first, self.gradients[0, 0].numel() // max(1, first)
+
+    @property
+    def n_rows(self) -> int:
+        """See ``Contribution``."""
+        return self.gradients.shape[0] * self.gradients.shape[1]
+
     def add_to(self, gramian: Tensor) -> None:
         """See ``Contribution``."""
-        add_product(gramian, self.rows())
+        add_product(gramian, rows_of(self))
 
-    def rows(self) -> Tensor:
+    def part(self, first: int, last: int) -> Tensor:
         """See ``Contribution``."""
-        c, b = self.gradients.shape[:2]
-        return self.gradients.reshape(c * b, -1)
+        width = self.matrix[1]
+        return self.gradients.reshape(self.n_rows, -1)[:, first * width : last * width]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +129,17 @@ class Outer:
     left: Tensor
     right: Tensor
     is_turned: bool
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See ``Contribution``."""
+        p, q = self.left.shape[-1], self.right.shape[-1]
+        return (q, p) if self.is_turned else (p, q)
+
+    @property
+    def n_rows(self) -> int:
+        """See ``Contribution``."""
+        return self.right.shape[0] * self.right.shape[1]
 
     def add_to(self, gramian: Tensor) -> None:
         """See ``Contribution``."""
@@ -98,10 +165,13 @@ class Outer:
                 sums = products.sum((1, 4)).view(n, c * b)
                 gramian[i * b + part.start : i * b + part.stop] += sums.to(gramian.dtype)
 
-    def rows(self) -> Tensor:
+    def part(self, first: int, last: int) -> Tensor:
         """See ``Contribution``."""
         a, b = (self.right, self.left) if self.is_turned else (self.left, self.right)
-        return (a.transpose(-1, -2) @ b).flatten(0, 1).flatten(1)
+        a = a[..., first:last].transpose(-1, -2)
+        # A product of matrices with nothing to add up is slower.
+        found = a * b if a.shape[-1] == 1 else a @ b
+        return found.reshape(self.n_rows, -1)
 
 
 def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
@@ -125,20 +195,43 @@ class Lookup:
     gradients: Tensor
     n_entries: int
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See ``Contribution``."""
+        return self.n_entries, self.gradients.shape[-1]
+
+    @property
+    def n_rows(self) -> int:
+        """See ``Contribution``."""
+        return self.gradients.shape[0] * self.gradients.shape[1]
+
     def add_to(self, gramian: Tensor) -> None:
         """See ``Contribution``."""
         used, places = self.indices.unique(return_inverse=True)
         for part in pieces(self.gradients.shape[-1], gramian.shape[0] * len(used)):
-            add_product(gramian, self._summed(places, len(used), part))
+            add_product(gramian, _summed(places, len(used), self.gradients[..., part]))
 
-    def rows(self) -> Tensor:
+    def part(self, first: int, last: int) -> Tensor:
         """See ``Contribution``."""
-        return self._summed(self.indices, self.n_entries, slice(None))
+        n = last - first
+        inside = (self.indices >= first) & (self.indices < last)
+        # What lies outside goes to a row of its own.
+        places = torch.where(inside, self.indices - first, n)
+        q = self.gradients.shape[-1]
+        return _summed(places, n + 1, self.gradients)[:, : n * q]
 
-    def _summed(self, places: Tensor, n_places: int, part: slice) -> Tensor:
-        found = self.gradients[..., part]
-        c, b, _, q = found.shape
-        own = torch.arange(c * b, device=places.device).view(c, b, 1)
-        sums = found.new_zeros(c * b * n_places, q)
-        sums.index_add_(0, (own * n_places + places).flatten(), found.flatten(0, 2))
-        return sums.view(c * b, n_places * q)
+
+def _summed(places: Tensor, n_places: int, found: Tensor) -> Tensor:
+    """Add up what was found at each of ``n_places`` places, shape (C B, n_places q)."""
+    c, b, _, q = found.shape
+    own = torch.arange(c * b, device=places.device).view(c, b, 1)
+    sums = found.new_zeros(c * b * n_places, q)
+    sums.index_add_(0, (own * n_places + places).flatten(), found.flatten(0, 2))
+    return sums.view(c * b, n_places * q)
+
+
+def turned(contribution: Contribution, shape: tuple[int, ...]) -> Contribution:
+    """Return the same with respect to the transpose of a matrix of this shape."""
+    if isinstance(contribution, Outer) and contribution.matrix == shape:
+        return replace(contribution, is_turned=not contribution.is_turned)
+    return Dense(rows_of(contribution).unflatten(1, shape).transpose(1, 2).unsqueeze(0))

@@ -41,6 +41,17 @@ class Patches:
     dilation: tuple[int, ...]
     groups: int
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See ``Contribution``."""
+        inputs = self.images.shape[2] // self.groups
+        return self.gradients.shape[3], inputs * math.prod(self.kernel)
+
+    @property
+    def n_rows(self) -> int:
+        """See ``Contribution``."""
+        return self.gradients.shape[0] * self.gradients.shape[1]
+
     def add_to(self, gramian: Tensor) -> None:
         """See ``Contribution``."""
         c, b, v, outputs = self.gradients.shape[:4]
@@ -64,13 +75,15 @@ class Patches:
                     rows = gradients @ patches.transpose(-1, -2)
                     add_product(gramian, rows.reshape(c * b, -1))
 
-    def rows(self) -> Tensor:
+    def part(self, first: int, last: int) -> Tensor:
         """See ``Contribution``."""
         inputs = self.images.shape[2] // self.groups
-        parts = [
-            self._gradients_of(group) @ self._patches(group, slice(0, inputs)).transpose(-1, -2)
-            for group in range(self.groups)
-        ]
+        each = self.gradients.shape[3] // self.groups
+        parts = []
+        for group in range(first // each, -(-last // each)):
+            own = slice(max(0, first - group * each), min(each, last - group * each))
+            patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
+            parts.append(self._gradients_of(group)[:, :, own] @ patches)
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _gradients_of(self, group: int) -> Tensor:

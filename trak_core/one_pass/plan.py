@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trak_core.one_pass.graph import Edge, Graph, Node, name_of
+from trak_core.one_pass.graph import Edge, Graph, Node, name_of, shape_of
 from trak_core.one_pass.layout import Layout
 from trak_core.one_pass.rules import input_layout
 
@@ -21,7 +21,22 @@ MOVES = {
     *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
     *("Clone", "Alias", "ToCopy"),
 }
+_TURNS = {"T", "Transpose", "Permute"}
 _CUTS = {"Split", "SplitWithSizes", "Unbind"}
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether an operation that only moves entries leaves their row-major order as it is."""
+    return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
+
+
+def is_turn(node: Node) -> bool:
+    """Whether an operation transposes a matrix."""
+    if len(shape_of(node, 0)) != 2:
+        return False
+    if name_of(node) == "Transpose":
+        return (node._saved_dim0 - node._saved_dim1) % 2 == 1
+    return name_of(node) == "T"
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +46,15 @@ class Region:
     Attributes:
         crossings: The edges that lead into it.
         parameters: Its parameters.
+        is_direct: There is one parameter, and what a crossing leads to is that parameter, perhaps
+            transposed or in another shape.
         is_simple: Every crossing leads, through operations that only move entries, to entries of
             one parameter that no other crossing leads to: each contributes for itself.
     """
 
     crossings: list[Edge] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)
+    is_direct: bool = True
     is_simple: bool = True
 
 
@@ -57,6 +75,15 @@ class Plan:
     regions: list[Region]
     inner: list[Node]
     last: list[Node]
+
+    def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return where gradients arrive as rows: the operations' names, and the tensors' shapes."""
+        return [
+            (name_of(edge.user), shape_of(edge.node, edge.number))
+            for region in self.regions
+            if not region.is_direct
+            for edge in region.crossings
+        ]
 
 
 def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) -> Plan:
@@ -146,5 +173,8 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
         is_parameter = node in graph.parameters
         moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
         once = n_edges[id(region)] == n_arrivals[id(region)]
-        region.is_simple &= moves and once and len(region.parameters) == 1
+        alone = len(region.parameters) == 1
+        region.is_simple &= moves and once and alone
+        keeps = is_parameter or (name_of(node) in MOVES and (keeps_order(node) or is_turn(node)))
+        region.is_direct &= keeps and alone
     return region_of

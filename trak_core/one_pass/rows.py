@@ -7,44 +7,49 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from trak_core.one_pass.backward import backward, hooked, show
-from trak_core.one_pass.contributions import add_product
+from trak_core.one_pass.consumer import Consumer
+from trak_core.one_pass.contributions import Dense
 
 
-def add_rows(
-    gramian: Tensor,
+def take_rows(
+    consumer: Consumer,
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor],
     extra: dict[Tensor, Tensor],
 ) -> None:
-    """Add J J^T to a Gramian, J the rows' gradients with respect to the parameters.
+    """Hand over the rows' gradients with respect to parameters.
 
-    All rows go down together; a parameter's rows are folded and dropped when they arrive. Where an
-    operation cannot take several rows at once, they go one by one, and J is formed.
+    All rows go down together; a parameter's rows are handed over and dropped when they arrive.
+    Where an operation cannot take several rows at once, they go one by one, and all are formed.
 
     Args:
-        gramian: Shape (rows, rows), changed in place.
+        consumer: Takes them.
         outputs: Where the rows start.
         gradients: Of each of them, shape (rows, *shape).
         parameters: What to differentiate with respect to.
         extra: Rows, shape (rows, entries), to add to those of a parameter.
     """
-    found = torch.zeros_like(gramian)
+    found = consumer.empty()
     if outputs:
         try:
             _together(found, outputs, gradients, parameters, extra)
         except RuntimeError:
             # An error of the operation itself comes again, now without vmap around it.
-            found.zero_()
+            found = consumer.empty()
             _one_by_one(found, outputs, gradients, parameters, extra)
     else:
-        for rows in extra.values():
-            add_product(found, rows)
-    gramian += found
+        for parameter, rows in extra.items():
+            _take(found, parameter, rows)
+    consumer.add(found)
+
+
+def _take(consumer: Consumer, parameter: Tensor, rows: Tensor) -> None:
+    consumer.take(parameter, [Dense(rows.reshape(1, len(rows), *parameter.shape))])
 
 
 def _together(
-    gramian: Tensor,
+    consumer: Consumer,
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -56,7 +61,7 @@ def _together(
         assert rows is not None
         arrived.add(parameter)
         rows = rows.reshape(len(rows), -1)
-        add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
+        _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
 
     def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
@@ -69,11 +74,11 @@ def _together(
     with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
         backward(outputs, gradients, parameters, lambda found: None)
     for parameter in extra.keys() - arrived:
-        add_product(gramian, extra[parameter])
+        _take(consumer, parameter, extra[parameter])
 
 
 def _one_by_one(
-    gramian: Tensor,
+    consumer: Consumer,
     outputs: Sequence[GradientEdge],
     gradients: Sequence[Tensor],
     parameters: Sequence[Tensor],
@@ -87,11 +92,11 @@ def _one_by_one(
             retain_graph=True,
             allow_unused=True,
         )
-        for row in range(len(gramian))
+        for row in range(len(gradients[0]))
     ]
     for parameter, column in zip(parameters, zip(*found, strict=True), strict=True):
         if any(gradient is not None for gradient in column) or parameter in extra:
             zero = torch.zeros_like(parameter)
             rows = torch.stack([zero if g is None else g for g in column])
             rows = rows.reshape(len(rows), -1)
-            add_product(gramian, rows + extra[parameter] if parameter in extra else rows)
+            _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)

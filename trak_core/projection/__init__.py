@@ -1,5 +1,5 @@
 """Random projection of gradient rows (Johnson-Lindenstrauss), one matrix everywhere."""
 
-from trak_core.projection._project import project
+from trak_core.projection._project import NotFiniteError, project
 
-__all__ = ["project"]
+__all__ = ["NotFiniteError", "project"]

@@ -18,6 +18,10 @@ _DTYPES = (np.float32, np.float16)
 _TORCH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+class NotFiniteError(InputError):
+    """A projection has NaN or infinity in it."""
+
+
 def _described(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype} on {value.device}"
@@ -99,7 +103,7 @@ def _check_finite(out: Matrix) -> None:
         finite = np.isfinite(_array(out))
     if not finite.all():
         rows = [i for i, row in enumerate(finite) if not row.all()]
-        raise InputError(
+        raise NotFiniteError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
             f"the projection of the rows {', '.join(map(str, rows[:8]))}"
             f"{' and more' if len(rows) > 8 else ''}."
@@ -147,8 +151,9 @@ def project(
 
     Raises:
         InputError: If shapes, dtypes or devices are not as above, if the chunk does not lie within
-            ``spec.n_params``, if ``accumulate`` comes without ``out``, if a result is not finite
-            (``out`` is then not usable), or if a CUDA kernel cannot run or fails its test.
+            ``spec.n_params``, if ``accumulate`` comes without ``out``, or if a CUDA kernel cannot
+            run or fails its test.
+        NotFiniteError: An ``InputError``: if a result is not finite; ``out`` is then not usable.
 
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.

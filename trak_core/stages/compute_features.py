@@ -6,13 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.errors import InputError
 from trak_core.gradients import (
-    check_finite,
     check_labels,
+    explain_not_finite,
     gradient_method,
     in_chunks,
     n_params,
@@ -22,8 +21,9 @@ from trak_core.gradients import (
 from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name
 from trak_core.models.loaded import LoadedModel
+from trak_core.models.projected import Features
 from trak_core.models.projection_device import compilers, projecting_device
-from trak_core.projection import project
+from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.flipped import with_flipped_labels
 from trak_core.study.study import TRAIN
@@ -123,12 +123,19 @@ def compute_features(
         """Return the features of some samples to be stored, and what goes with each sample."""
         batch = loaded.batch(data, start + first, start + last)
         check_labels(batch.labels, output, n_classes, ids[first:last])
-        result = method(model, parameters, output, batch)
-        check_finite(result, ids[first:last])
-        projected = project(result.blocks(), projection, scale=True, threads=threads).cpu().numpy()
-        numbers = vmap(output.label_number)(batch.labels)
-        columns = [column.cpu() for column in (numbers, *result.columns())]
-        return _stored(projected, spec.dtype, ids[first:last]), columns
+        what = model, parameters, output, batch
+        sums = Features.zeros(parameters, [projection], len(batch), threads)
+        try:
+            columns = method(*what, sums)
+        except NotFiniteError:
+            explain_not_finite(*what, ids[first:last])
+            raise
+        if not columns[0].isfinite().all():
+            explain_not_finite(*what, ids[first:last])
+        (rows,) = sums.scaled()
+        numbers = torch.vmap(output.label_number)(batch.labels)
+        columns = [column.cpu() for column in (numbers, *columns)]
+        return _stored(rows.cpu().numpy(), spec.dtype, ids[first:last]), columns
 
     results: list[list[Tensor]] = []
     with create(features, kind, file_spec, provenance) as writer:

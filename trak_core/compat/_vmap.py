@@ -1,12 +1,15 @@
-"""Per-sample gradients of a whole batch at once, by torch.func."""
+"""Per-sample gradients by torch.func, of a function of one sample that a user has written."""
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from trak_core.gradients._batch import Batch, Samples, as_batch
-from trak_core.gradients._branches import Branches, SamplesDisagree
-from trak_core.gradients._per_sample import (
+from trak_core.compat._branches import Branches, SamplesDisagree
+from trak_core.gradients import (
+    Batch,
     PerSample,
+    Samples,
+    as_batch,
     beside_gradient,
     in_evaluation_mode,
     per_sample,
@@ -37,7 +40,7 @@ def per_sample_gradients(
         Gradients, outputs and what goes with them of the batch, on its device.
 
     Raises:
-        RuntimeError: If vmap cannot take the model; ``looped_gradients`` can.
+        RuntimeError: If vmap cannot take the model; ``gradients_one_by_one`` can.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
     """
@@ -69,7 +72,9 @@ def per_sample_gradients(
         rows = [answers.nonzero().flatten(), (~answers).nonzero().flatten()]
         return _joined(rows, [together(batch.rows(part)) for part in rows])
 
-    with in_evaluation_mode(model):
+    # Fused attention has no vmap rule; the plain formula gives the same function.
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with in_evaluation_mode(model), plain:
         return together(as_batch(samples, output))
 
 
