@@ -19,7 +19,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     in_chunks,
     n_params,
-    sample_bytes,
+    sample_memory,
     samples_that_fit,
     select_parameters,
 )
@@ -196,7 +196,7 @@ def test_a_model_may_write_into_its_inputs():
     model = Writing(nn.Linear(3, 4))
     parameters = select_parameters(model, None)
     count_classes(model, CLASSIFICATION, batch, CPU)
-    sample_bytes(model, parameters, CLASSIFICATION, batch)
+    sample_memory(model, parameters, CLASSIFICATION, batch)
     check_samples_apart(model, CLASSIFICATION, batch)
     assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
     found, expected = (
@@ -418,17 +418,23 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
         list(in_chunks(compute, 10, 8))
 
 
-def test_memory_of_one_sample():
+def test_memory_of_samples():
     wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 3))
     batch = (torch.randn(4, 1000), torch.tensor([0, 1, 2, 0]))
-    whole = sample_bytes(wide, select_parameters(wide, None), CLASSIFICATION, batch)
-    part = sample_bytes(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
+    whole = sample_memory(wide, select_parameters(wide, None), CLASSIFICATION, batch)
+    part = sample_memory(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
     gradients = 4 * (1000 * 500 + 500)
-    assert whole - part == 2 * gradients
-    assert 2 * gradients < whole < 2.2 * gradients
-    assert samples_that_fit(whole, CPU, 100) == 100 * 2**20 // whole
+    assert whole.gradient_bytes - part.gradient_bytes == gradients
+    # What only frozen layers need isn't kept: the input of the first.
+    assert 2 * 4 * 1000 <= whole.activation_bytes - part.activation_bytes < 4 * 4 * 1000
+    for budget in (10**7, 5 * 10**7, 10**8, 10**9):
+        n = whole.most(budget)
+        assert whole.of(n) <= budget < whole.of(n + 1)
+    # Of any number of samples no more is formed than a piece.
+    assert whole.of(10**4) < 10**4 * whole.activation_bytes + 2**26
+    assert samples_that_fit(whole, CPU, 100) == whole.most(100 * 2**20)
     with pytest.raises(
-        InputError, match=r"compute\.memory_mb must hold .* about 4 MiB\. Found 3\."
+        InputError, match=r"compute\.memory_mb must hold .* about 6 MiB\. Found 3\."
     ):
         samples_that_fit(whole, CPU, 3)
 

@@ -10,7 +10,7 @@ from trak_core.gradients._apart import check_samples_apart
 from trak_core.gradients._at_once import gradients_at_once
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._call import call
-from trak_core.gradients._chunks import in_chunks, sample_bytes, samples_that_fit
+from trak_core.gradients._chunks import SampleMemory, in_chunks, sample_memory, samples_that_fit
 from trak_core.gradients._columns import columns_of
 from trak_core.gradients._finite import (
     check_finite,
@@ -35,6 +35,7 @@ __all__ = [
     "Batch",
     "GradientMethod",
     "PerSample",
+    "SampleMemory",
     "Samples",
     "as_batch",
     "as_blocks",
@@ -56,7 +57,7 @@ __all__ = [
     "n_params",
     "per_sample",
     "refuse_not_finite",
-    "sample_bytes",
+    "sample_memory",
     "samples_that_fit",
     "select_parameters",
 ]

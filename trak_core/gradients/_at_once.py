@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from trak_core.gradients._batch import Samples, as_batch
+from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._consumers import SampleConsumer
 from trak_core.gradients._one_by_one import gradients_one_by_one
-from trak_core.gradients._per_sample import columns_beside, differentiating
+from trak_core.gradients._per_sample import beside_gradients, differentiating
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.one_pass.batched import GraphNeededError
 from trak_core.one_pass.differentiate import by_samples, plan_of
 
 
@@ -47,16 +48,33 @@ def gradients_at_once(
     batch = as_batch(samples, output)
     if len(batch) == 1:
         return gradients_one_by_one(model, parameters, output, batch, consumer)
+    try:
+        return _one_pass(model, parameters, output, batch, consumer, keep_graph=False)
+    except GraphNeededError:
+        return _one_pass(model, parameters, output, batch, consumer, keep_graph=True)
+
+
+def _one_pass(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    batch: Batch,
+    consumer: SampleConsumer,
+    *,
+    keep_graph: bool,
+) -> list[Tensor]:
     with differentiating(model, parameters.values()):
         outputs = output.read(batch.given_to(model))
+        beside = beside_gradients(output, outputs, batch.labels)
         values = torch.vmap(output.value)(outputs, batch.labels)
-    columns = columns_beside(output, values, outputs, batch.labels)
     del outputs
     if values.requires_grad:
         with torch.no_grad():
             plan = plan_of(values, list(parameters.values()), 0)
             if plan is None:
                 raise SamplesSharedError
-            by_samples(consumer, values, plan, 0)
-            consumer.finish()
-    return columns
+            part = consumer.empty()
+            by_samples(part, values, plan, 0, keep_graph=keep_graph)
+            part.finish()
+            consumer.add(part)
+    return [values.detach(), *beside]

@@ -1,6 +1,7 @@
 """How many samples to differentiate at once, so that they fit into memory."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -8,23 +9,50 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._per_sample import in_evaluation_mode
+from trak_core.gradients._per_sample import differentiating
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.one_pass.contributions import PIECE
 from trak_core.system.faults import is_out_of_memory
 
 T = TypeVar("T")
 
-# What vmap holds at its peak, in units of one pass's gradients and kept activations; measured for
-# perceptrons, ResNets, BERT and GPT-2 it is 1 and up to 3.
-_GRADIENTS, _ACTIVATIONS = 2, 3
+# What a backward pass holds at its peak, in units of what the forward pass has kept for it, and
+# what is made of formed gradients, in units of a piece of them. Measured for perceptrons, ResNets
+# and GPT-2: 1.5 to 2 and up to 3.
+_ACTIVATIONS, _PIECES = 2, 3
+PIECE_BYTES = 4 * PIECE
 
 
-def sample_bytes(
+@dataclass(frozen=True, slots=True)
+class SampleMemory:
+    """What differentiating takes, a sample.
+
+    Attributes:
+        activation_bytes: At the peak, for what is kept on the way to f.
+        gradient_bytes: Of a gradient as a whole; no more than a piece of all of them is formed.
+    """
+
+    activation_bytes: int
+    gradient_bytes: int
+
+    def of(self, n_samples: int) -> int:
+        """Return the bytes that so many samples take together."""
+        formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
+        return n_samples * self.activation_bytes + _PIECES * formed
+
+    def most(self, budget_bytes: int) -> int:
+        """Return how many samples take no more than this together."""
+        all_formed = budget_bytes // max(1, self.of(1))
+        in_pieces = (budget_bytes - _PIECES * PIECE_BYTES) // max(1, self.activation_bytes)
+        return max(all_formed, in_pieces)
+
+
+def sample_memory(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     samples: Samples,
-) -> int:
+) -> SampleMemory:
     """Estimate the memory that differentiating one sample takes, by a forward pass of one.
 
     Args:
@@ -34,7 +62,7 @@ def sample_bytes(
         samples: See ``as_batch``; the first counts.
 
     Returns:
-        Bytes for gradients and for the activations kept for them, at their peak.
+        Bytes for activations and for gradients.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}
@@ -48,21 +76,20 @@ def sample_bytes(
     # A storage of its own: what is kept is counted by whole storages.
     sample = as_batch(samples, output).mapped(lambda tensor: tensor[:1].clone())
     with (
-        in_evaluation_mode(model),
-        torch.enable_grad(),
+        differentiating(model, parameters.values()),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         outputs = output.read(sample.given_to(model)).squeeze(0)
         output.value(outputs, sample.labels[0])
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
-    return _GRADIENTS * gradients + _ACTIVATIONS * sum(kept.values())
+    return SampleMemory(_ACTIVATIONS * sum(kept.values()), gradients)
 
 
-def samples_that_fit(needed_bytes: int, device: torch.device, memory_mb: int) -> int:
+def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
     """Return how many samples fit, at least one.
 
     Args:
-        needed_bytes: By one sample, from ``sample_bytes``.
+        needed: By one sample, from ``sample_memory``.
         device: Of the model. On CUDA four fifths of its free memory count, whatever ``memory_mb``.
         memory_mb: MiB for arrays on the CPU.
 
@@ -75,12 +102,12 @@ def samples_that_fit(needed_bytes: int, device: torch.device, memory_mb: int) ->
     else:
         budget = memory_mb * 2**20
         what, remedy = "compute.memory_mb", "Raise it"
-    if needed_bytes > budget:
+    if needed.of(1) > budget:
         raise InputError(
-            f"{what} must hold the gradient of one sample: about {-(-needed_bytes // 2**20)} MiB. "
+            f"{what} must hold the gradient of one sample: about {-(-needed.of(1) // 2**20)} MiB. "
             f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`."
         )
-    return budget // max(1, needed_bytes)
+    return needed.most(budget)
 
 
 def in_chunks(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.gradients._batch import Samples, as_batch
-from trak_core.gradients._per_sample import columns_beside, in_evaluation_mode
+from trak_core.gradients._per_sample import beside_gradients, in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput
 
 
@@ -23,4 +23,4 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)
-        return columns_beside(output, values, outputs, batch.labels)
+        return [values, *beside_gradients(output, outputs, batch.labels)]

@@ -54,13 +54,11 @@ def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tupl
     return tuple(function(outputs.detach(), label) for function in functions)
 
 
-def columns_beside(
-    output: ModelOutput, values: Tensor, outputs: Tensor, labels: Tensor
-) -> list[Tensor]:
-    """Return f and ``beside_gradient`` of all samples, as ``PerSample.columns`` has them."""
+def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Return ``beside_gradient`` of all samples, shape (batch,) each."""
     with torch.no_grad():
         beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))
-        return [values.detach(), *beside(outputs.detach(), labels)]
+        return beside(outputs.detach(), labels)
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:

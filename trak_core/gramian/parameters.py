@@ -74,7 +74,7 @@ def parameter_gramian(
         if dim is None or plan is None:
             by_rows(products, output, parameters)
         else:
-            by_samples(products, output, plan, dim)
+            by_samples(products, output, plan, dim, keep_graph=True)
             order.append(order.pop(dim))
     shape = [output.shape[dim] for dim in order]
     back = [order.index(dim) for dim in range(output.ndim)]

@@ -6,13 +6,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.one_pass.contributions import Contribution, summed_parts
+from trak_core.one_pass.contributions import PIECE, Contribution, summed_parts
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec
-
-# Of gradients that are formed at a time; measured with perceptrons to GPT-2 small on a CPU, 16 to
-# 64 MiB take the least time.
-PIECE_BYTES = 2**25
 
 
 class Features:
@@ -61,11 +57,9 @@ class Features:
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
         offset = self._offsets[id(parameter)]
-        bytes_each = parameter.element_size()
-        for first, part in summed_parts(uses, PIECE_BYTES // bytes_each):
+        for first, part in summed_parts(uses, PIECE):
             part = part.float() if part.dtype is torch.float64 else part
-            held = sum(block.nbytes for block in self._held.values())
-            if held + part.nbytes > PIECE_BYTES:
+            if sum(block.numel() for block in self._held.values()) + part.numel() > PIECE:
                 self.finish()
             self._held[offset + first] = part
 

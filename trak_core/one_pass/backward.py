@@ -63,14 +63,16 @@ def backward(
     gradients: Sequence[Tensor],
     stops: Sequence[GradientEdge] | Sequence[Tensor],
     at_stops: Watcher,
+    keep_graph: bool,
 ) -> None:
-    """Run one backward pass for all rows, and keep the graph.
+    """Run one backward pass for all rows.
 
     Args:
         outputs: Where it starts.
         gradients: Of each of them, shape (rows, *shape).
         stops: Where it ends; nothing runs that doesn't lead to one of them.
         at_stops: Takes the gradients there, once.
+        keep_graph: Whether it is needed again.
 
     Raises:
         RuntimeError: Besides what an operation raises: if one of them doesn't work for several rows
@@ -78,7 +80,9 @@ def backward(
     """
 
     def run(*rows: Tensor) -> Tensor:
-        found = torch.autograd.grad(outputs, stops, rows, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs, stops, rows, retain_graph=keep_graph, allow_unused=True
+        )
         show(found, at_stops)
         return rows[0].new_zeros(())
 

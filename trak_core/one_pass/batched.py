@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from trak_core.one_pass.backward import backward, hooked, show
-from trak_core.one_pass.closed_forms import closed_form
+from trak_core.one_pass.closed_forms import closed_form, has_form
 from trak_core.one_pass.consumer import Consumer
 from trak_core.one_pass.contributions import Contribution, Dense, rows_of, turned
 from trak_core.one_pass.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
@@ -17,11 +17,16 @@ from trak_core.one_pass.plan import MOVES, Plan, Region, keeps_order
 from trak_core.one_pass.rows import take_rows
 
 
+class GraphNeededError(Exception):
+    """An operation without a closed form has to be asked after the pass, but its graph is gone."""
+
+
 class _Pass:
     """What one backward pass gathers; it dies with the call."""
 
-    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int):
+    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int, is_kept: bool):
         self.plan, self.consumer, self.n_samples = plan, consumer, n_samples
+        self.is_kept = is_kept  # the graph, after the pass
         # Of parameters that are used more than once: what has come already.
         self.uses: dict[int, list[Contribution]] = defaultdict(list)
         # Crossings without a closed form, with the gradients of the outputs.
@@ -39,6 +44,8 @@ class _Pass:
                 waiting.append((edge, region))
             else:
                 self._take(found, edge, region)
+        if waiting and not self.is_kept:
+            raise GraphNeededError
         if waiting:
             self.waiting[node] = gradients, waiting
 
@@ -59,7 +66,8 @@ class _Pass:
     def finish(self) -> None:
         """Ask the operations that have no closed form, then go down into the regions.
 
-        Only now, because a backward pass inside another one would meet its hooks.
+        Only now: inside a backward pass, an operation computes only what that pass wants, and
+        another pass would meet its hooks.
         """
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
@@ -153,7 +161,13 @@ def _asked(
 
 
 def take_split(
-    consumer: Consumer, output: GradientEdge, gradients: Tensor, plan: Plan, n_samples: int
+    consumer: Consumer,
+    output: GradientEdge,
+    gradients: Tensor,
+    plan: Plan,
+    n_samples: int,
+    *,
+    keep_graph: bool,
 ) -> None:
     """Hand over the gradients of samples that are independent.
 
@@ -163,8 +177,14 @@ def take_split(
         gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
         plan: For this output.
         n_samples: B.
+        keep_graph: Whether another pass may follow. If not, what operations have saved goes as the
+            pass goes down, unless it is known to be needed afterwards.
+
+    Raises:
+        GraphNeededError: If the graph was not kept, but is needed.
     """
-    gathered = _Pass(plan, consumer, n_samples)
+    keep_graph |= any(not has_form(e) for found in plan.crossings.values() for e, _ in found)
+    gathered = _Pass(plan, consumer, n_samples, keep_graph)
 
     def present(found: list[Tensor | None]) -> dict[int, Tensor]:
         return {number: tensor for number, tensor in enumerate(found) if tensor is not None}
@@ -186,5 +206,7 @@ def take_split(
             gathered.visit(node, rows)
 
     with hooked(node.register_prehook(watch(node)) for node in plan.inner):
-        backward([output], [gradients], [GradientEdge(*stop) for stop in stops], at_stops)
+        backward(
+            [output], [gradients], [GradientEdge(*stop) for stop in stops], at_stops, keep_graph
+        )
     gathered.finish()

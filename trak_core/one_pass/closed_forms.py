@@ -54,6 +54,11 @@ class Use:
         return self.by_sample(self.gradient, self.dim, 1)
 
 
+def has_form(edge: Edge) -> bool:
+    """Whether there is a closed form for most crossings of this operation."""
+    return name_of(edge.user) in _FORMS
+
+
 def closed_form(
     edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
 ) -> Contribution | None:

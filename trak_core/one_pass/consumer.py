@@ -1,7 +1,7 @@
 """Who takes the gradients of a backward pass: something that adds up over parameters."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 from torch import Tensor
 
@@ -9,12 +9,13 @@ from trak_core.one_pass.contributions import Contribution
 
 
 class Consumer(Protocol):
-    """Takes the gradients of one parameter after the other, in no order, and adds something up."""
+    """Takes the gradients of one parameter after the other, in no order, and adds something up.
 
-    @property
-    def in_order(self) -> bool:
-        """Whether it counts which entry of a parameter is which."""
-        ...
+    Attributes:
+        in_order: Whether it counts which entry of a parameter is which.
+    """
+
+    in_order: ClassVar[bool]
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Take the gradients with respect to a parameter: the sum of its uses.

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# Entries that a piece may have: 16 MiB of float32.
+# Entries that a piece of formed gradients may have: 16 MiB of float32.
 PIECE = 2**22
 
 

@@ -2,17 +2,25 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from trak_core.one_pass.contributions import Outer, add_product, pieces, prefers_inner_products
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
 _WIDE = 8
+# From so many on, torch's own convolution is faster than patches where gradients are formed.
+_SOME = 4
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+    1: conv1d_weight,
+    2: conv2d_weight,
+    3: conv3d_weight,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,10 @@ class Patches:
     def part(self, first: int, last: int) -> Tensor:
         """See ``Contribution``."""
         inputs = self.images.shape[2] // self.groups
+        c, _, v, outputs = self.gradients.shape[:4]
+        is_cut = self.groups > 1 and last - first < outputs
+        if c == v == 1 and inputs >= _SOME and not is_cut:
+            return self._by_library(first, last)
         each = self.gradients.shape[3] // self.groups
         parts = []
         for group in range(first // each, -(-last // each)):
@@ -85,6 +97,22 @@ class Patches:
             patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
             parts.append(self._gradients_of(group)[:, :, own] @ patches)
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
+
+    def _by_library(self, first: int, last: int) -> Tensor:
+        """Take samples for groups of one convolution, whose weight's gradient torch computes."""
+        gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
+        n_samples, outputs = gradients.shape[:2]
+        size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
+        one = _WEIGHT_GRADIENTS[len(self.kernel)](
+            images.reshape(1, -1, *images.shape[2:]),
+            size,
+            gradients.reshape(1, -1, *gradients.shape[2:]),
+            self.stride,
+            self.padding,
+            self.dilation,
+            n_samples * self.groups,
+        )
+        return one.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
         """Return one group's gradients, shape (C, B, outputs / groups, V x places)."""

@@ -55,18 +55,24 @@ def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | No
     return plan if edge.node in plan.layouts else None
 
 
-def by_samples(consumer: Consumer, output: Tensor, plan: Plan, dim: int) -> None:
+def by_samples(
+    consumer: Consumer, output: Tensor, plan: Plan, dim: int, *, keep_graph: bool
+) -> None:
     """Hand over gradients by one pass; rows run over the other dimensions, then the samples.
 
     Args:
         consumer: Takes them.
-        output: With a graph, which stays.
+        output: With a graph.
         plan: Of this output and dimension.
         dim: The samples'.
+        keep_graph: Whether the graph must stay; it takes the memory of the activations.
+
+    Raises:
+        GraphNeededError: If it does not stay, and is needed; the consumer has taken a part then.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
     rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
-    take_split(consumer, get_gradient_edge(output), rows, plan, n_samples)
+    take_split(consumer, get_gradient_edge(output), rows, plan, n_samples, keep_graph=keep_graph)

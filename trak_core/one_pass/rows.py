@@ -72,7 +72,7 @@ def _together(
         return hook
 
     with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
-        backward(outputs, gradients, parameters, lambda found: None)
+        backward(outputs, gradients, parameters, lambda found: None, keep_graph=True)
     for parameter in extra.keys() - arrived:
         _take(consumer, parameter, extra[parameter])
 

@@ -1,6 +1,7 @@
 """How far the projection keeps norms and inner products of gradients under one checkpoint."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trak_core.gradients import (
     gradient_method,
     in_evaluation_mode,
     n_params,
-    sample_bytes,
+    sample_memory,
     samples_that_fit,
 )
 from trak_core.gramian import train_gramian
@@ -52,10 +53,13 @@ def _room(
     """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
     left_bytes -= sum(tensor.nbytes for _, tensor in samples.tensors())
     kept_bytes = 4 * n_params(loaded.parameters)
-    work_bytes = sample_bytes(loaded.model, loaded.parameters, loaded.output, few)
+    one = sample_memory(loaded.model, loaded.parameters, loaded.output, few)
+    # Two copies of a batch's whole gradients, and one that is kept.
+    formed = replace(one, activation_bytes=one.activation_bytes + 2 * kept_bytes, gradient_bytes=0)
+    beside = replace(formed, activation_bytes=formed.activation_bytes + kept_bytes)
     left_mb = max(0, left_bytes // 2**20)
-    chunk = min(batch_size, samples_that_fit(work_bytes + kept_bytes, loaded.device, left_mb))
-    in_work = chunk * work_bytes if loaded.device.type == "cpu" else 0
+    chunk = min(batch_size, samples_that_fit(beside, loaded.device, left_mb))
+    in_work = formed.of(chunk) if loaded.device.type == "cpu" else 0
     return chunk, max(1, (left_bytes - in_work) // kept_bytes)
 
 

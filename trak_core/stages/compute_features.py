@@ -15,7 +15,7 @@ from trak_core.gradients import (
     gradient_method,
     in_chunks,
     n_params,
-    sample_bytes,
+    sample_memory,
     samples_that_fit,
 )
 from trak_core.models.columns import write_columns
@@ -113,11 +113,12 @@ def compute_features(
     )
     ids = data.ids[start:stop]
     few, n_classes = loaded.few(data, start, stop)
-    needed_bytes = sample_bytes(model, parameters, output, few)
-    chunk = min(batch_size, samples_that_fit(needed_bytes, loaded.device, memory_mb))
+    needed = sample_memory(model, parameters, output, few)
+    chunk = min(batch_size, samples_that_fit(needed, loaded.device, memory_mb))
     loaded.check_apart(few, chunk)
     method = gradient_method(model, parameters, output, few)
-    print(f"{chunk} samples at once, about {needed_bytes / 2**20:.3g} MiB each", flush=True)
+    taken = needed.of(chunk) / 2**20
+    print(f"{chunk} samples at once, about {taken:.3g} MiB together", flush=True)
 
     def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
         """Return the features of some samples to be stored, and what goes with each sample."""

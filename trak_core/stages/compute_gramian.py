@@ -10,13 +10,14 @@ from trak_core.artifacts import GRAMIAN, create
 from trak_core.config.budget import gramian_need
 from trak_core.gradients import (
     Batch,
+    SampleMemory,
     check_finite_gramian,
     check_labels,
     columns_of,
     in_chunks,
     in_evaluation_mode,
     refuse_not_finite,
-    sample_bytes,
+    sample_memory,
     samples_that_fit,
 )
 from trak_core.gramian import cross_gramian, train_gramian
@@ -29,21 +30,23 @@ from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
 
-def _looked_at(loaded: LoadedModel, split: Split) -> tuple[Batch, Batch, int]:
+def _looked_at(loaded: LoadedModel, split: Split) -> tuple[Batch, Batch, SampleMemory]:
     """Return all samples, their labels checked; a few of them; and what one takes in the model."""
     few, n_classes = loaded.few(split, 0, len(split.ids))
     samples = loaded.batch(split, 0, len(split.ids))
     check_labels(samples.labels, loaded.output, n_classes, split.ids)
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
     largest = max(loaded.parameters.items(), key=lambda item: item[1].numel())
-    return samples, few, sample_bytes(loaded.model, dict([largest]), loaded.output, few)
+    return samples, few, sample_memory(loaded.model, dict([largest]), loaded.output, few)
 
 
-def _at_once(loaded: LoadedModel, looks: Sequence[tuple[Batch, Batch, int]], left_mb: int) -> int:
+def _at_once(
+    loaded: LoadedModel, looks: Sequence[tuple[Batch, Batch, SampleMemory]], left_mb: int
+) -> int:
     """Return how many samples fit beside what is held, once they are known not to mix."""
     inputs = [tensor.nbytes for samples, _, _ in looks for _, tensor in samples.tensors()]
-    needed_bytes = max(size for *_, size in looks)
-    fit = samples_that_fit(needed_bytes, loaded.device, left_mb - sum(inputs) // 2**20)
+    needed = max((memory for *_, memory in looks), key=lambda memory: memory.of(1))
+    fit = samples_that_fit(needed, loaded.device, left_mb - sum(inputs) // 2**20)
     for _, few, _ in looks:
         loaded.check_apart(few, fit)
     return fit
