@@ -46,7 +46,7 @@ def add_code(text):
     ("module", "stages"),
     [
         ("projection/cpu/rademacher.py", PROJECTED),
-        ("gradients/_vmap.py", {*LOADED, *RETRAINED, "check_study"}),
+        ("gradients/_at_once.py", {*LOADED, *RETRAINED, "check_study"}),
         ("study/checkpoints.py", LOADED),
         ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         (

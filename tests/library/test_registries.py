@@ -33,6 +33,11 @@ def load(name):
     return TABLE[name].load(*others)
 
 
+def of_kind(kind, stream=0):
+    shapes = [(4, 4)] if kind.about.of_matrices else None
+    return ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=stream, shapes=shapes)
+
+
 def said(names):
     """Map each module outside docstrings to those of the names that it says as a whole string."""
     found = {}
@@ -89,7 +94,7 @@ def test_tags_are_told_apart_and_fit_the_counter():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_has_a_definition_and_a_kernel(kind):
-    spec = ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=0)
+    spec = of_kind(kind)
     assert projection_matrix(spec).shape == (16, 8)
     assert slices.slice_length(spec) >= 8
     assert kind in slices._KERNELS
@@ -107,7 +112,7 @@ def test_what_a_kind_keeps(kind):
     """Alone in a gradient, a block of the size that the row says has no error; two blocks have."""
     found = []
     for stream in range(8):
-        spec = ProjectionSpec(kind=kind, n_params=16, proj_dim=8, seed=0, stream=stream)
+        spec = of_kind(kind, stream)
         matrix = projection_matrix(spec) * spec.scale
         errors = np.abs(matrix @ matrix.T - np.eye(16))
         kept = [

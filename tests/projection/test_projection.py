@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from projections import KINDS, real_gradients, spec_of
+from projections import KINDS, SEED, real_gradients, spec_of
 
 import trak_core
 from trak_core.projection import project
@@ -20,6 +20,7 @@ from trak_core.projection.reference import (
     project_reference,
     projection_matrix,
 )
+from trak_core.spec import ProjectionSpec
 
 # Odd, prime and off-by-one sizes: no block of coordinates, samples or columns divides them.
 SHAPES = [(1, 1, 1), (3, 31, 5), (2, 127, 7), (9, 129, 33), (7, 257, 64), (17, 1000, 130)]
@@ -107,6 +108,23 @@ def test_a_row_of_sjlt_has_one_entry_a_stripe():
         np.testing.assert_array_equal(row, expected)
 
 
+def test_an_entry_of_a_tensor_sketch_is_two_signs_in_the_sum_of_two_buckets():
+    shapes, k, i, j = [(3, 5), (300, 40), (7, 1)], 48, 130, 39
+    spec = ProjectionSpec(
+        kind="tensor_sketch", n_params=12022, proj_dim=k, seed=SEED, stream=9, shapes=shapes
+    )
+    column, sign = 0, 1
+    for q, index in ((2, i), (3, j)):  # the second parameter's rows, and its columns
+        run = range(index // k * k, index // k * k + k)
+        words = [(word(at >> 2, q, 4, at & 3), at) for at in run]
+        column += sorted(words).index(words[index % k])
+        w = index >> 5
+        sign *= (-1) ** (word((w >> 2) + 2**31, q, 4, w & 3) >> (index & 31) & 1)
+    expected = np.zeros(k)
+    expected[column % k] = sign
+    np.testing.assert_array_equal(projection_matrix(spec, 15 + 40 * i + j, 1)[0], expected)
+
+
 # Pinned: features on disk were made with these entries. Each line has a digest of 300 rows and 64
 # columns as float32, and the first entries of the first two rows.
 KNOWN_ANSWERS = [
@@ -134,6 +152,8 @@ KNOWN_ANSWERS = [
     ("hadamard", FAR, "ad6df384f83be2ea", [[1, 1, 1, 1], [-1, 1, 1, -1]]),
     ("sjlt", 0, "ec2b2e1c59123012", [[0, 0, 0, -4], [0, 0, 0, 0]]),
     ("sjlt", FAR, "88a6c9db35c34f2b", [[0, 0, 0, 4], [0, 0, 0, 0]]),
+    ("tensor_sketch", 0, "3e11c98bb0eb4d2a", [[0, 0, 0, 0], [0, 0, 0, 0]]),
+    ("tensor_sketch", FAR, "600235a2df92970f", [[0, 0, 0, -1], [0, 0, 0, 0]]),
 ]
 
 
@@ -246,7 +266,8 @@ def test_scaled_projection_keeps_squared_norms(kind):
     spec = spec_of(kind, 64, 32)
     gradients = real_gradients(1, 64)
     unscaled = project(gradients, spec)
-    expected = unscaled if kind == "identity" else unscaled / np.float32(np.sqrt(32))
+    is_unit = kind in {"identity", "tensor_sketch"}
+    expected = unscaled if is_unit else unscaled / np.float32(np.sqrt(32))
     np.testing.assert_allclose(project(gradients, spec, scale=True), expected, rtol=1e-6)
 
 

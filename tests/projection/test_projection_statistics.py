@@ -6,7 +6,7 @@ from projections import KINDS, spec_of
 
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import stream_of
+from trak_core.spec import ProjectionSpec, stream_of
 
 
 def gradients_of(family, n_params):
@@ -23,47 +23,95 @@ def gradients_of(family, n_params):
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
+def pairs(x, y):
+    """Sum of (x_p y_q + x_q y_p)^2 over the pairs of different coordinates."""
+    return (x @ x) * (y @ y) + (x @ y) ** 2 - 2 * (x**2 * y**2).sum()
+
+
+def within(x, y, length):
+    """The same over the pairs within each run of so many coordinates."""
+    starts = range(0, len(x), length)
+    return sum(pairs(x[i : i + length], y[i : i + length]) for i in starts)
+
+
+def variance(x, y, spec):
+    """Of <Rx, Ry>: how likely two coordinates share a column, summed over the pairs.
+
+    With signs, the products of a coordinate with itself are exact: a term less than a normal
+    matrix has. A block of ``hadamard`` is exact in its norm: the terms within a block drop out. In
+    a tensor sketch with sides up to k, so do those within a row, a column and a vector, and the
+    differences of two buckets are never 0.
+    """
+    k = spec.proj_dim
+    if spec.kind == "normal":
+        return ((x @ x) * (y @ y) + (x @ y) ** 2) / k
+    if spec.kind == "hadamard":
+        return (pairs(x, y) - within(x, y, k)) / k
+    if spec.kind != "tensor_sketch":
+        return pairs(x, y) / k
+    (n0, n1), _ = spec.shapes
+    assert max(n0, n1) <= k
+    (a, v), (b, w) = (np.split(one, [n0 * n1]) for one in (x, y))
+    turned = [one.reshape(n0, n1).T.ravel() for one in (a, b)]
+    in_matrix = pairs(a, b) - within(a, b, n1) - within(*turned, n0)
+    return in_matrix / (k - 1) + (pairs(x, y) - pairs(a, b) - pairs(v, w)) / k
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["gaussian", "heavy tail", "1 % sparse", "64 nonzeros"])
 def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
-    """Mean and variance over independent streams, within three standard errors.
-
-    With signs, the products of a coordinate with itself are exact: a term less than a normal
-    matrix has. A block of ``hadamard`` is exact in its norm: the terms within a block drop out.
-    """
-    n_params, k, n_streams = 4000, 64, 600
+    """Mean and variance over independent streams, within three standard errors."""
+    n_params, k = 4000, 64
+    # With one entry a row, errors are rare and large.
+    n_streams = 3000 if kind == "tensor_sketch" else 600
     rows = gradients_of(family, n_params)
     x, y = rows.astype(np.float64)
-    inner = x @ y
-
-    def pairs(a, b):
-        """Sum over a block of the products, squared: what is exact."""
-        if kind == "normal":
-            return 0.0
-        width = k if kind == "hadamard" else 1
-        products = np.add.reduceat(a * b, np.arange(0, n_params, width))
-        return (products**2).sum()
-
-    specs = (spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams))
+    specs = [spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams)]
     projected = [project(rows, spec, scale=True).astype(np.float64) for spec in specs]
-    norms = np.array([p @ p for p, _ in projected])
-    inners = np.array([p @ q for p, q in projected])
-    variance_of_norm = 2 / k * (1 - pairs(x, x))
-    if kind == "hadamard":
-        # Var <Rx, Ry> = sum over pairs of different blocks of the cross terms.
-        blocks = [np.add.reduceat(a * b, np.arange(0, n_params, k)) for a, b in ((x, x), (y, y))]
-        exact = (blocks[0] * blocks[1]).sum() + pairs(x, y)
-    else:
-        exact = 0.0 if kind == "normal" else 2 * (x**2 * y**2).sum()
-    variance_of_inner = (1 + inner**2 - exact) / k
-    for values, mean, variance in (
-        (norms, 1.0, variance_of_norm),
-        (inners, inner, variance_of_inner),
+    for a, b, values in (
+        (x, x, [p @ p for p, _ in projected]),
+        (x, y, [p @ q for p, q in projected]),
     ):
-        deviations = values - mean
-        assert abs(deviations.mean()) < 3 * np.sqrt(variance / n_streams)
+        expected = variance(a, b, specs[0])
+        deviations = np.array(values) - a @ b
+        assert abs(deviations.mean()) < 3 * np.sqrt(expected / n_streams)
         squares = deviations**2
-        assert abs(squares.mean() - variance) < 3 * squares.std() / np.sqrt(n_streams)
+        assert abs(squares.mean() - expected) < 3 * squares.std() / np.sqrt(n_streams)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_side_longer_than_a_tensor_sketch_costs_what_theory_says(rank):
+    """Two indices of different runs share a bucket once in k: then whole columns meet.
+
+    With M = G G^T of the rows, that adds sum_{i < j} (2 M_ij)^2 / k over the pairs of rows in
+    different runs, which the rows' own entries would give a 1/k of without any column meeting.
+    """
+    n0, n1, k, n_streams = 96, 20, 32, 1500
+    rng = np.random.default_rng(3)
+    g = rng.standard_normal((n0, rank)) @ rng.standard_normal((rank, n1))
+    g /= np.linalg.norm(g)
+    norms = []
+    for stream in range(n_streams):
+        spec = ProjectionSpec(
+            kind="tensor_sketch",
+            n_params=n0 * n1,
+            proj_dim=k,
+            seed=1,
+            stream=stream,
+            shapes=[(n0, n1)],
+        )
+        y = project(g.reshape(1, -1).astype(np.float32), spec, scale=True)[0].astype(np.float64)
+        norms.append(y @ y)
+    m = g @ g.T
+    run = np.arange(n0) // k
+    others = run[:, None] != run[None, :]
+    shared = (np.triu(4 * m**2, 1) * others).sum() / k
+    x = g.ravel()
+    apart = pairs(x, x) - within(x, x, n1) - within(g.T.ravel(), g.T.ravel(), n0)
+    expected = shared + apart / k
+    squares = (np.array(norms) - 1) ** 2
+    assert abs(squares.mean() - expected) < 4 * squares.std() / np.sqrt(n_streams)
+    assert expected < (2 + 6 * (m**2).sum()) / k
 
 
 def test_normal_entries_have_the_moments_of_a_normal_distribution():

@@ -1,5 +1,7 @@
 """Projections of every kind, and gradients for them."""
 
+from math import isqrt
+
 import numpy as np
 
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -18,8 +20,21 @@ def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
     elif kind == "identity":
         proj_dim = n_params
     return ProjectionSpec(
-        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=seed, stream=stream, stripes=stripes
+        kind=kind,
+        n_params=n_params,
+        proj_dim=proj_dim,
+        seed=seed,
+        stream=stream,
+        stripes=stripes,
+        shapes=shapes_of(n_params) if about.of_matrices else None,
     )
+
+
+def shapes_of(n_params):
+    """Parameters of so many entries together: a square matrix, and a vector for the rest."""
+    side = isqrt(n_params)
+    rest = n_params - side**2
+    return [(side, side), (rest, 1)] if rest else [(side, side)]
 
 
 def real_gradients(n_samples, n_params):

@@ -18,7 +18,7 @@ from trak_core.config.demands import check_sizes
 from trak_core.config.specs import TRAIN, Specs
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest
-from trak_core.spec import ProjectionSpec
+from trak_core.spec import projection_of
 from trak_core.system.record import read_record, write_record
 
 # Snakemake leaves out a larger one, and only warns.
@@ -150,7 +150,7 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
     proj_dim = None
     if not specs.is_exact:
         proj_dim = config["projection"]["proj_dim"]
-        ProjectionSpec(**config["projection"], n_params=found["n_params"], stream=0)
+        projection_of(specs.all_features.under(""), [(found["n_params"],)])  # refuses bad sizes
     n_targets = {split: one["n_samples"] for split, one in found["splits"].items()}
     n_train = n_targets.pop(TRAIN)
     check_memory(

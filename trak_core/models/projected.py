@@ -6,19 +6,21 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.one_pass.contributions import PIECE, Contribution, summed_parts
-from trak_core.projection import project
-from trak_core.spec import ProjectionSpec
+from trak_core.one_pass.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
+from trak_core.spec import ProjectionSpec, matrix_shape
 
 
 class Features:
-    """Adds up x R over the parameters, for one or several matrices R.
+    """Adds up x R over the parameters, for one or several matrices R of one kind.
 
-    The parameters lie side by side in the order they are given, each row-major. Small ones wait
-    for each other, so that few calls project many; of large ones a part is formed at a time.
+    The parameters lie side by side in the order they are given, each row-major. Gradients are
+    formed a part at a time, and small ones wait for each other, so that few calls project many; for
+    a tensor sketch their factors will do, where that is cheaper.
 
     Attributes:
-        rows: Of each projection, shape (batch, proj_dim), float32, unscaled.
+        rows: Of each projection, shape (batch, proj_dim), float32, unscaled; without ``products``.
+        products: Of each projection, what was sketched by its factors; empty for other kinds.
     """
 
     in_order: ClassVar[bool] = True
@@ -33,10 +35,16 @@ class Features:
         """Keep where they go."""
         self._parameters, self._projections = parameters, projections
         self.rows, self._threads = list(rows), threads
-        self._offsets: dict[int, int] = {}
+        self.products = [
+            OuterProducts(one, len(rows), rows.device)
+            for one, rows in zip(projections, self.rows, strict=True)
+            if one.kind.about.of_matrices
+        ]
+        # First coordinate, and the number among those with entries.
+        self._places: dict[int, tuple[int, int]] = {}
         offset = 0
-        for parameter in parameters.values():
-            self._offsets[id(parameter)] = offset
+        for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
+            self._places[id(parameter)] = offset, number
             offset += parameter.numel()
         # What waits, by its first coordinate.
         self._held: dict[int, Tensor] = {}
@@ -56,14 +64,39 @@ class Features:
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
-        offset = self._offsets[id(parameter)]
+        if not parameter.numel():
+            return
+        offset, number = self._places[id(parameter)]
+        if self.products:
+            shape = matrix_shape(parameter.shape)
+            uses = [use for use in uses if not self._sketched(number, shape, use)]
+            if not uses:
+                return
         for first, part in summed_parts(uses, PIECE):
             part = part.float() if part.dtype is torch.float64 else part
             if sum(block.numel() for block in self._held.values()) + part.numel() > PIECE:
-                self.finish()
+                self._project_held()
             self._held[offset + first] = part
 
-    def finish(self) -> None:
+    def _sketched(self, number: int, shape: tuple[int, int], use: Contribution) -> bool:
+        """Sketch a use by its factors if that is cheaper, and say so."""
+        if use.matrix != shape:
+            return False
+        if isinstance(use, Lookup):
+            for sums in self.products:
+                sums.add_lookups(number, use.indices, use.gradients[0])
+            return True
+        if not isinstance(use, Outer):
+            return False
+        n_tokens, proj_dim = use.left.shape[1], self._projections[0].proj_dim
+        if not prefers_factors(n_tokens, *shape, proj_dim):
+            return False
+        left, right = use.left, use.right[0]
+        for sums in self.products:
+            sums.add_products(number, *((right, left) if use.is_turned else (left, right)))
+        return True
+
+    def _project_held(self) -> None:
         """Project what waits, as few runs of coordinates that follow one another."""
         run: list[Tensor] = []
         start = stop = 0
@@ -85,6 +118,13 @@ class Features:
                 blocks, projection, offset=offset, out=rows, accumulate=True, threads=self._threads
             )
 
+    def finish(self) -> None:
+        """See ``SampleConsumer``."""
+        self._project_held()
+        for rows, sums in zip(self.rows, self.products, strict=False):
+            rows += sums.total()
+        self.products = []
+
     def of(self, samples: slice) -> Self:
         """See ``SampleConsumer``."""
         rows = [one[samples] for one in self.rows]
@@ -102,6 +142,12 @@ class Features:
             one += more
 
     def scaled(self) -> list[Tensor]:
-        """Return the features, so that E<Rx, Ry> = <x, y>."""
+        """Return the features, so that E<Rx, Ry> = <x, y>.
+
+        Raises:
+            NotFiniteError: If they have NaN or infinity in them.
+        """
+        if not all(rows.isfinite().all() for rows in self.rows):
+            raise NotFiniteError("Features must be finite. Found NaN or infinity.")
         pairs = zip(self.rows, self._projections, strict=True)
         return [rows * projection.scale for rows, projection in pairs]

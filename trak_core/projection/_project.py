@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trak_core.errors import InputError
 from trak_core.projection.cpu import project_cpu
+from trak_core.projection.tensor_sketch import add_rows
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 Matrix = np.ndarray | Tensor
@@ -159,6 +160,8 @@ def project(
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.
         Achlioptas, "Database-friendly random projections", JCSS 2003 (entries of one bit).
         Kane, Nelson, "Sparser Johnson-Lindenstrauss transforms", JACM 2014 (sjlt).
+        Pham, Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013
+        (tensor_sketch).
     """
     blocks = _checked_blocks(gradients)
     n_columns = sum(block.shape[1] for block in blocks)
@@ -172,6 +175,8 @@ def project(
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
     if spec.kind is ProjectionKind.IDENTITY:
         _copy_columns(blocks, offset, out)
+    elif isinstance(out, Tensor) and out.device.type == "cuda" and spec.kind.about.of_matrices:
+        add_rows(out, [block for block in blocks if isinstance(block, Tensor)], spec, offset)
     elif isinstance(out, Tensor) and out.device.type == "cuda":
         # Only here: a machine without CUDA does not need what it imports.
         from trak_core.projection.cuda import project_cuda

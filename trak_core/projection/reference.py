@@ -29,6 +29,14 @@ not zero. For stripe t: c0 = t >> 2, q = g, word t & 3; its low 31 bits, times k
 31 are the column within the stripe, its top bit is the sign. The entry is +-sqrt(k/s), applied as
 one factor to the sum of the signed gradients.
 
+``tensor_sketch`` (tag 4): each parameter is a matrix n0 x n1, the parameters one after the other,
+row-major. Its sides, rows (0) and columns (1), have buckets and signs: entry (i, j) of parameter l
+is sign0[i] sign1[j] in column (bucket0[i] + bucket1[j]) mod k, and 0 in all others. For side s,
+q = 2 l + s. The bucket of index i is its rank among the words of its run of k indices, those with
+the same i // k (ties by index, and all k words count though the last run may have fewer indices),
+its word being word i & 3 of the call c0 = i >> 2. Its sign is bit i & 31 of word w & 3 of the call
+c0 = (w >> 2) + 2^31, w = i >> 5; a set bit is -1.
+
 ``identity``: 1 where j = g, else 0; nothing is random.
 """
 
@@ -124,6 +132,35 @@ def _sjlt(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
     return matrix
 
 
+def _side(spec: ProjectionSpec, q: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return buckets and signs of one side of a parameter, shape (n,) each."""
+    k = spec.proj_dim
+    i = np.arange(-(-n // k) * k, dtype=np.uint64)
+    words = _words(spec, i >> np.uint64(2), np.full_like(i, q), i & np.uint64(3)).reshape(-1, k)
+    order = words.argsort(axis=1, kind="stable")
+    buckets = np.empty_like(order)
+    np.put_along_axis(buckets, order, np.arange(k)[None], axis=1)
+    i = i[:n]
+    word = i >> np.uint64(5)
+    c0 = (word >> np.uint64(2)) + np.uint64(2**31)
+    signs = _signs(_words(spec, c0, np.full_like(i, q), word & np.uint64(3)), i & np.uint64(31))
+    return buckets.reshape(-1)[:n], signs
+
+
+def _tensor_sketch(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
+    assert spec.shapes is not None
+    matrix = np.zeros((len(g), spec.proj_dim))
+    stop = 0
+    for number, (n0, n1) in enumerate(spec.shapes):
+        start, stop = stop, stop + n0 * n1
+        (own,) = np.nonzero((g[:, 0] >= start) & (g[:, 0] < stop))
+        i, j = np.divmod(g[own, 0].astype(np.int64) - start, n1)
+        bucket0, sign0 = _side(spec, 2 * number, n0)
+        bucket1, sign1 = _side(spec, 2 * number + 1, n1)
+        matrix[own, (bucket0[i] + bucket1[j]) % spec.proj_dim] = sign0[i] * sign1[j]
+    return matrix
+
+
 def projection_matrix(
     spec: ProjectionSpec, first: int = 0, n_rows: int | None = None
 ) -> np.ndarray:
@@ -149,6 +186,8 @@ def projection_matrix(
             return _hadamard(spec, g, j)
         case ProjectionKind.SJLT:
             return _sjlt(spec, g) * spec.entry_factor
+        case ProjectionKind.TENSOR_SKETCH:
+            return _tensor_sketch(spec, g)
         case ProjectionKind.IDENTITY:
             return (g == j).astype(np.float64)
 

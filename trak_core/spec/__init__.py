@@ -12,7 +12,7 @@ from trak_core.spec.jobs import (
     ordered,
     projection_of,
 )
-from trak_core.spec.projection import Kind, ProjectionKind, ProjectionSpec, stream_of
+from trak_core.spec.projection import Kind, ProjectionKind, ProjectionSpec, matrix_shape, stream_of
 
 __all__ = [
     "EXACT",
@@ -26,6 +26,7 @@ __all__ = [
     "Spec",
     "Weighting",
     "made_of",
+    "matrix_shape",
     "ordered",
     "projection_of",
     "stream_of",

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from math import prod
 from typing import Any, Self
 
-from trak_core.spec.projection import ProjectionSpec, stream_of
+from trak_core.spec.projection import ProjectionKind, ProjectionSpec, matrix_shape, stream_of
 
 # What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
@@ -151,17 +152,25 @@ class RetrainedSpec:
         return ordered(asdict(self))
 
 
-def projection_of(spec: FeaturesSpec, n_params: int, offset: int = 0) -> ProjectionSpec:
+def projection_of(
+    spec: FeaturesSpec, shapes: Sequence[Sequence[int]], offset: int = 0
+) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients.
 
     Args:
         spec: Of one checkpoint, with the config's keys of the projection.
-        n_params: Entries p of a gradient.
+        shapes: Of the parameters that are differentiated, in order.
         offset: Added to the checkpoint's own stream, for matrices beside its own.
     """
     assert spec.checkpoint is not None
-    stream = (stream_of(spec.checkpoint) + offset) % 2**32
-    return ProjectionSpec(**spec.projection, n_params=n_params, stream=stream)
+    matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
+    of_matrices = ProjectionKind(spec.projection["kind"]).about.of_matrices
+    return ProjectionSpec(
+        **spec.projection,
+        n_params=sum(map(prod, matrices)),
+        stream=(stream_of(spec.checkpoint) + offset) % 2**32,
+        shapes=matrices if of_matrices else None,
+    )
 
 
 Spec = FeaturesSpec | ScoresSpec | RetrainedSpec

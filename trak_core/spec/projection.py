@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal, Self
@@ -21,6 +22,8 @@ class Kind:
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.
         stripes: How many a row has if nobody says; None for kinds without.
+        of_matrices: Whether entries follow from rows and columns of each parameter as a matrix, so
+            that the spec says the parameters' shapes; a row of R has a single entry then, +-1.
     """
 
     tag: int | None
@@ -28,6 +31,7 @@ class Kind:
     nested: bool = False
     power_of_two: bool = False
     stripes: int | None = None
+    of_matrices: bool = False
 
 
 class ProjectionKind(StrEnum):
@@ -45,6 +49,7 @@ class ProjectionKind(StrEnum):
     NORMAL = "normal", Kind(tag=1, keeps="nothing", nested=True)
     HADAMARD = "hadamard", Kind(tag=3, keeps="blocks", power_of_two=True)
     SJLT = "sjlt", Kind(tag=2, keeps="coordinates", stripes=4)
+    TENSOR_SKETCH = "tensor_sketch", Kind(tag=4, keeps="coordinates", of_matrices=True)
     IDENTITY = "identity", Kind(tag=None, keeps="blocks")
 
     def __new__(cls, name: str, about: Kind) -> Self:
@@ -64,9 +69,9 @@ class ProjectionKind(StrEnum):
 class ProjectionSpec:
     """One projection matrix R of shape (n_params, proj_dim), fully determined by these fields.
 
-    Entry R[g, j] is a function of (kind, seed, stream, g, j) alone, for ``hadamard`` and ``sjlt``
-    of proj_dim and stripes too; ``n_params`` only says where the matrix ends. ``version`` names the
-    definition of the entries.
+    Entry R[g, j] is a function of (kind, seed, stream, g, j) alone, for kinds that aren't nested of
+    proj_dim, stripes and shapes too; ``n_params`` only says where the matrix ends. ``version``
+    names the definition of the entries.
 
     Attributes:
         kind: How the entries come about.
@@ -78,6 +83,8 @@ class ProjectionSpec:
         version: Version of the definition; 1 is the only one.
         stripes: Entries a row of ``sjlt`` has, one in each stripe of proj_dim / stripes columns; a
             divisor of proj_dim, 4 if None. None for the other kinds.
+        shapes: For ``tensor_sketch`` the parameters as matrices, one after the other; None for the
+            other kinds. See ``matrix_shape``.
 
     Raises:
         InputError: If a field is out of its range.
@@ -90,6 +97,7 @@ class ProjectionSpec:
     stream: int
     version: int = 1
     stripes: int | None = None
+    shapes: Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         """Check every field's range."""
@@ -132,6 +140,7 @@ class ProjectionSpec:
                 f"Only the projection kind {striped} has stripes. "
                 f"Found stripes {self.stripes} with kind {self.kind}."
             )
+        self._check_shapes()
         if about.power_of_two and self.proj_dim & (self.proj_dim - 1):
             raise InputError(
                 f"proj_dim must be a power of two for the projection kind {self.kind}. "
@@ -142,6 +151,27 @@ class ProjectionSpec:
                 "proj_dim must equal n_params for the projection kind identity. "
                 f"Found proj_dim {self.proj_dim}, n_params {self.n_params}."
             )
+
+    def _check_shapes(self) -> None:
+        if not self.kind.about.of_matrices:
+            if self.shapes is not None:
+                raise InputError(
+                    f"Only a projection of matrices has shapes. Found some with kind {self.kind}."
+                )
+            return
+        if self.shapes is None:
+            raise InputError(
+                f"The projection kind {self.kind} must have the shapes of the parameters. Found "
+                "none."
+            )
+        shapes = tuple((int(rows), int(columns)) for rows, columns in self.shapes)
+        entries = [rows * columns for rows, columns in shapes]
+        if min(entries) < 1 or sum(entries) != self.n_params:
+            raise InputError(
+                "The projection's shapes must be those of matrices that have its n_params entries "
+                f"together. Found {sum(entries)} entries, n_params {self.n_params}."
+            )
+        object.__setattr__(self, "shapes", shapes)
 
     @property
     def is_nested(self) -> bool:
@@ -163,19 +193,31 @@ class ProjectionSpec:
 
     @property
     def scale(self) -> float:
-        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), and 1 for ``identity``."""
-        return 1.0 if self.kind is ProjectionKind.IDENTITY else 1 / math.sqrt(self.proj_dim)
+        """The factor that makes E<Rx, Ry> = <x, y>: 1/sqrt(proj_dim), or 1 where R does so alone.
+
+        That is ``identity``, and ``tensor_sketch``, of whose rows each has one entry, +-1.
+        """
+        is_unit = self.kind is ProjectionKind.IDENTITY or self.kind.about.of_matrices
+        return 1.0 if is_unit else 1 / math.sqrt(self.proj_dim)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, ready for JSON; ``stripes`` where there are any."""
+        """Return the fields as plain values, ready for JSON; stripes and shapes if it has them."""
         fields = {**asdict(self), "kind": str(self.kind)}
-        if self.stripes is None:
-            del fields["stripes"]
+        for name in ("stripes", "shapes"):
+            if fields[name] is None:
+                del fields[name]
+        if self.shapes is not None:
+            fields["shapes"] = [list(shape) for shape in self.shapes]
         return fields
 
     def scaled(self) -> dict[str, Any]:
         """Return what a file of scaled features says of its projection."""
-        return {**self.as_dict(), "scale": "1/sqrt(proj_dim)"}
+        return {**self.as_dict(), "scale": "1" if self.scale == 1 else "1/sqrt(proj_dim)"}
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return a parameter's shape as that of a matrix: its first dimension, and all others."""
+    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
 def stream_of(checkpoint: str) -> int:

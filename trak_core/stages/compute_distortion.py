@@ -151,7 +151,8 @@ def compute_distortion(
     where = full_precision(projecting_device(device))
     loaded = LoadedModel.load(study_file, checkpoint, spec, where)
     size = n_params(loaded.parameters)
-    projections = [projection_of(spec, size, i) for i in range(n_streams)]
+    shapes = [parameter.shape for parameter in loaded.parameters.values()]
+    projections = [projection_of(spec, shapes, i) for i in range(n_streams)]
     own, streams = projections[0], [p.stream for p in projections]
     train = loaded.study.split(TRAIN, None)
     n_drawn = min(most_samples, len(train.ids))

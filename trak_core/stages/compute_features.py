@@ -14,7 +14,6 @@ from trak_core.gradients import (
     explain_not_finite,
     gradient_method,
     in_chunks,
-    n_params,
     sample_memory,
     samples_that_fit,
 )
@@ -99,7 +98,7 @@ def compute_features(
     if spec.flipped is not None:
         data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
-    projection = projection_of(spec, n_params(parameters))
+    projection = projection_of(spec, [p.shape for p in parameters.values()])
     file_spec = loaded.file_spec(spec, checkpoint, projection.scaled())
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
@@ -128,12 +127,12 @@ def compute_features(
         sums = Features.zeros(parameters, [projection], len(batch), threads)
         try:
             columns = method(*what, sums)
+            (rows,) = sums.scaled()
         except NotFiniteError:
             explain_not_finite(*what, ids[first:last])
             raise
         if not columns[0].isfinite().all():
             explain_not_finite(*what, ids[first:last])
-        (rows,) = sums.scaled()
         numbers = torch.vmap(output.label_number)(batch.labels)
         columns = [column.cpu() for column in (numbers, *columns)]
         return _stored(rows.cpu().numpy(), spec.dtype, ids[first:last]), columns

@@ -21,7 +21,7 @@ _FLUSH = 32  # additions a column, on average, after which the sums go into the 
 
 
 @intrinsic
-def _add_signed(_, sums, column, x, coordinate, sign):
+def add_signed(_, sums, column, x, coordinate, sign):
     """Add to the sums of ``column`` the lanes of ``coordinate``, times its sign."""
 
     def generate(context, builder, signature, arguments):
@@ -67,7 +67,7 @@ def sjlt_slice_cpu(rows, start, stop, first, key, stripes, out):
                 bit = words[t] >> np.uint32(31)
                 sign = np.float32(1.0) - np.float32(2.0) * np.float32(bit)
                 for tile in range(n_tiles):
-                    _add_signed(sums[tile], column, x[tile], i, sign)
+                    add_signed(sums[tile], column, x[tile], i, sign)
         if block % flush_blocks == flush_blocks - 1:
             flush(total, sums)
     flush(total, sums)

@@ -19,6 +19,7 @@ from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
 from trak_core.projection.cpu.normal import normal_slice_cpu
 from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
 from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
+from trak_core.projection.cpu.tensor_sketch import sides_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ _KERNELS: dict[ProjectionKind, tuple[Callable[..., None], int]] = {
     ProjectionKind.NORMAL: (normal_slice_cpu, _DENSE_SLICE),
     ProjectionKind.HADAMARD: (hadamard_slice_cpu, _SPARSE_SLICE),
     ProjectionKind.SJLT: (sjlt_slice_cpu, _SPARSE_SLICE),
+    ProjectionKind.TENSOR_SKETCH: (tensor_sketch_slice_cpu, _SPARSE_SLICE),
 }
 _WAVE = 4  # slices of one thread before all results are added up,
 _WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
@@ -68,6 +70,10 @@ def _slice_rows(blocks: Sequence[np.ndarray], start: int, stop: int) -> tuple[np
 
 def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
     """Return the kind's kernel, called with rows, a range of columns, first coordinate, result."""
+    if spec.shapes is not None:
+        starts, places, buckets, signs = sides_of(spec)
+        sides = starts, places, np.array(spec.shapes, np.int64), buckets, signs
+        return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *sides, out)
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
     stripes = () if spec.stripes is None else (spec.stripes,)
     kernel = _KERNELS[spec.kind][0]

@@ -1,0 +1,115 @@
+"""Tensor sketches of outer products by their factors, against the definition."""
+
+import numpy as np
+import pytest
+import torch
+
+from trak_core.errors import InputError
+from trak_core.projection import OuterProducts, project
+from trak_core.projection.reference import project_reference
+from trak_core.projection.tensor_sketch import add_rows
+from trak_core.spec import ProjectionSpec
+
+CPU = torch.device("cpu")
+
+
+def spec_of(shapes, proj_dim, **other):
+    n_params = sum(n0 * n1 for n0, n1 in shapes)
+    fields = {"seed": 3, "stream": 5} | other
+    return ProjectionSpec(
+        kind="tensor_sketch", n_params=n_params, proj_dim=proj_dim, shapes=shapes, **fields
+    )
+
+
+def factors(shapes, n_samples, n_tokens):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        tuple(torch.randn(n_samples, n_tokens, n, generator=generator) for n in shape)
+        for shape in shapes
+    ]
+
+
+def formed(pairs):
+    return torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
+
+
+# Sides shorter than k, longer, and a multiple of it; odd and even k; a vector, a single entry.
+SHAPES = [(5, 7), (64, 1), (130, 33), (1, 1), (3, 200)]
+
+
+@pytest.mark.parametrize("proj_dim", [1, 2, 37, 64, 65, 512])
+@pytest.mark.parametrize(("n_samples", "n_tokens"), [(1, 1), (3, 1), (4, 9)])
+@pytest.mark.parametrize("piece", [1, 2**19])
+def test_factors_give_the_sketch_of_what_they_stand_for(
+    proj_dim, n_samples, n_tokens, piece, monkeypatch
+):
+    monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", piece * proj_dim)
+    spec, pairs = spec_of(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
+    sums = OuterProducts(spec, n_samples, CPU)
+    for number, (a, b) in enumerate(pairs):
+        sums.add_products(number, a, b)
+    expected = project_reference(formed(pairs).numpy(), spec)
+    # What is added up, without cancellation.
+    size = sum((a.norm(dim=2) * b.norm(dim=2)).sum(1, keepdim=True) for a, b in pairs).numpy()
+    assert (np.abs(sums.total().numpy() - expected) <= 1e-6 * size).all()
+
+
+@pytest.mark.parametrize("proj_dim", [37, 256])
+def test_rows_of_a_table_are_looked_up(proj_dim):
+    shapes = [(50, 12), (4, 4)]
+    spec = spec_of(shapes, proj_dim)
+    indices = torch.tensor([[0, 49, 49], [7, 7, 7]])
+    right = torch.randn(2, 3, 12)
+    sums = OuterProducts(spec, 2, CPU)
+    sums.add_lookups(0, indices, right)
+    rows = torch.nn.functional.one_hot(indices, 50).float().mT @ right
+    expected = project_reference(torch.cat([rows.flatten(1), torch.zeros(2, 16)], 1).numpy(), spec)
+    np.testing.assert_allclose(sums.total().numpy(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_added_by_torch_as_by_the_kernel(dtype):
+    """Exactly: sums of small integers."""
+    spec = spec_of(SHAPES, 64)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(-8, 9, (3, spec.n_params), generator=generator).to(dtype)
+    expected = project(x, spec)
+    found = torch.zeros(3, 64)
+    add_rows(found, list(x.split([30, 1000, spec.n_params - 1030], dim=1)), spec, 0)
+    assert torch.equal(found, expected)
+    part = torch.zeros(3, 64)
+    add_rows(part, [x[:, :100]], spec, 0)
+    add_rows(part, [x[:, 100:]], spec, 100)
+    assert torch.equal(part, expected)
+
+
+def test_parts_add_up():
+    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 3)
+    whole, first, second = (OuterProducts(spec, 2, CPU) for _ in range(3))
+    for number, (a, b) in enumerate(pairs):
+        whole.add_products(number, a, b)
+        (first if number % 2 else second).add_products(number, a, b)
+    first.add(second)
+    torch.testing.assert_close(first.total(), whole.total())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"shapes": None}, "must have the shapes of the parameters. Found none"),
+        ({"shapes": [(2, 3)]}, "Found 6 entries, n_params 7"),
+        ({"shapes": [(7, 1), (0, 5)]}, "Found 7 entries"),
+        ({"kind": "normal", "shapes": [(7, 1)]}, "Only a projection of matrices has shapes"),
+    ],
+)
+def test_shapes_must_be_those_of_the_parameters(fields, message):
+    given = {"kind": "tensor_sketch", "n_params": 7, "proj_dim": 4, "seed": 0, "stream": 0}
+    with pytest.raises(InputError, match=message):
+        ProjectionSpec(**(given | fields))
+
+
+def test_a_spec_comes_back_from_json():
+    spec = spec_of(SHAPES, 64)
+    assert ProjectionSpec(**spec.as_dict()) == spec
+    assert spec.scaled()["scale"] == "1"
+    assert hash(spec) == hash(ProjectionSpec(**spec.as_dict()))

@@ -1,0 +1,110 @@
+"""Tensor sketches on a CPU: buckets and signs of every side, and formed gradients added to them."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from trak_core.projection.compiled import compiled
+from trak_core.projection.cpu.lanes import LANES, flush, tiles_of
+from trak_core.projection.cpu.sjlt import add_signed
+from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
+from trak_core.projection.philox import fill_words
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+_TAG = ProjectionKind.TENSOR_SKETCH.tag
+_BLOCK = 128  # coordinates put into lanes at once
+_FLUSH = 32  # additions a column, on average, after which the sums go into the total
+
+
+class Sides(NamedTuple):
+    """Buckets and signs of all sides, one after the other: rows, then columns of each parameter.
+
+    Attributes:
+        starts: Coordinate of each parameter's first entry, and where the last one ends, int64.
+        places: Where each parameter's rows begin in the others, and its columns, shape (n, 2).
+        buckets: Unsigned 32 bit.
+        signs: +-1, float32.
+    """
+
+    starts: np.ndarray
+    places: np.ndarray
+    buckets: np.ndarray
+    signs: np.ndarray
+
+    def side(self, number: int, which: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return buckets and signs of one side of a parameter."""
+        own = slice(self.places[number, which], self.places[number, which] + size)
+        return self.buckets[own], self.signs[own]
+
+
+@lru_cache(maxsize=16)  # streams of a distortion, or checkpoints of one process
+def sides_of(spec: ProjectionSpec) -> Sides:
+    """Return buckets and signs of all sides (``reference.py``)."""
+    assert spec.shapes is not None
+    key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
+    k = spec.proj_dim
+    sizes = np.array(spec.shapes, np.int64)
+    starts = np.concatenate([[0], np.cumsum(sizes.prod(axis=1))])
+    ends = np.cumsum(sizes)
+    places = (ends - sizes.ravel()).reshape(-1, 2)
+    buckets, signs = np.empty(ends[-1], np.uint32), np.empty(ends[-1], np.float32)
+    for q, (at, n) in enumerate(zip(places.ravel(), sizes.ravel(), strict=True)):
+        n_words = -(-n // k) * k
+        words = np.empty(-(-n_words // 4) * 4, np.uint32)
+        fill_words(words, 0, q, _TAG, key)
+        order = words[:n_words].reshape(-1, k).argsort(axis=1, kind="stable")
+        ranks = np.empty_like(order)
+        np.put_along_axis(ranks, order, np.arange(k)[None], axis=1)
+        buckets[at : at + n] = ranks.reshape(-1)[:n]
+        words = np.empty(-(-n // 128) * 4, np.uint32)
+        fill_words(words, 2**31, q, _TAG, key)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:n]
+        signs[at : at + n] = 1 - 2 * bits.astype(np.float32)
+    return Sides(starts, places, buckets, signs)
+
+
+@compiled
+def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, buckets, signs, out):
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+
+    Args:
+        rows: Shape (n_samples, any), float32.
+        start: The first column to project.
+        stop: The column after the last, above ``start``.
+        first: Coordinate of column ``start``.
+        starts: As ``Sides`` has them.
+        places: As ``Sides`` has them.
+        shapes: Of the parameters, shape (n, 2), int64.
+        buckets: As ``Sides`` has them.
+        signs: As ``Sides`` has them.
+        out: Shape (n_samples, proj_dim), float32.
+    """
+    n_samples = len(rows)
+    proj_dim = out.shape[1]
+    n_tiles = tiles_of(n_samples)
+    sums = np.zeros((n_tiles, proj_dim * LANES), np.float32)
+    total = np.zeros_like(sums)
+    flush_blocks = max(_FLUSH * proj_dim // _BLOCK, 1)
+    x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
+    number = np.searchsorted(starts, first, side="right") - 1
+    for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
+        at = block * _BLOCK - first + start
+        fill_lanes(x, rows, at, start, stop)
+        for c in range(max(0, start - at), min(_BLOCK, stop - at)):
+            g = block * _BLOCK + c
+            while g >= starts[number + 1]:
+                number += 1
+            width = shapes[number, 1]
+            i, j = divmod(g - starts[number], width)
+            i, j = places[number, 0] + i, places[number, 1] + j
+            column = np.int64(buckets[i]) + np.int64(buckets[j])
+            if column >= proj_dim:
+                column -= proj_dim
+            sign = signs[i] * signs[j]
+            for tile in range(n_tiles):
+                add_signed(sums[tile], column, x[tile], c, sign)
+        if block % flush_blocks == flush_blocks - 1:
+            flush(total, sums)
+    flush(total, sums)
+    fill_from_lanes(out, total)

@@ -1,0 +1,172 @@
+"""Tensor sketches with torch, on any device: of outer products by their factors, and of rows.
+
+A gradient of a matrix that is a sum of outer products, sum_t a_t b_t^T, need not be formed to be
+sketched. Entry (i, j) goes to column bucket0[i] + bucket1[j] mod k: so the sketch of a b^T is the
+circular convolution of two count sketches, of a by the rows' buckets and signs and of b by the
+columns', and Fourier transforms turn it into a product. All products of all parameters are added up
+in the frequency domain, and one inverse transform a sample ends it.
+
+Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013.
+The buckets are balanced here (``reference.py``): entries of a row or a column shorter than k never
+collide.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from trak_core.projection.cpu.tensor_sketch import sides_of
+from trak_core.spec import ProjectionSpec
+
+# Entries of a piece of count sketches: 2 MiB of float32, a core's own cache.
+_PIECE = 2**19
+# What things take on a CPU, in nanoseconds: measured with torch 2.13 on a core of a Xeon, 2.1 GHz.
+# They choose between two ways to the same numbers.
+_TRANSFORM_NS = 0.2  # a token, k log2(k)
+_PRODUCT_NS = 0.05  # a token and entry of a formed gradient
+_ENTRY_NS = 2.0  # an entry of a formed gradient, to be put into its column
+
+
+def prefers_factors(n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
+    """Whether a sum of outer products is cheaper to sketch by its factors than to form.
+
+    Args:
+        n_tokens: Outer products a sample.
+        rows: Of the matrix.
+        columns: Of the matrix.
+        proj_dim: k.
+
+    Returns:
+        An estimate, by the costs of one core.
+    """
+    by_factors = n_tokens * (_TRANSFORM_NS * proj_dim * proj_dim.bit_length() + rows + columns)
+    by_rows = rows * columns * (n_tokens * _PRODUCT_NS + _ENTRY_NS)
+    return by_factors < by_rows
+
+
+@lru_cache(maxsize=64)
+def _sides_on(
+    spec: ProjectionSpec, number: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """Return buckets and signs of a parameter's rows, and of its columns."""
+    assert spec.shapes is not None
+    sides = (sides_of(spec).side(number, which, spec.shapes[number][which]) for which in (0, 1))
+    return [
+        (torch.from_numpy(buckets.astype("int64")).to(device), torch.from_numpy(signs).to(device))
+        for buckets, signs in sides
+    ]
+
+
+def _counted(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Tensor:
+    """Return the count sketches of rows (r, n), shape (r, proj_dim)."""
+    found = rows.new_zeros(len(rows), proj_dim, dtype=torch.float32)
+    for first in range(0, rows.shape[1], proj_dim):  # no bucket comes twice in a run
+        run = slice(first, first + proj_dim)
+        found.index_add_(1, buckets[run], rows[:, run] * signs[run])
+    return found
+
+
+def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
+    """Add values (b, m) to columns (b, m) or (m,) of rows, in an order that is always the same."""
+    columns = columns.expand_as(values)
+    if out.device.type == "cpu":
+        out.scatter_add_(1, columns, values)
+    else:  # sorted, not by atomics
+        rows = torch.arange(len(out), device=out.device).unsqueeze(1).expand_as(columns)
+        out.index_put_((rows, columns), values, accumulate=True)
+
+
+def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
+    """Add the sketches of formed gradients, as ``project`` has them.
+
+    Args:
+        out: Shape (b, k), float32; added to.
+        blocks: Shape (b, n_i) each, side by side.
+        spec: Of kind ``tensor_sketch``.
+        offset: Coordinate of the first column.
+    """
+    assert spec.shapes is not None
+    stop = offset
+    for block in blocks:
+        start, stop = stop, stop + block.shape[1]
+        first = 0
+        for number, (n0, n1) in enumerate(spec.shapes):
+            last = first + n0 * n1
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                (bucket0, sign0), (bucket1, sign1) = _sides_on(spec, number, out.device)
+                places = torch.arange(low - first, high - first, device=out.device)
+                i, j = places // n1, places % n1
+                values = block[:, low - start : high - start].float() * (sign0[i] * sign1[j])
+                _add_at(out, (bucket0[i] + bucket1[j]) % spec.proj_dim, values)
+            first = last
+
+
+class OuterProducts:
+    """Adds up the sketches of outer products.
+
+    Attributes:
+        spec: Of kind ``tensor_sketch``.
+        rows: Shape (b, k), float32: what was added outside the frequency domain.
+        spectrum: Shape (b, k // 2 + 1), complex64.
+    """
+
+    def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
+        """Begin with zeros."""
+        self.spec = spec
+        self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
+        self.spectrum = torch.zeros(
+            n_samples, spec.proj_dim // 2 + 1, dtype=torch.complex64, device=device
+        )
+
+    def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
+        """Add sum_t left[b, t] right[b, t]^T.
+
+        Args:
+            number: Which parameter it is a part of the gradient of.
+            left: Shape (b, tokens, n0).
+            right: Shape (b, tokens, n1).
+        """
+        k = self.spec.proj_dim
+        sides = _sides_on(self.spec, number, left.device)
+        n_samples, n_tokens = left.shape[:2]
+        most = max(1, _PIECE // k)
+        if n_tokens > most:  # of a sample some tokens at a time
+            pieces = [
+                (slice(b, b + 1), slice(t, t + most))
+                for b in range(n_samples)
+                for t in range(0, n_tokens, most)
+            ]
+        else:
+            step = max(1, most // max(1, n_tokens))
+            pieces = [(slice(b, b + step), slice(None)) for b in range(0, n_samples, step)]
+        for samples, tokens in pieces:
+            one, other = (
+                torch.fft.rfft(_counted(side[samples, tokens].flatten(0, 1), *own, k))
+                for side, own in zip((left, right), sides, strict=True)
+            )
+            into = self.spectrum[samples]
+            into += one.mul_(other).unflatten(0, (len(into), -1)).sum(1)
+
+    def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
+        """Add sum_t e_indices[b, t] right[b, t]^T, e_i the unit vectors.
+
+        Args:
+            number: Which parameter it is a part of the gradient of.
+            indices: Shape (b, tokens).
+            right: Shape (b, tokens, n1).
+        """
+        (bucket0, sign0), (bucket1, sign1) = _sides_on(self.spec, number, right.device)
+        columns = (bucket0[indices].unsqueeze(-1) + bucket1) % self.spec.proj_dim
+        values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
+        _add_at(self.rows, columns.flatten(1), values.flatten(1))
+
+    def add(self, other: "OuterProducts") -> None:
+        """Add what another one has added up."""
+        self.rows += other.rows
+        self.spectrum += other.spectrum
+
+    def total(self) -> Tensor:
+        """Return the sketches, shape (b, k), float32."""
+        return self.rows + torch.fft.irfft(self.spectrum, n=self.spec.proj_dim)
