@@ -137,7 +137,7 @@ def compute_features(
         columns = [column.cpu() for column in (numbers, *columns)]
         return _stored(rows.cpu().numpy(), spec.dtype, ids[first:last]), columns
 
-    results: list[list[Tensor]] = []
+    kept: list[Tensor] = []
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
@@ -145,6 +145,8 @@ def compute_features(
         chunks = in_chunks(computed, len(ids), chunk)
         for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
             rows[first:last] = stored
-            results.append(columns)
-        columns = [torch.cat(parts) for parts in zip(*results, strict=True)]
-        write_columns(writer, ids, columns, spec)
+            # Not a list of parts: small tensors that stay between large ones that go waste memory.
+            kept = kept or [column.new_empty(len(ids)) for column in columns]
+            for whole, part in zip(kept, columns, strict=True):
+                whole[first:last] = part
+        write_columns(writer, ids, kept, spec)
