@@ -88,8 +88,8 @@ class Features:
             return True
         if not isinstance(use, Outer):
             return False
-        n_tokens, proj_dim = use.left.shape[1], self._projections[0].proj_dim
-        if not prefers_factors(n_tokens, *shape, proj_dim):
+        n_samples, n_tokens, _ = use.left.shape
+        if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
             return False
         left, right = use.left, use.right[0]
         for sums in self.products:

@@ -88,22 +88,30 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
     flush_blocks = max(_FLUSH * proj_dim // _BLOCK, 1)
     x = np.zeros((n_tiles, _BLOCK * LANES), np.float32)
     number = np.searchsorted(starts, first, side="right") - 1
+    # Places of the next coordinate's row and column among all sides, and where its column ends.
+    width = shapes[number, 1]
+    row, column = divmod(first - starts[number], width)
+    i, j = places[number, 0] + row, places[number, 1] + column
+    j_stop = places[number, 1] + width
+    i_stop = places[number, 0] + shapes[number, 0]
     for block in range(first // _BLOCK, (first + stop - start - 1) // _BLOCK + 1):
         at = block * _BLOCK - first + start
         fill_lanes(x, rows, at, start, stop)
         for c in range(max(0, start - at), min(_BLOCK, stop - at)):
-            g = block * _BLOCK + c
-            while g >= starts[number + 1]:
-                number += 1
-            width = shapes[number, 1]
-            i, j = divmod(g - starts[number], width)
-            i, j = places[number, 0] + i, places[number, 1] + j
-            column = np.int64(buckets[i]) + np.int64(buckets[j])
-            if column >= proj_dim:
-                column -= proj_dim
+            bucket = np.int64(buckets[i]) + np.int64(buckets[j])
+            if bucket >= proj_dim:
+                bucket -= proj_dim
             sign = signs[i] * signs[j]
             for tile in range(n_tiles):
-                add_signed(sums[tile], column, x[tile], c, sign)
+                add_signed(sums[tile], bucket, x[tile], c, sign)
+            j += 1
+            if j == j_stop:
+                i += 1
+                if i == i_stop and number + 1 < len(places):
+                    number += 1
+                    i, i_stop = places[number, 0], places[number, 0] + shapes[number, 0]
+                    j_stop = places[number, 1] + shapes[number, 1]
+                j = places[number, 1]
         if block % flush_blocks == flush_blocks - 1:
             flush(total, sums)
     flush(total, sums)

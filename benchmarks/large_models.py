@@ -1,0 +1,329 @@
+"""Time and memory of features, by kind and model, beside an ordinary training step: in one run.
+
+    python benchmarks/large_models.py digits resnet 7M 30M llama 124M --csv large_models.csv
+    python benchmarks/large_models.py 124M --linear
+
+The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
+each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
+gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
+projects it: what the pipeline did up to the tag before. Each of our features is first compared with
+those of formed gradients (of two samples), and is not timed if they differ. Then all sides take
+turns, one thread each, and the medians of the rounds count; times are CPU seconds. Ratios are over
+the floor, with the least and the greatest of the rounds. Memory is measured in a process for each
+side: what it adds at its peak to what was there before it, the model included, by sample. Prints a
+Markdown table; --csv writes the same rows with the device, the versions and the commit.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+# For all that follows: one thread a side.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+import torch
+from machine import environment, write_csv
+from torch import Tensor, nn
+
+from trak_core.compat._vmap import per_sample_gradients
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    formed_gradients,
+    gradients_at_once,
+    gradients_one_by_one,
+    select_parameters,
+)
+from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.models.projected import Features
+from trak_core.projection import project
+from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+
+KINDS = ["rademacher", "hadamard", "tensor_sketch"]
+TOKENS = 128
+# Width, layers, heads, vocabulary, samples a batch.
+SIZES = {"7M": (256, 6, 4, 8192, 8), "30M": (512, 8, 8, 8192, 4), "124M": (768, 12, 12, 50257, 2)}
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm, and their input added."""
+
+    def __init__(self, width: int) -> None:
+        """Keep the width."""
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()),
+            *(nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return images of the same size."""
+        return torch.relu(x + self.layers(x))
+
+
+def resnet() -> nn.Module:
+    """Return a ResNet for 3 x 32 x 32 images, 270,000 parameters."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((3, 16, 1), (16, 32, 2), (32, 64, 2)):
+        first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        layers += [first, nn.BatchNorm2d(outputs), nn.ReLU(), Residual(outputs)]
+    return nn.Sequential(
+        *layers, Residual(64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+    )
+
+
+def language_model(name: str) -> tuple[nn.Module, int, int]:
+    """Return a GPT-2 or Llama of random weights, its vocabulary, and samples a batch."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    quiet = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+    if name == "llama":
+        config = LlamaConfig(
+            hidden_size=384,
+            intermediate_size=1024,
+            num_hidden_layers=8,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            vocab_size=16384,
+            max_position_embeddings=TOKENS,
+            pad_token_id=None,
+            **quiet,
+        )
+        return LlamaForCausalLM(config), 16384, 4
+    width, layers, heads, vocabulary, n_samples = SIZES[name]
+    config = GPT2Config(
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        n_positions=TOKENS,
+        vocab_size=vocabulary,
+        loss_type="ForCausalLM",
+        **quiet,
+    )
+    return GPT2LMHeadModel(config), vocabulary, n_samples
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, some of its parameters, and a batch.
+
+    Attributes:
+        name: Of the model.
+        model: In evaluation mode.
+        parameters: Those that are differentiated.
+        output: The model output f.
+        batch: Samples.
+        proj_dim: k.
+    """
+
+    name: str
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    output: ModelOutput
+    batch: Batch
+    proj_dim: int
+
+    def spec(self, kind: str) -> ProjectionSpec:
+        """Return a projection of this model's gradients."""
+        shapes = [matrix_shape(p.shape) for p in self.parameters.values()]
+        return ProjectionSpec(
+            kind=ProjectionKind(kind),
+            n_params=sum(a * b for a, b in shapes),
+            proj_dim=self.proj_dim,
+            seed=0,
+            stream=0,
+            shapes=shapes if kind == "tensor_sketch" else None,
+        )
+
+
+def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
+    """Return a model and random samples for it.
+
+    Args:
+        name: Of the model.
+        linear: Of transformers, whether only the matrices of their layers are differentiated.
+        proj_dim: k; None for the model's own.
+    """
+    torch.manual_seed(0)
+    if name in {"digits", "resnet"}:
+        if name == "digits":
+            sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
+            model, shape, n_samples, k = __import__("digits").make_model(), (1, 16, 16), 256, 512
+            shape = tuple(__import__("digits").train_data()[0][0].shape)
+        else:
+            model, shape, n_samples, k = resnet(), (3, 32, 32), 64, 2048
+        samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
+        output = CLASSIFICATION
+    else:
+        model, vocabulary, n_samples = language_model(name)
+        ids = torch.randint(0, vocabulary, (n_samples, TOKENS))
+        samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
+    model.eval()
+    patterns = None
+    if linear:
+        patterns = [
+            n
+            for n, p in model.named_parameters()
+            if p.ndim == 2 and not re.search(r"embed|wte|wpe|lm_head", n)
+        ]
+    return Case(
+        name,
+        model,
+        select_parameters(model, patterns),
+        output,
+        as_batch(samples, output),
+        proj_dim or k,
+    )
+
+
+def floor(case: Case) -> None:
+    """Take an ordinary forward and backward pass."""
+    case.model.zero_grad(set_to_none=True)
+    outputs = case.output.read(case.batch.given_to(case.model))
+    torch.vmap(case.output.value)(outputs, case.batch.labels).sum().backward()
+    case.model.zero_grad(set_to_none=True)
+
+
+def ours(case: Case, kind: str, batch: Batch | None = None) -> Tensor:
+    """Return features from one backward pass."""
+    batch = case.batch if batch is None else batch
+    sums = Features.zeros(case.parameters, [case.spec(kind)], len(batch), threads=1)
+    gradients_at_once(case.model, case.parameters, case.output, batch, sums)
+    return sums.scaled()[0]
+
+
+def by_vmap(case: Case, kind: str) -> Tensor:
+    """Return features of gradients that are formed as a whole."""
+    what = case.model, case.parameters, case.output, case.batch
+    return project(per_sample_gradients(*what).blocks(), case.spec(kind), scale=True)
+
+
+def check(case: Case, kind: str) -> None:
+    """Stop if two samples' features differ from those of their formed gradients."""
+    few = case.batch.rows(slice(0, 2))
+    what = case.model, case.parameters, case.output, few
+    formed = formed_gradients(gradients_one_by_one, *what)
+    expected = project(formed.blocks(), case.spec(kind), scale=True)
+    difference = (ours(case, kind, few) - expected).norm() / expected.norm()
+    if difference > 1e-5:
+        raise SystemExit(f"{case.name}, {kind}: features differ by {difference:.1g}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one side takes."""
+
+    model: str
+    parameters: str
+    n_params: int
+    proj_dim: int
+    side: str
+    ms_a_sample: float
+    floors: float
+    least: float
+    greatest: float
+    mb_a_sample: float
+
+
+def sides_of(case: Case, kinds: list[str], vmap: bool) -> dict[str, Callable[[], object]]:
+    """Return what is timed, by name."""
+    sides: dict[str, Callable[[], object]] = {"floor": partial(floor, case)}
+    for kind in kinds:
+        sides[kind] = partial(ours, case, kind)
+        if vmap:
+            sides[f"vmap + {kind}"] = partial(by_vmap, case, kind)
+    return sides
+
+
+def peak_kib() -> int:
+    """Return the most that this process has taken so far."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1])
+
+
+def main() -> None:
+    """Measure, or in a process of its own take one side's peak."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("models", nargs="+", help="digits, resnet, llama, 7M, 30M or 124M")
+    parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
+    parser.add_argument("--proj-dim", type=int)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-vmap", action="store_true")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    print("| model | k | side | ms a sample | floors | MB a sample |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name in arguments.models:
+        case = case_of(name, arguments.linear, arguments.proj_dim)
+        sides = sides_of(case, arguments.kinds, not arguments.no_vmap)
+        if arguments.peak:
+            for kind in arguments.kinds:  # compiles, and fills what stays
+                project(
+                    torch.randn(2, 5000),
+                    ProjectionSpec(
+                        kind=ProjectionKind(kind),
+                        n_params=5000,
+                        proj_dim=case.proj_dim,
+                        seed=0,
+                        stream=0,
+                        shapes=[(50, 100)] if kind == "tensor_sketch" else None,
+                    ),
+                )
+            before = peak_kib()
+            sides[arguments.peak]()
+            print("peak", peak_kib() - before)
+            return
+        for kind in arguments.kinds:
+            check(case, kind)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(arguments.rounds + 1):
+            for side, call in sides.items():
+                start = time.process_time()
+                call()
+                seconds[side].append(time.process_time() - start)
+        unit = statistics.median(seconds["floor"][1:])
+        for side, all_of_them in seconds.items():
+            taken = all_of_them[1:]  # the first round warms up
+            command = [sys.executable, __file__, *sys.argv[1:], "--peak", side]
+            command[2 : 2 + len(arguments.models)] = [name]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            n = len(case.batch)
+            row = Row(
+                name,
+                "linear" if arguments.linear else "all",
+                sum(p.numel() for p in case.parameters.values()),
+                case.proj_dim,
+                side,
+                1000 * statistics.median(taken) / n,
+                statistics.median(taken) / unit,
+                min(taken) / unit,
+                max(taken) / unit,
+                int(output.split()[-1]) * 1024 / 1e6 / n,
+            )
+            rows.append(row)
+            print(
+                f"| {name} | {row.proj_dim} | {side} | {row.ms_a_sample:.3g} | {row.floors:.2f} "
+                f"[{row.least:.2f}-{row.greatest:.2f}] | {row.mb_a_sample:.3g} |",
+                flush=True,
+            )
+    if arguments.csv:
+        write_csv(arguments.csv, rows, environment("cpu", ["torch", "transformers", "numba"]))
+
+
+if __name__ == "__main__":
+    main()
