@@ -107,9 +107,9 @@ def language_model(name: str) -> tuple[nn.Module, int, int]:
         n_head=heads,
         n_positions=TOKENS,
         vocab_size=vocabulary,
-        loss_type="ForCausalLM",
         **quiet,
     )
+    config.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
     return GPT2LMHeadModel(config), vocabulary, n_samples
 
 

@@ -5,6 +5,7 @@ import pytest
 from scipy.linalg import hadamard
 
 from trak_core.errors import InputError
+from trak_core.models.sampled import peaks_of
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
 from trak_core.trust.distortion import (
@@ -26,12 +27,14 @@ PROJ_DIM = 8
 
 def spec_of(kind, stream=0):
     kind = ProjectionKind(kind)
-    return ProjectionSpec(kind=kind, n_params=30, proj_dim=PROJ_DIM, seed=1, stream=stream)
+    shapes = [(6, 4), (6, 1)] if kind.about.of_matrices else None
+    return ProjectionSpec(
+        kind=kind, n_params=30, proj_dim=PROJ_DIM, seed=1, stream=stream, shapes=shapes
+    )
 
 
 def predicted(kind, rows, gramian, proj_dim=PROJ_DIM):
-    block = spec_of(kind).lossless_block
-    peaks = np.zeros_like(gramian) if block is None else peakedness(rows, rows, block)
+    peaks = peaks_of(rows, rows, spec_of(kind))
     return inner_product_sd(proj_dim, gramian, peaks)
 
 
@@ -48,6 +51,27 @@ def test_theory_predicts_the_errors(kind):
     other = "rademacher" if spec_of(kind).lossless_block is None else "normal"
     found = squared_norm_agreement(GRAMIAN, streams, predicted(other, ROWS, GRAMIAN))
     assert abs(found.measured - found.predicted) > 3 * found.standard_error
+
+
+@pytest.mark.parametrize("shapes", [[(20, 3)], [(3, 20)], [(20, 1), (8, 5)], [(24, 24)]])
+def test_sides_longer_than_a_tensor_sketch_are_foreseen(shapes):
+    """Of norms within the errors; of inner products as an upper bound."""
+    n_params = sum(a * b for a, b in shapes)
+    rows = RNG.standard_normal((6, n_params))
+    rows += 2 * rows.mean(0)
+    gramian = rows @ rows.T
+    specs = [
+        ProjectionSpec(
+            kind="tensor_sketch", n_params=n_params, proj_dim=8, seed=1, stream=i, shapes=shapes
+        )
+        for i in range(1500)
+    ]
+    streams = [project(rows.astype(np.float32), spec, scale=True) for spec in specs]
+    sd = inner_product_sd(8, gramian, peaks_of(rows, rows, specs[0]))
+    found = squared_norm_agreement(gramian, streams, sd)
+    assert abs(found.measured - found.predicted) < 4 * found.standard_error
+    found = inner_product_agreement(gramian, streams, sd)
+    assert found.measured < found.predicted + 4 * found.standard_error
 
 
 def all_matrices(kind, n_params, proj_dim):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -19,7 +20,7 @@ from trak_core.gradients import gradients_at_once
 from trak_core.models.loaded import LoadedModel
 from trak_core.models.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.spec import ProjectionSpec, projection_of, stream_of
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.study.study import Study
 
@@ -159,17 +160,20 @@ def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, othe
         assert_close(found, expected, 1e-5)
 
 
-@pytest.mark.parametrize("block", [1, 32])
-def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, block):
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
+def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, kind):
     loaded = LoadedModel.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
     data = loaded.study.split("train", None)
     samples = loaded.batch(data, 0, SAMPLES)
-    size, ids = sum(p.numel() for p in loaded.parameters.values()), data.ids[:SAMPLES]
+    ids = data.ids[:SAMPLES]
+    shapes = [p.shape for p in loaded.parameters.values()]
+    chosen = {"kind": kind, "proj_dim": 32, "seed": 0}
+    projection = projection_of(replace(spec_of(), projection=chosen), shapes)
     gradients = SampledGradients(loaded, samples, ids, gradients_at_once, chunk=3)
-    all_at_once = gradients.peakedness(size, block, held=150)
+    all_at_once = gradients.peakedness(projection, held=150)
     assert not capsys.readouterr().out
     for held in (1, 5, 8):
-        found = gradients.peakedness(size, block, held)
+        found = gradients.peakedness(projection, held)
         np.testing.assert_allclose(found, all_at_once, rtol=1e-5)
     assert "1 of 12 gradients fit compute.memory_mb; each is computed 6.5 times on average" in (
         capsys.readouterr().out

@@ -70,6 +70,7 @@ def config_of(results):
         "model_output": "regression",
         "checkpoints": {"c0": "<u>c0</u>.pt", "c1": "c1.pt"},
         "experiments": {"mine": {"targets": HOSTILE}},
+        "projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0},
         "scoring": {"damping": 0.5},
     }
 

@@ -113,7 +113,7 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
                 "Leave it out, or take a projection."
             )
         return
-    proj_dim, kind = projection["proj_dim"], projection["kind"]
+    proj_dim, kind = projection["proj_dim"], projection.get("kind")
     dims = asked.get("sweep", {}).get("proj_dim", ())
     nested = [one for one in ProjectionKind if one.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]

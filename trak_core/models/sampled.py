@@ -12,6 +12,7 @@ from trak_core.models.projected import Features
 from trak_core.spec import ProjectionSpec
 from trak_core.system.progress import with_progress
 from trak_core.trust.distortion import peakedness
+from trak_core.trust.sketch_distortion import sketch_peakedness
 
 T = TypeVar("T")
 
@@ -69,12 +70,11 @@ class SampledGradients:
             features[:, first:last] = rows
         return features
 
-    def peakedness(self, size: int, block: int, held: int) -> np.ndarray:
+    def peakedness(self, projection: ProjectionSpec, held: int) -> np.ndarray:
         """Return the peakedness of all pairs (see ``trak_core.trust.distortion``), shape (n, n).
 
         Args:
-            size: Entries p of a gradient.
-            block: See ``ProjectionSpec.lossless_block``.
+            projection: Of these gradients; of a kind that keeps something.
             held: Samples whose gradients are kept while the others' go by; changes nothing but the
                 time.
         """
@@ -95,11 +95,19 @@ class SampledGradients:
             )
         for start in starts:
             stop = min(start + held, n)
-            kept = np.empty((stop - start, size), np.float32)
+            kept = np.empty((stop - start, projection.n_params), np.float32)
             for first, last, rows in self._each(whole, start, stop):
                 kept[first - start : last - start] = rows
-            peaks[start:stop, start:stop] = peakedness(kept, kept, block)
+            peaks[start:stop, start:stop] = peaks_of(kept, kept, projection)
             for first, last, rows in self._each(whole, stop, n):
-                part = peakedness(kept, rows, block)
+                part = peaks_of(kept, rows, projection)
                 peaks[start:stop, first:last], peaks[first:last, start:stop] = part, part.T
         return peaks
+
+
+def peaks_of(x: np.ndarray, y: np.ndarray, projection: ProjectionSpec) -> np.ndarray:
+    """Return the peakedness of gradients, shape (n, p) and (m, p), under a kind of projection."""
+    if projection.shapes is not None:
+        return sketch_peakedness(x, y, projection.shapes, projection.proj_dim)
+    block = projection.lossless_block
+    return np.zeros((len(x), len(y))) if block is None else peakedness(x, y, block)

@@ -12,7 +12,14 @@ from trak_core.spec.jobs import (
     ordered,
     projection_of,
 )
-from trak_core.spec.projection import Kind, ProjectionKind, ProjectionSpec, matrix_shape, stream_of
+from trak_core.spec.projection import (
+    Kind,
+    ProjectionKind,
+    ProjectionSpec,
+    matrix_shape,
+    stream_of,
+    usual_kind,
+)
 
 __all__ = [
     "EXACT",
@@ -30,4 +37,5 @@ __all__ = [
     "ordered",
     "projection_of",
     "stream_of",
+    "usual_kind",
 ]

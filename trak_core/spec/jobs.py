@@ -6,7 +6,13 @@ from enum import StrEnum
 from math import prod
 from typing import Any, Self
 
-from trak_core.spec.projection import ProjectionKind, ProjectionSpec, matrix_shape, stream_of
+from trak_core.spec.projection import (
+    ProjectionKind,
+    ProjectionSpec,
+    matrix_shape,
+    stream_of,
+    usual_kind,
+)
 
 # What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
@@ -46,7 +52,8 @@ class FeaturesSpec:
     Attributes:
         model_output: Name of the model output f.
         parameter_patterns: Of the names of the parameters to differentiate; None for all.
-        projection: The config's keys of it, or ``{"kind": "exact"}``.
+        projection: The config's keys of it, without ``kind`` where the model's size is to decide;
+            or ``{"kind": "exact"}``.
         dtype: How features are stored.
         study_digest: Hash of the study's source and data files.
         flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
@@ -158,16 +165,22 @@ def projection_of(
     """Return the projection of one checkpoint's gradients.
 
     Args:
-        spec: Of one checkpoint, with the config's keys of the projection.
+        spec: Of one checkpoint, with the config's keys of the projection; without a kind among
+            them, ``usual_kind`` says which.
         shapes: Of the parameters that are differentiated, in order.
         offset: Added to the checkpoint's own stream, for matrices beside its own.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]
-    of_matrices = ProjectionKind(spec.projection["kind"]).about.of_matrices
+    n_params = sum(map(prod, matrices))
+    given = {"kind": usual_kind(n_params, spec.projection["proj_dim"]), **spec.projection}
+    try:
+        of_matrices = ProjectionKind(given["kind"]).about.of_matrices
+    except ValueError:  # which ProjectionSpec explains
+        of_matrices = False
     return ProjectionSpec(
-        **spec.projection,
-        n_params=sum(map(prod, matrices)),
+        **given,
+        n_params=n_params,
         stream=(stream_of(spec.checkpoint) + offset) % 2**32,
         shapes=matrices if of_matrices else None,
     )

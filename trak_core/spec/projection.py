@@ -220,6 +220,30 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
 
 
+# Up to so many products of a gradient's entries and columns, a dense matrix costs a millisecond or
+# two a sample and core; up to so many parameters, the fast transform costs about what a sketch by
+# factors does (benchmarks/RESULTS.md).
+_DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
+
+
+def usual_kind(n_params: int, proj_dim: int, *, nested: bool = False) -> ProjectionKind:
+    """Return the kind of projection to take if nobody says: the cheapest of a dense one's quality.
+
+    That is ``rademacher`` for small models, whose columns are nested; ``hadamard`` up to 16.8
+    million parameters, if ``proj_dim`` is a power of two; and ``tensor_sketch``.
+
+    Args:
+        n_params: Entries p of a gradient.
+        proj_dim: k.
+        nested: Whether the first columns are to serve as a projection of their own.
+    """
+    if nested or n_params * proj_dim <= _DENSE_PRODUCTS:
+        return ProjectionKind.RADEMACHER
+    if n_params <= _TRANSFORMED_PARAMS and not proj_dim & (proj_dim - 1):
+        return ProjectionKind.HADAMARD
+    return ProjectionKind.TENSOR_SKETCH
+
+
 def stream_of(checkpoint: str) -> int:
     """Return the projection stream of a checkpoint: the 32-bit blake2b of its id.
 

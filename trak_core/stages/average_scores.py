@@ -154,7 +154,7 @@ def average_scores(
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     with ExitStack() as stack:
-        is_exact = spec.features.projection["kind"] == EXACT
+        is_exact = spec.features.projection.get("kind") == EXACT
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]

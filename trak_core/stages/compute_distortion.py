@@ -174,8 +174,9 @@ def compute_distortion(
     samples = samples.rows(torch.from_numpy(rows))
     gradients = SampledGradients(loaded, samples, ids, method, chunk)
     features = gradients.features(projections, threads)
-    block = own.lossless_block
-    peaks = np.zeros_like(gramian) if block is None else gradients.peakedness(size, block, held)
+    peaks = np.zeros_like(gramian)
+    if own.lossless_block is not None:
+        peaks = gradients.peakedness(own, held)
     predicted_sd = inner_product_sd(own.proj_dim, gramian, peaks)
     found = {
         "squared_norm": squared_norm_agreement(gramian, list(features), predicted_sd),

@@ -107,7 +107,8 @@ def compute_features(
     provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
-        f"to {projection.proj_dim} dimensions, gradients on {where}",
+        f"to {projection.proj_dim} dimensions ({projection.kind}"
+        f"{'' if 'kind' in spec.projection else ', by their number'}), gradients on {where}",
         flush=True,
     )
     ids = data.ids[start:stop]

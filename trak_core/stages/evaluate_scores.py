@@ -232,7 +232,7 @@ def evaluate_scores(
     own = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
     settings = settings_of(sweep, own)
     with ExitStack() as stack:
-        kind = EXACT_SCORES if projection["kind"] == EXACT else CHECKPOINT_SCORES
+        kind = EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         final = stack.enter_context(open_artifact(scores, SCORES))
         check_together(parts, spec, kind)
