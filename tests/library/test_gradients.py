@@ -1,5 +1,8 @@
 """Per-sample gradients against one backward pass a sample, and what is refused beforehand."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -416,6 +419,24 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
 
     with pytest.raises(RuntimeError, match="shapes"):
         list(in_chunks(compute, 10, 8))
+
+
+def test_one_pass_needs_no_compiler():
+    """Of torch: importing it takes longer than most batches do."""
+    program = """
+import sys, torch
+from torch import nn
+from trak_core.gradients import gradient_method, gradients_at_once, formed_gradients
+from trak_core.gradients import select_parameters
+from trak_core.model_outputs.classification import CLASSIFICATION
+model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+batch = torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 2])
+what = model, select_parameters(model, None), CLASSIFICATION, batch
+assert gradient_method(*what) is gradients_at_once
+formed_gradients(gradients_at_once, *what)
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_memory_of_samples():

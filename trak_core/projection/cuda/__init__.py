@@ -9,6 +9,8 @@ kind                    capability 8.0 and later        7.0 and 7.5
 ``hadamard``, ``sjlt``  ``hadamard``, ``sjlt``          ``hadamard``, ``sjlt``
 ======================= =============================== ============================================
 
+``tensor_sketch`` needs none: ``projection/tensor_sketch.py`` does it with torch.
+
 The tensor-core kernel multiplies with mma.sync on every GPU. Hopper's own wgmma, which should be
 faster from 32 rows on, is left out on purpose: its descriptors and its asynchrony show their
 mistakes on a GPU alone, and there was none to build it on.
