@@ -8,8 +8,16 @@ from architectures import ARCHITECTURES
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.gradients import (
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    gradients_one_by_one,
+    select_parameters,
+)
 from trak_core.gradients._consumers import Formed
 from trak_core.gramian import Engine
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.batched import GraphNeededError
 from trak_core.one_pass.differentiate import by_samples, plan_of
 
@@ -101,6 +109,65 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
         zero = torch.zeros_like(parameters[key])
         rows = torch.stack([zero if g is None else g for g in column])
         assert float((found - rows).abs().max()) <= 1e-9 * scale, key
+
+
+# Operations that hide which sample is which: below them gradients are computed one by one.
+HIDING = {
+    "LSTM": "UnsafeSplit",
+    "GRU, both ways": "UnsafeSplit",
+    "loop over a cell": "UnsafeSplit",
+    "user's function": "Pointwise",
+    "user's function of two outputs": "Both",
+    "operations without a rule": "FftR2C",
+    "in place": "CopySlices",
+    "samples turned": "Flip",
+    "routed samples": "IndexAdd",
+}
+# No functions of a sample alone, which `check_samples_apart` refuses: the guard refuses them too.
+NO_FUNCTIONS = {
+    *("parameter of the batch's shape", "side effects", "random with parameters"),
+    "picked by index",
+}
+# A study's samples are tensors.
+OF_TENSORS = [
+    name
+    for name, one in ARCHITECTURES.items()
+    if not one.kwargs() and all(isinstance(x, torch.Tensor) for x in one.inputs())
+]
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
+    """Where samples can't be told apart, the notice names the operation."""
+    architecture = ARCHITECTURES[name]
+    inputs = architecture.inputs()
+    model = architecture.make().eval()
+    output = ModelOutput(
+        read=lambda returned: architecture.output(returned).flatten(1),
+        value=lambda x, _: (x * torch.arange(1.0, 1 + len(x)).sqrt()).square().sum(),
+        loss_weight=lambda x, _: x.sum(),
+        curvature=None,
+        prediction=lambda x, _: x.sum(),
+        label_number=lambda label: label,
+        label_ndim=None,
+        n_classes=lambda _: None,
+    )
+    parameters = select_parameters(model, None)
+    method = gradient_method(model, parameters, output, inputs)
+    said = capsys.readouterr().out
+    if name in HIDING or name in NO_FUNCTIONS:
+        assert method is gradients_one_by_one
+        assert HIDING.get(name, "it ") in said.partition(" cannot take this model; ")[2]
+        return
+    assert method is gradients_at_once
+    assert not said
+    found, expected = (
+        formed_gradients(one, model, parameters, output, inputs)
+        for one in (gradients_at_once, gradients_one_by_one)
+    )
+    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
+    for key, gradient in expected.gradients.items():
+        assert float((found.gradients[key] - gradient).abs().max()) <= 1e-9 * largest
 
 
 PEER = [(name, dim) for name, architecture in ARCHITECTURES.items() for dim in architecture.peer]
