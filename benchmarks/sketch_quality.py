@@ -105,6 +105,7 @@ def trained(name: str, epochs: int) -> Trained:
         model, ids = language_model(name), manual()
         output, samples = LANGUAGE_MODELLING, {"input_ids": ids, "labels": ids}
         optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+        loss = torch.tensor(0.0)
         for epoch in range(epochs):
             for batch in ids[:N_TRAIN][torch.randperm(N_TRAIN)].split(15):
                 loss = model(input_ids=batch, labels=batch).loss
@@ -197,21 +198,22 @@ def measured(
 ) -> Row:
     """Compare what ``make`` gives for each seed with what is exact."""
     wanted = scores(exact)
-    errors, ranks, same = [], [], []
+    errors, ranks, same, numbers = [], [], [], 0
     for seed in range(seeds):
         rows = make(seed)
-        gramian = products(rows)
+        gramian, numbers = products(rows), rows.shape[1]
         errors.append(np.diagonal(gramian) / np.diagonal(exact) - 1)
         found = scores(gramian)
-        ranks.append(np.mean([spearmanr(a, b)[0] for a, b in zip(found, wanted, strict=True)]))
-        best = (np.argsort(-one, axis=1)[:, :10] for one in (found, wanted))
-        same.append(np.mean([len(set(a) & set(b)) for a, b in zip(*best, strict=True)]))
+        pairs = zip(found, wanted, strict=True)
+        ranks.append(np.mean([spearmanr(a, b).statistic for a, b in pairs]))
+        a, b = (np.argsort(-one, axis=1)[:, :10].tolist() for one in (found, wanted))
+        same.append(np.mean([len(set(x) & set(y)) for x, y in zip(a, b, strict=True)]))
     norm = float(np.sqrt(np.mean(np.square(errors))))
     return Row(
         name,
         n_params,
         kind,
-        rows.shape[1],
+        numbers,
         seeds,
         norm,
         float(np.mean(ranks)),

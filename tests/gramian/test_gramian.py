@@ -80,6 +80,10 @@ def test_the_gramian_is_that_of_the_jacobian(name, entries, batch_dim):
     assert_equal(engine.compute_gramian(output), by_jacobian(output, trained(model)))
 
 
+# Operations whose closed form does not fit, which is seen on the way only.
+GRAPH_NEEDED = {"parameter of the batch's shape"}
+
+
 @pytest.mark.parametrize("keep_graph", [True, False])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
@@ -101,6 +105,7 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
             by_samples(formed, output, plan, 0, keep_graph=keep_graph)
     except GraphNeededError:
         assert not keep_graph
+        assert name in GRAPH_NEEDED
         return
     scale = max(float(g.abs().max()) for row in expected for g in row if g is not None)
     for (key, found), column in zip(

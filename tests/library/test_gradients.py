@@ -421,6 +421,72 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
         list(in_chunks(compute, 10, 8))
 
 
+class Detached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        with torch.no_grad():
+            return self.linear(x)
+
+
+def test_a_model_output_without_a_graph_is_refused():
+    """Its features would be zeros, without a word."""
+    model, batch = Detached(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
+    parameters = select_parameters(model, None)
+    with pytest.raises(InputError, match="must depend on a parameter that is differentiated"):
+        gradient_method(model, parameters, CLASSIFICATION, batch)
+    for method in METHODS:
+        with pytest.raises(InputError, match="must depend on a parameter"):
+            formed_gradients(method, model, parameters, CLASSIFICATION, batch)
+
+
+class Unbounded(nn.Module):
+    """Has a derivative that is infinite in batches alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad and len(x) > 1:
+            y.register_hook(lambda gradient: gradient / 0)
+        return y
+
+
+def test_infinity_that_autograd_does_not_find_is_no_gradient(capsys):
+    model, batch = Unbounded(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
+    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    assert method is gradients_one_by_one
+    assert "gives NaN or infinity where autograd doesn't" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parameters_without_entries(method):
+    model = nn.Linear(3, 2)
+    model.none, model.no_rows = nn.Parameter(torch.ones(2, 0)), nn.Parameter(torch.ones(0, 2))
+    forward = model.forward
+    model.forward = lambda x: forward(x) + model.none.sum() + model.no_rows.sum()
+    batch = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+    parameters = select_parameters(model, None)
+    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
+    found = formed_gradients(method, model, parameters, CLASSIFICATION, batch)
+    assert found.gradients["none"].shape == (4, 2, 0)
+    assert found.gradients["weight"].any()
+    check_finite(found, range(4))
+
+
+def test_rows_that_arrive_whole_count_as_memory():
+    """With respect to a weight that is computed from parameters."""
+    plain = nn.Sequential(nn.Linear(50, 40), nn.Linear(40, 3))
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(plain[0]), plain[1])
+    batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))
+    found = sample_memory(normed, select_parameters(normed, None), CLASSIFICATION, batch)
+    assert found.activation_bytes > 2 * 4 * 50 * 40
+
+
 def test_one_pass_needs_no_compiler():
     """Of torch: importing it takes longer than most batches do."""
     program = """

@@ -9,7 +9,14 @@ import pytest
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import ids_digest
-from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
+from trak_core.spec import (
+    FeaturesSpec,
+    RetrainedSpec,
+    ScoresSpec,
+    made_of,
+    projection_of,
+    usual_kind,
+)
 
 # With the schema's defaults, but for what depends on the model output.
 CONFIG = {
@@ -237,3 +244,34 @@ def test_what_is_measured(made):
     assert not specs.measures_embeddings
     some = made(evaluation={**EVALUATION, "experiments": ["one"], "baselines": []})
     assert some.measured == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("n_params", "proj_dim", "kind"),
+    [
+        (38_282, 1024, "rademacher"),
+        (2**17, 1024, "rademacher"),
+        (2**17 + 1, 1024, "hadamard"),
+        (2**17, 1023, "rademacher"),
+        (2**20, 1000, "tensor_sketch"),
+        (2**24, 4096, "hadamard"),
+        (2**24 + 1, 4096, "tensor_sketch"),
+        (124_000_000, 2048, "tensor_sketch"),
+    ],
+)
+def test_the_kind_that_a_size_takes(n_params, proj_dim, kind):
+    assert usual_kind(n_params, proj_dim) == kind
+    spec = FeaturesSpec(
+        model_output="regression",
+        parameter_patterns=None,
+        projection={"proj_dim": proj_dim, "seed": 0},
+        dtype="float32",
+        study_digest="",
+        checkpoint="c0",
+    )
+    shapes = [(n_params // 2, 2), (n_params % 2,), ()][: 2 if n_params % 2 else 1]
+    found = projection_of(spec, shapes)
+    assert (found.kind, found.n_params) == (kind, n_params)
+    assert (found.shapes is not None) == (kind == "tensor_sketch")
+    given = replace(spec, projection={**spec.projection, "kind": "normal"})
+    assert projection_of(given, shapes).kind == "normal"

@@ -1,6 +1,7 @@
 """Architectures in use, end to end: gradients, projection, scores, against plain autograd."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from trak_core.gradients import (
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.models.named_output import model_output
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, stream_of
+from trak_core.spec import ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.check_study import check_study
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
@@ -109,15 +110,26 @@ class Case:
         self.model = getattr(models, make)().to(getattr(torch, dtype))
         torch.save(self.model.state_dict(), self.checkpoint)
 
-    def features(self, folder, split="train", batch_size=64, memory_mb=500, parameters=None):
+    def features(
+        self,
+        folder,
+        split="train",
+        batch_size=64,
+        memory_mb=500,
+        parameters=None,
+        kind="rademacher",
+    ):
         file = folder / f"{split}-{batch_size}.h5"
         targets = None if split == "train" else list(range(N_TARGETS))
         compute_features(
             features=file,
             checkpoint=self.checkpoint,
             study_file=self.study,
-            spec=features_spec(
-                self.output, PROJ_DIM, parameters=parameters, split=split, targets=targets
+            spec=replace(
+                features_spec(
+                    self.output, PROJ_DIM, parameters=parameters, split=split, targets=targets
+                ),
+                projection={"kind": kind, "proj_dim": PROJ_DIM, "seed": 0},
             ),
             targets=targets,
             code="code",
@@ -128,7 +140,7 @@ class Case:
         )
         return file
 
-    def expected(self, n):
+    def expected(self, n, kind="rademacher"):
         """Return projected gradients, f and Q of the first samples by plain autograd, float64."""
         model = self.model.double().eval()
         samples = [doubled(models.sample(self.name, i, torch.float64)) for i in range(self.n_train)]
@@ -146,14 +158,16 @@ class Case:
             outputs.append(f.item())
             weights.append(q.item())
         gradients = torch.stack(rows).numpy()
+        shapes = [matrix_shape(p.shape) for p in parameters]
         spec = ProjectionSpec(
-            kind="rademacher",
+            kind=kind,
             n_params=gradients.shape[1],
             proj_dim=PROJ_DIM,
             seed=0,
             stream=stream_of("c0"),
+            shapes=shapes if kind == "tensor_sketch" else None,
         )
-        projected = gradients @ projection_matrix(spec).astype(np.float64) / np.sqrt(PROJ_DIM)
+        projected = gradients @ projection_matrix(spec).astype(np.float64) * spec.scale
         return projected, np.array(outputs), np.array(weights)
 
 
@@ -180,6 +194,19 @@ def test_features_equal_plain_autograd(name, dtype, tmp_path):
     assert labels.shape == predictions.shape == (N_TRAIN,)
 
 
+@pytest.mark.parametrize("by_factors", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CASES)
+def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
+    """Wherever factors are there they are taken, or formed rows are; sides are longer than k."""
+    monkeypatch.setattr("trak_core.models.projected.prefers_factors", lambda *_: by_factors)
+    case = Case(name, dtype, tmp_path)
+    features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
+    expected, *_ = case.expected(16, "tensor_sketch")
+    allowed = PRECISION[dtype] * abs(expected).max()
+    np.testing.assert_allclose(features[:16], expected, rtol=0, atol=allowed)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys, monkeypatch):
     case = Case(name, "float32", tmp_path)
@@ -199,7 +226,7 @@ def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys, monke
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_vmap_takes_them_without_a_notice(name, tmp_path, capsys):
+def test_one_pass_takes_them_without_a_notice(name, tmp_path, capsys):
     Case(name, "float32", tmp_path).features(tmp_path, split="mine")
     assert "Notice" not in capsys.readouterr().out
 

@@ -113,15 +113,29 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
                 "Leave it out, or take a projection."
             )
         return
-    proj_dim, kind = projection["proj_dim"], projection.get("kind")
+    if "kind" in projection:
+        check_columns(projection["proj_dim"], projection["kind"], asked)
+
+
+def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
+    """Refuse to measure columns of a projection that can't be taken alone.
+
+    Args:
+        proj_dim: Of the projection.
+        kind: Of the projection.
+        asked: The config's ``evaluation``.
+
+    Raises:
+        InputError: It names the key.
+    """
     dims = asked.get("sweep", {}).get("proj_dim", ())
     nested = [one for one in ProjectionKind if one.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
             "evaluation.sweep.proj_dim takes the first columns of the projection: at most "
-            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
-            f"Found {wrong[0]} with {kind}."
+            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only, given as "
+            f"projection.kind. Found {wrong[0]} with {kind}."
         )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.config.budget import check_memory, evaluation_need
-from trak_core.config.demands import check_sizes
+from trak_core.config.demands import check_columns, check_sizes
 from trak_core.config.specs import TRAIN, Specs
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest
@@ -150,7 +150,8 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
     proj_dim = None
     if not specs.is_exact:
         proj_dim = config["projection"]["proj_dim"]
-        projection_of(specs.all_features.under(""), [(found["n_params"],)])  # refuses bad sizes
+        chosen = projection_of(specs.all_features.under(""), [(found["n_params"],)])
+        check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
     n_targets = {split: one["n_samples"] for split, one in found["splits"].items()}
     n_train = n_targets.pop(TRAIN)
     check_memory(

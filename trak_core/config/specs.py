@@ -17,7 +17,6 @@ from trak_core.spec import (
     RetrainedSpec,
     ScoresSpec,
     ordered,
-    usual_kind,
 )
 from trak_core.system.data_files import data_digests
 
@@ -221,12 +220,6 @@ class Specs:
         )
 
 
-def _narrower(config: Mapping[str, Any]) -> bool:
-    """Whether the first columns of the projection are to be measured alone."""
-    dims = config.get("evaluation", {}).get("sweep", {}).get("proj_dim", ())
-    return any(dim < config["projection"]["proj_dim"] for dim in dims)
-
-
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
     """Check what a schema cannot, and fill in what depends on the model output.
 
@@ -252,10 +245,6 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         )
     if config["projection"] == EXACT:
         check_exact(config)
-    elif "kind" not in config["projection"] and _narrower(config):
-        # Not left to the model's size: other kinds have no columns that count alone.
-        proj_dim = config["projection"]["proj_dim"]
-        config["projection"]["kind"] = str(usual_kind(1, proj_dim, nested=True))
     checkpoints = checkpoint_table(config["checkpoints"], trained="training" in config)
     experiments = {
         name: target_ids(experiment["targets"])

@@ -27,6 +27,7 @@ from trak_core.gradients._per_sample import (
     PerSample,
     as_blocks,
     beside_gradient,
+    graph_to,
     in_evaluation_mode,
     per_sample,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "gradient_method",
     "gradients_at_once",
     "gradients_one_by_one",
+    "graph_to",
     "in_chunks",
     "in_evaluation_mode",
     "n_params",

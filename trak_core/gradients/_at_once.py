@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._consumers import SampleConsumer
 from trak_core.gradients._one_by_one import gradients_one_by_one
-from trak_core.gradients._per_sample import beside_gradients, differentiating
+from trak_core.gradients._per_sample import beside_gradients, check_graph, differentiating
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.batched import GraphNeededError
 from trak_core.one_pass.differentiate import by_samples, plan_of
@@ -41,17 +41,20 @@ def gradients_at_once(
         What ``PerSample.columns`` has, shape (batch,) each, on the batch's device.
 
     Raises:
-        SamplesSharedError: If the graph can't be read; ``gradients_one_by_one`` needs none.
+        InputError: If no parameter leads to f.
+        SamplesSharedError: If the graph can't be read; ``gradients_one_by_one`` need not.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
     """
     batch = as_batch(samples, output)
     if len(batch) == 1:
         return gradients_one_by_one(model, parameters, output, batch, consumer)
+    what = model, parameters, output, batch, consumer
     try:
-        return _one_pass(model, parameters, output, batch, consumer, keep_graph=False)
+        return _one_pass(*what, keep_graph=False)
     except GraphNeededError:
-        return _one_pass(model, parameters, output, batch, consumer, keep_graph=True)
+        pass  # and what the error holds of the first pass goes
+    return _one_pass(*what, keep_graph=True)
 
 
 def _one_pass(
@@ -68,13 +71,13 @@ def _one_pass(
         beside = beside_gradients(output, outputs, batch.labels)
         values = torch.vmap(output.value)(outputs, batch.labels)
     del outputs
-    if values.requires_grad:
-        with torch.no_grad():
-            plan = plan_of(values, list(parameters.values()), 0)
-            if plan is None:
-                raise SamplesSharedError
-            part = consumer.empty()
-            by_samples(part, values, plan, 0, keep_graph=keep_graph)
-            part.finish()
-            consumer.add(part)
+    check_graph(values)
+    with torch.no_grad():
+        plan = plan_of(values, list(parameters.values()), 0)
+        if plan is None:
+            raise SamplesSharedError
+        part = consumer.empty()
+        by_samples(part, values, plan, 0, keep_graph=keep_graph)
+        part.finish()
+        consumer.add(part)
     return [values.detach(), *beside]

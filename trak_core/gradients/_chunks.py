@@ -1,7 +1,9 @@
 """How many samples to differentiate at once, so that they fit into memory."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import torch
@@ -12,6 +14,8 @@ from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._per_sample import differentiating
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.contributions import PIECE
+from trak_core.one_pass.differentiate import plan_of
+from trak_core.one_pass.rules import MixedSamplesError
 from trak_core.system.faults import is_out_of_memory
 
 T = TypeVar("T")
@@ -28,7 +32,8 @@ class SampleMemory:
     """What differentiating takes, a sample.
 
     Attributes:
-        activation_bytes: At the peak, for what is kept on the way to f.
+        activation_bytes: At the peak, for what is kept on the way to f, and for gradients with
+            respect to what is computed from parameters.
         gradient_bytes: Of a gradient as a whole; no more than a piece of all of them is formed.
     """
 
@@ -53,7 +58,7 @@ def sample_memory(
     output: ModelOutput,
     samples: Samples,
 ) -> SampleMemory:
-    """Estimate the memory that differentiating one sample takes, by a forward pass of one.
+    """Estimate the memory that differentiating one sample takes, by a forward pass of two.
 
     Args:
         model: On the samples' device.
@@ -73,16 +78,24 @@ def sample_memory(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # A storage of its own: what is kept is counted by whole storages.
-    sample = as_batch(samples, output).mapped(lambda tensor: tensor[:1].clone())
+    # Two samples, so that it can be seen which gradients arrive as rows; and storages of their own,
+    # since what is kept is counted by whole storages.
+    pair = as_batch(samples, output).mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
+    pair = pair.mapped(torch.clone)
     with (
         differentiating(model, parameters.values()),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
-        outputs = output.read(sample.given_to(model)).squeeze(0)
-        output.value(outputs, sample.labels[0])
+        values = torch.vmap(output.value)(output.read(pair.given_to(model)), pair.labels)
+    activations = _ACTIVATIONS * sum(kept.values()) // 2
+    if values.requires_grad:
+        with contextlib.suppress(MixedSamplesError):
+            plan = plan_of(values, list(parameters.values()), 0)
+            shapes = [shape for _, shape in plan.arrivals()] if plan else []
+            # As they arrive, and on their way down.
+            activations += 2 * values.element_size() * sum(map(prod, shapes))
     gradients = sum(p.numel() * p.element_size() for p in parameters.values())
-    return SampleMemory(_ACTIVATIONS * sum(kept.values()), gradients)
+    return SampleMemory(activations, gradients)
 
 
 def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:

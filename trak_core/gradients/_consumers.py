@@ -44,7 +44,7 @@ class Formed:
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
-        rows = self.gradients[self._names[id(parameter)]].view(uses[0].n_rows, -1)
+        rows = self.gradients[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
         for first, part in summed_parts(uses, PIECE):
             rows[:, first : first + part.shape[1]] += part
 
@@ -99,6 +99,8 @@ class Digest:
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
+        if not parameter.numel():
+            return
         i = self._numbers[id(parameter)]
         total = self.rows[i]
         n = total.shape[1]
@@ -148,6 +150,8 @@ class Magnitude:
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
+        if not parameter.numel():
+            return
         largest = self.rows[self._names[id(parameter)]]
         for _, part in summed_parts(uses, PIECE):
             torch.maximum(largest, part.abs().amax(dim=1), out=largest)

@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from trak_core.errors import InputError
 from trak_core.gradients._at_once import SamplesSharedError, gradients_at_once
 from trak_core.gradients._batch import Batch, Samples, as_batch
 from trak_core.gradients._consumers import Digest, SampleConsumer
 from trak_core.gradients._one_by_one import gradients_one_by_one
-from trak_core.gradients._per_sample import differentiating, in_evaluation_mode
+from trak_core.gradients._per_sample import check_graph, differentiating, in_evaluation_mode
 from trak_core.gradients._precision import rounding
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.differentiate import plan_of
@@ -38,6 +39,9 @@ def gradient_method(
     Returns:
         ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
         graph, would be slower, or gives other numbers; a line is printed then, with the reason.
+
+    Raises:
+        InputError: If no parameter leads to f.
     """
     few = as_batch(samples, output).rows(slice(0, 2))
     if len(few) < 2:
@@ -45,6 +49,8 @@ def gradient_method(
     what = model, parameters, output
     try:
         reason = _hidden(*what, few) or _difference(*what, few)
+    except InputError:
+        raise
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once
@@ -68,6 +74,8 @@ def _difference(
     gradients_one_by_one(model, parameters, output, few, expected)
     gradients_at_once(model, parameters, output, few, found)
     pairs = [(a, b) for a, b in zip(found.rows, expected.rows, strict=True) if b.numel()]
+    if any((b.isfinite() & ~a.isfinite()).any() for a, b in pairs):
+        return "gives NaN or infinity where autograd doesn't"
     largest = max(float(b.abs().max()) for _, b in pairs)
     difference = max(float((a - b).abs().max()) for a, b in pairs)
     difference = difference / largest if largest > 0 else difference
@@ -94,8 +102,7 @@ def _hidden(
         batch = few.rows(torch.arange(n) % 2)
         with differentiating(model, parameters.values()):
             values = torch.vmap(output.value)(output.read(batch.given_to(model)), batch.labels)
-        if not values.requires_grad:
-            return None
+        check_graph(values)
         try:
             plan = plan_of(values, list(parameters.values()), 0)
         except MixedSamplesError:
@@ -103,6 +110,7 @@ def _hidden(
         if plan is None:
             raise SamplesSharedError("the samples share what leads to the model output")
         found.append(plan.arrivals())
+        del values, plan  # before the next
     of_two, of_three = found
     if of_two == of_three:
         return None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from trak_core.gradients._batch import Samples, as_batch
 from trak_core.gradients._consumers import SampleConsumer
-from trak_core.gradients._per_sample import beside_gradient, differentiating
+from trak_core.gradients._per_sample import beside_gradient, check_graph, differentiating
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.contributions import Dense
 
@@ -35,6 +35,9 @@ def gradients_one_by_one(
     Returns:
         What ``PerSample.columns`` has, shape (batch,) each, on the batch's device.
 
+    Raises:
+        InputError: If no parameter leads to f.
+
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
     """
     batch = as_batch(samples, output)
@@ -56,8 +59,8 @@ def gradients_one_by_one(
             taker = consumer.of(slice(i, i + 1))
             for parameter in parameters.values():
                 stack.callback(parameter.register_hook(watch(parameter, taker)).remove)
-            if f.requires_grad:
-                torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
+            check_graph(f)
+            torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
             taker.finish()
         rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0])))
     return [torch.stack(column) for column in zip(*rows, strict=True)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import ModelOutput
 
 
@@ -90,10 +91,8 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def differentiating(
-    model: nn.Module, parameters: Iterable[nn.Parameter]
-) -> Generator[None, None, None]:
-    """Run in evaluation mode, with a graph to these parameters alone.
+def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+    """Run with a graph to these parameters alone.
 
     Others are left out while it runs: what only they need would be kept for nothing.
     """
@@ -102,8 +101,31 @@ def differentiating(
     try:
         for parameter in others:
             parameter.requires_grad_(False)
-        with in_evaluation_mode(model), torch.enable_grad():
+        with torch.enable_grad():
             yield
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def differentiating(
+    model: nn.Module, parameters: Iterable[nn.Parameter]
+) -> Generator[None, None, None]:
+    """Run in evaluation mode, with a graph to these parameters alone."""
+    with in_evaluation_mode(model), graph_to(model, parameters):
+        yield
+
+
+def check_graph(values: Tensor) -> None:
+    """Refuse a model output that no parameter leads to.
+
+    Raises:
+        InputError: If it has no graph.
+    """
+    if not values.requires_grad:
+        raise InputError(
+            "The model output must depend on a parameter that is differentiated. Found none that "
+            "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
+            "don't `detach()` on the way, and choose `parameters` that play a part."
+        )

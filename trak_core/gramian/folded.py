@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, Samples, as_batch
+from trak_core.gradients import Batch, Samples, as_batch, graph_to
 from trak_core.gramian.parameters import parameter_gramian
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.rules import MixedSamplesError
@@ -110,7 +110,7 @@ def _gramian_of(
     batches: Sequence[Batch],
 ) -> np.ndarray:
     batch = _joined(batches)
-    with torch.enable_grad():
+    with graph_to(model, parameters.values()):
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)
     try:

@@ -77,7 +77,7 @@ class _Pass:
         for region in self.plan.regions:
             if id(region) in self.uses:  # some of its uses play no part
                 self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
-            sums = self.arrived[id(region)]
+            sums = self.arrived.pop(id(region), None)
             if not sums:
                 continue
             leaves = {key: leaf_of(key[0]) for key in sums}

@@ -62,7 +62,7 @@ def has_form(edge: Edge) -> bool:
 def closed_form(
     edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
 ) -> Contribution | None:
-    """Return what a crossing adds to a Gramian, if there is a closed form for it.
+    """Return what a crossing gives to gradients, if there is a closed form for it.
 
     Args:
         edge: From an operation with split outputs to a shared input.
@@ -249,7 +249,8 @@ def _batch_normed(use: Use) -> Contribution | None:
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    scale = torch.rsqrt(use.saved("running_var") + use.saved("eps")).view(shape)
+    eps = use.saved("eps" if _has(use, "eps") else "epsilon")  # as cuDNN and MIOpen call it
+    scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
 
@@ -265,4 +266,6 @@ _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
     "NativeLayerNorm": _layer_normed,
     "NativeGroupNorm": _group_normed,
     "NativeBatchNorm": _batch_normed,
+    "CudnnBatchNorm": _batch_normed,
+    "MiopenBatchNorm": _batch_normed,
 }

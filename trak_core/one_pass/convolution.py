@@ -1,4 +1,4 @@
-"""What the weight of a convolution adds to a Gramian."""
+"""What the weight of a convolution gives to gradients."""
 
 import itertools
 import math

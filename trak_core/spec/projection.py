@@ -226,7 +226,7 @@ def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
 _DENSE_PRODUCTS, _TRANSFORMED_PARAMS = 2**27, 2**24
 
 
-def usual_kind(n_params: int, proj_dim: int, *, nested: bool = False) -> ProjectionKind:
+def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
     """Return the kind of projection to take if nobody says: the cheapest of a dense one's quality.
 
     That is ``rademacher`` for small models, whose columns are nested; ``hadamard`` up to 16.8
@@ -235,9 +235,8 @@ def usual_kind(n_params: int, proj_dim: int, *, nested: bool = False) -> Project
     Args:
         n_params: Entries p of a gradient.
         proj_dim: k.
-        nested: Whether the first columns are to serve as a projection of their own.
     """
-    if nested or n_params * proj_dim <= _DENSE_PRODUCTS:
+    if n_params * proj_dim <= _DENSE_PRODUCTS:
         return ProjectionKind.RADEMACHER
     if n_params <= _TRANSFORMED_PARAMS and not proj_dim & (proj_dim - 1):
         return ProjectionKind.HADAMARD

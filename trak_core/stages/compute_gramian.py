@@ -1,6 +1,7 @@
 """Inner products of gradients under one checkpoint, without a projection."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +36,10 @@ def _looked_at(loaded: LoadedModel, split: Split) -> tuple[Batch, Batch, SampleM
     few, n_classes = loaded.few(split, 0, len(split.ids))
     samples = loaded.batch(split, 0, len(split.ids))
     check_labels(samples.labels, loaded.output, n_classes, split.ids)
+    memory = sample_memory(loaded.model, loaded.parameters, loaded.output, few)
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
-    largest = max(loaded.parameters.items(), key=lambda item: item[1].numel())
-    return samples, few, sample_memory(loaded.model, dict([largest]), loaded.output, few)
+    largest = max(p.nbytes for p in loaded.parameters.values())
+    return samples, few, replace(memory, gradient_bytes=largest)
 
 
 def _at_once(
