@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from machine import environment, write_csv
-from scipy.stats import spearmanr
+from scipy.stats import rankdata
 from torch import Tensor, nn
 
 from trak_core.gradients import Batch, as_batch, formed_gradients, gradients_at_once
@@ -205,7 +205,7 @@ def measured(
         errors.append(np.diagonal(gramian) / np.diagonal(exact) - 1)
         found = scores(gramian)
         pairs = zip(found, wanted, strict=True)
-        ranks.append(np.mean([spearmanr(a, b).statistic for a, b in pairs]))
+        ranks.append(np.mean([np.corrcoef(rankdata(a), rankdata(b))[0, 1] for a, b in pairs]))
         a, b = (np.argsort(-one, axis=1)[:, :10].tolist() for one in (found, wanted))
         same.append(np.mean([len(set(x) & set(y)) for x, y in zip(a, b, strict=True)]))
     norm = float(np.sqrt(np.mean(np.square(errors))))
