@@ -19,31 +19,23 @@ def check_exact(config: Mapping[str, Any]) -> None:
     Raises:
         InputError: It names the key.
     """
-    if config["scoring"]["keep"] != "full":
-        raise InputError(
-            "With `projection: exact`, scoring.keep must be full: top_k streams projected "
-            f"features. Found {config['scoring']['keep']}. Set it to full, or take a projection."
-        )
-    shards = {"compute": config["compute"]["shards"]} | {
-        f"experiments.{name}": one["shards"] for name, one in config["experiments"].items()
+    shards = {"compute.shards": config["compute"]["shards"]} | {
+        f"experiments.{name}.shards": one["shards"] for name, one in config["experiments"].items()
     }
-    for where, n in shards.items():
-        if n != 1:
+    keep, dtype = config["scoring"]["keep"], config["features_dtype"]
+    pairs = "shards must be 1: a Gramian pairs every training sample with every other"
+    refused = [
+        (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
+        *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
+        (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
+        ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
+    ]
+    for is_wrong, reason, found in refused:
+        if is_wrong:
             raise InputError(
-                "With `projection: exact`, shards must be 1: a Gramian pairs every training sample "
-                f"with every other. Found {n} in {where}.shards. Leave it out, or take a "
+                f"With `projection: exact`, {reason}. Found {found}. Leave it out, or take a "
                 "projection."
             )
-    if config["features_dtype"] != "float32":
-        raise InputError(
-            "With `projection: exact`, no features are stored. Found features_dtype "
-            f"{config['features_dtype']}. Leave it out, or take a projection."
-        )
-    if "distortion" in config:
-        raise InputError(
-            "With `projection: exact`, nothing is projected: no distortion is there to measure. "
-            "Found distortion. Leave it out, or take a projection."
-        )
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
