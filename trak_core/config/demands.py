@@ -126,8 +126,8 @@ def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
     if wrong:
         raise InputError(
             "evaluation.sweep.proj_dim takes the first columns of the projection: at most "
-            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only, given as "
-            f"projection.kind. Found {wrong[0]} with {kind}."
+            f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
+            f"Found {wrong[0]} with {kind}; projection.kind names another."
         )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -48,7 +49,7 @@ def self_influences(
     *,
     spec: ScoresSpec,
     memory_mb: int,
-) -> tuple[pd.DataFrame, np.ndarray]:
+) -> tuple[pd.DataFrame, np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
 
     Args:
@@ -58,8 +59,9 @@ def self_influences(
         memory_mb: Budget for arrays; changes nothing but rounding.
 
     Returns:
-        A table of id, label, prediction, output and self_influence, a row a sample; and the loss
-        weights averaged over checkpoints, shape (n,).
+        A table of id, label, prediction, output and self_influence, a row a sample; the loss
+        weights averaged over checkpoints, shape (n,); and the specification of a file of these,
+        which says how features were projected.
 
     Raises:
         InputError: If the files don't belong together, or if a damped matrix is singular.
@@ -91,4 +93,6 @@ def self_influences(
             "output": np.mean([file.vector("outputs") for file in files], axis=0, dtype=np.float64),
             "self_influence": mean,
         })
-    return table, np.stack(loss_weights).mean(axis=0, dtype=np.float64)
+        projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
+    mean_weights = np.stack(loss_weights).mean(axis=0, dtype=np.float64)
+    return table, mean_weights, spec.as_dict() | {"projection": projection}

@@ -28,7 +28,8 @@ def compute_self_influence(
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
-    table, _ = self_influences(features, normal_matrices, spec=spec, memory_mb=memory_mb)
+    files = features, normal_matrices
+    table, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(self_influence, SELF_INFLUENCE, spec.as_dict(), provenance) as writer:
+    with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
         writer.table("train", table, ["id", "self_influence"])

@@ -272,6 +272,7 @@ def evaluate_scores(
         source = {
             "retrained": truth.source,
             "scores": final.content_hash,
+            "projection": final.spec["projection"],
             "baselines": list(baselines),
             "sweep": sweep,
         }

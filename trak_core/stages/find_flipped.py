@@ -42,7 +42,8 @@ def find_flipped(
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
-    table, loss_weights = self_influences(features, normal_matrices, spec=spec, memory_mb=memory_mb)
+    files = features, normal_matrices
+    table, loss_weights, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
     assert spec.features.flipped is not None
     is_flipped = flipped_samples(len(table), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:
@@ -64,7 +65,7 @@ def find_flipped(
         "found": [_found(train[name].to_numpy(), is_flipped) for name in methods],
     })
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
-    with create(flipped, FLIPPED, spec.as_dict(), provenance) as writer:
+    with create(flipped, FLIPPED, file_spec, provenance) as writer:
         writer.table("train", train, ["id", "self_influence"])
         writer.table("detection", detection, [])
     print(detection.to_string(index=False))
