@@ -50,8 +50,7 @@ class Encoder(nn.Module):
 def mlp() -> nn.Module:
     """Three layers, as for 28 x 28 pixels."""
     return nn.Sequential(
-        *(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()),
-        nn.Linear(512, CLASSES),
+        *(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()), nn.Linear(512, CLASSES)
     )
 
 

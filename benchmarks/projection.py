@@ -133,10 +133,7 @@ class Bench:
     def against_basic_projector(self, kind: str) -> Iterator[Row]:
         """TRAK's own projector without CUDA extension."""
         try:
-            from trak.projectors import (  # pyright: ignore[reportMissingImports]
-                BasicProjector,
-                ProjectionType,
-            )
+            from trak.projectors import BasicProjector, ProjectionType  # pyright: ignore[reportMissingImports]
         except ImportError:
             print("BasicProjector: not measured, `pip install traker` first", file=sys.stderr)
             return

@@ -210,14 +210,7 @@ def measured(
         same.append(np.mean([len(set(x) & set(y)) for x, y in zip(a, b, strict=True)]))
     norm = float(np.sqrt(np.mean(np.square(errors))))
     return Row(
-        name,
-        n_params,
-        kind,
-        numbers,
-        seeds,
-        norm,
-        float(np.mean(ranks)),
-        float(np.mean(same)),
+        name, n_params, kind, numbers, seeds, norm, float(np.mean(ranks)), float(np.mean(same))
     )
 
 

@@ -217,8 +217,7 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize(
-    "name",
-    [name for name in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", name)],
+    "name", [name for name in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", name)]
 )
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""

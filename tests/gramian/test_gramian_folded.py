@@ -226,11 +226,7 @@ def test_projected_scores_converge_to_the_exact_ones(case, weights):
     errors = []
     for proj_dim in (64, 1024, 16384):
         spec = ProjectionSpec(
-            kind=ProjectionKind.RADEMACHER,
-            n_params=j.shape[1],
-            proj_dim=proj_dim,
-            seed=0,
-            stream=0,
+            kind=ProjectionKind.RADEMACHER, n_params=j.shape[1], proj_dim=proj_dim, seed=0, stream=0
         )
         scale = spec.scale
         phi, t = (scale * np.asarray(project(rows.astype(np.float32), spec)) for rows in (j, j_t))

@@ -77,10 +77,7 @@ def conv_net():
 CASES = {
     "linear": (lambda: nn.Linear(4, 3), lambda: (torch.randn(5, 4),)),
     "BatchNorm and dropout": (conv_net, lambda: (torch.randn(5, 1, 6, 6),)),
-    "attention, two inputs": (
-        Attention,
-        lambda: (torch.randint(0, 11, (5, 7)), torch.ones(5, 7)),
-    ),
+    "attention, two inputs": (Attention, lambda: (torch.randint(0, 11, (5, 7)), torch.ones(5, 7))),
     "object with logits": (Wrapped, lambda: (torch.randn(5, 4),)),
 }
 

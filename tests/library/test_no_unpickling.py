@@ -23,16 +23,7 @@ RULES = [REPOSITORY / "workflow/Snakefile", *sorted((REPOSITORY / "workflow/rule
 # Calls, with keyword arguments: any one of them makes the call safe.
 UNSAFE = {
     **dict.fromkeys(
-        (
-            "eval",
-            "exec",
-            "compile",
-            "os.system",
-            "os.popen",
-            "np.load",
-            "yaml.load_all",
-        ),
-        (),
+        ("eval", "exec", "compile", "os.system", "os.popen", "np.load", "yaml.load_all"), ()
     ),
     **dict.fromkeys(("pd.read_hdf", "pd.read_pickle", "torch.jit.load", "yaml.unsafe_load"), ()),
     "torch.load": (("weights_only", "True"),),

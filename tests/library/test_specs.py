@@ -137,10 +137,7 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
             {"evaluation": {**EVALUATION, "subsets": {"count": 60, "seeds": 3, "seed": 7}}},
             {"halves"},
         ),
-        (
-            {"evaluation": {**EVALUATION, "subsets": {"count": 9, "seeds": 2, "seed": 7}}},
-            set(),
-        ),
+        ({"evaluation": {**EVALUATION, "subsets": {"count": 9, "seeds": 2, "seed": 7}}}, set()),
         (
             {
                 "evaluation": {

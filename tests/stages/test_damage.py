@@ -17,15 +17,7 @@ from linear_study import SPEC, with_two_checkpoints
 from pipeline import run_exact_stages, run_stages
 
 from trak_core import artifacts
-from trak_core.artifacts import (
-    KINDS,
-    SCORES,
-    ArtifactError,
-    Kind,
-    create,
-    open_artifact,
-    verify,
-)
+from trak_core.artifacts import KINDS, SCORES, ArtifactError, Kind, create, open_artifact, verify
 from trak_core.stages.compute_distortion import compute_distortion
 
 # Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.

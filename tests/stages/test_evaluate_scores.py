@@ -122,10 +122,7 @@ def test_baselines_are_what_they_say(run, evaluated):
     dots = [
         q[:, None] * (phi.astype(float) @ targets.astype(float).T)
         for q, phi, targets in zip(
-            loss_weights(run),
-            stored(run, "features"),
-            stored(run, "features", "mine"),
-            strict=True,
+            loss_weights(run), stored(run, "features"), stored(run, "features", "mine"), strict=True
         )
     ]
     expected = run.lds(np.mean(dots, axis=0))

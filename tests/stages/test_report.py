@@ -13,19 +13,9 @@ import pytest
 import torch
 from matplotlib.pyplot import imread
 from report_page import Page
-from reported import (
-    DRAW,
-    HOSTILE,
-    STUDY,
-    check_alone,
-    config_of,
-    finished,
-    write,
-)
+from reported import DRAW, HOSTILE, STUDY, check_alone, config_of, finished, write
 
-from trak_core.artifacts import (
-    ArtifactError,
-)
+from trak_core.artifacts import ArtifactError
 from trak_core.report.examples import EACH
 from trak_core.report.numbers import number
 

@@ -7,13 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from report_page import Page
-from reported import (
-    HOSTILE,
-    check_alone,
-    finished,
-    lds,
-    write,
-)
+from reported import HOSTILE, check_alone, finished, lds, write
 
 from trak_core.artifacts import (
     DISTORTION,

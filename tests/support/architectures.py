@@ -707,8 +707,7 @@ ARCHITECTURES = {
         lambda: CrossAttention(add_bias_kv=True), two(3, 4)
     ),
     "cross-attention of other widths": Architecture(
-        lambda: CrossAttention(kdim=5, vdim=5),
-        lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
+        lambda: CrossAttention(kdim=5, vdim=5), lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5))
     ),
     "transformer encoder layer": Architecture(
         layers(

@@ -85,11 +85,7 @@ def injected(base, n_params, proj_dim, seed=0):
             if isinstance(grads, dict):
                 grads = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
             spec = ProjectionSpec(
-                kind="rademacher",
-                n_params=n_params,
-                proj_dim=proj_dim,
-                seed=seed,
-                stream=model_id,
+                kind="rademacher", n_params=n_params, proj_dim=proj_dim, seed=seed, stream=model_id
             )
             return grads @ torch.from_numpy(projection_matrix(spec)).float()
 

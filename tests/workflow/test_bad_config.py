@@ -64,10 +64,7 @@ CONFIGS = {
         r"With `projection: exact`, shards must be 1: .* Found 2 in compute\.shards",
     ),
     "exact scores of targets in shards": (
-        {
-            "projection": "exact",
-            "experiments": {"mine": {"targets": ["patient-342"], "shards": 3}},
-        },
+        {"projection": "exact", "experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}},
         r"With `projection: exact`, shards must be 1: .* Found 3 in experiments\.mine\.shards",
     ),
     "exact scores of float16 features": (
@@ -158,10 +155,7 @@ CONFIGS = {
         {"compute": {"batch_size": True}},
         r"compute\.batch_size: must be of type integer\. Found True",
     ),
-    "a section without keys": (
-        {"scoring": None},
-        r"scoring: must be of type object\. Found None",
-    ),
+    "a section without keys": ({"scoring": None}, r"scoring: must be of type object\. Found None"),
     "a date": (
         {"training": {"start": datetime.date(2024, 1, 1)}},
         r"training\.start: a value must be text, a number, .* datetime\.date\(2024, 1, 1\): put it",
@@ -247,7 +241,7 @@ TEXTS = {
     "a key given twice": (
         REST.replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n"),
         r"study\.yaml: a key must be given once\. Found 'c0' in lines 2 and 4",
-    ),
+    )
 }
 
 

@@ -74,10 +74,7 @@ def test_ids_that_differ_in_type_alone(workspace):
 def test_tables_work(workspace):
     workspace.path("checkpoints.tsv").write_text("checkpoint\tpath\nc0\tc0.pt\n")
     workspace.path("targets.tsv").write_text("id\npatient-342\n")
-    tables = {
-        "checkpoints": "checkpoints.tsv",
-        "experiments": {"mine": {"targets": "targets.tsv"}},
-    }
+    tables = {"checkpoints": "checkpoints.tsv", "experiments": {"mine": {"targets": "targets.tsv"}}}
     text = yaml.safe_dump({"study": STUDY, **GOOD, **tables})
     status, output = workspace.snakemake("-n", text=text)
     assert status == 0, output

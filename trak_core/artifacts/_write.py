@@ -112,12 +112,7 @@ class Writer:
             fletcher32=True,
         )
         _put_attributes(
-            values,
-            CLASS="CARRAY",
-            VERSION="1.1",
-            TITLE="",
-            FLAVOR="numpy",
-            transposed=np.uint8(1),
+            values, CLASS="CARRAY", VERSION="1.1", TITLE="", FLAVOR="numpy", transposed=np.uint8(1)
         )
         return values
 

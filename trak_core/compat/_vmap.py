@@ -20,10 +20,7 @@ _Tensors = tuple[tuple[Tensor, ...], dict[str, Tensor], Tensor]
 
 
 def per_sample_gradients(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> PerSample:
     """Differentiate f of each sample of a batch with respect to ``parameters`` alone.
 

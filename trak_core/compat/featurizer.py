@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.compat._vectors import get_num_params
-from trak_core.compat.batches import (
-    checked_batch,
-    integer,
-    positions,
-    stored,
-    taken_by_the_model,
-)
+from trak_core.compat.batches import checked_batch, integer, positions, stored, taken_by_the_model
 from trak_core.compat.checks import (
     Projector,
     check_weights,
@@ -130,10 +124,7 @@ class Featurizer:
         )
         scores = checked_class(score_computer, BasicScoreComputer, "score_computer")
         self.score_computer = scores(
-            dtype=self.dtype,
-            device=device,
-            logging_level=logging_level,
-            lambda_reg=self.lambda_reg,
+            dtype=self.dtype, device=device, logging_level=logging_level, lambda_reg=self.lambda_reg
         )
         self.score_computer.max_rank = min(self.train_set_size, self.num_params_for_grad)
         self.save_dir = Path(save_dir).resolve()

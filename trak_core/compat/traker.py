@@ -40,11 +40,7 @@ class TRAKer(Featurizer):
     """
 
     def start_scoring_checkpoint(
-        self,
-        exp_name: str,
-        checkpoint: Mapping[str, Tensor],
-        model_id: int,
-        num_targets: int,
+        self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
     ) -> None:
         """Put a checkpoint into the model, and open the targets of an experiment for it.
 
@@ -115,10 +111,7 @@ class TRAKer(Featurizer):
             self._last_ind_target += len(rows)
 
     def finalize_scores(
-        self,
-        exp_name: str,
-        model_ids: Iterable[int] | None = None,
-        allow_skip: bool = False,
+        self, exp_name: str, model_ids: Iterable[int] | None = None, allow_skip: bool = False
     ) -> np.ndarray:
         """Average the scores of an experiment over checkpoints, and store them.
 

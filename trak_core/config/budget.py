@@ -100,12 +100,7 @@ def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
 
 
 def average_need(
-    *,
-    n_train: int,
-    n_targets: int,
-    n_checkpoints: int,
-    top: int,
-    solved_dim: int | None,
+    *, n_train: int, n_targets: int, n_checkpoints: int, top: int, solved_dim: int | None
 ) -> Need:
     """Return what averaging an experiment holds.
 

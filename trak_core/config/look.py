@@ -112,10 +112,7 @@ def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
     request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
     sizes = _asked(request)
     found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
-    return {
-        "n_params": sizes["n_params"],
-        "splits": {s: found.get(s) or splits[s] for s in shards},
-    }
+    return {"n_params": sizes["n_params"], "splits": {s: found.get(s) or splits[s] for s in shards}}
 
 
 def _key(looked_at: list[Any]) -> str:

@@ -10,14 +10,7 @@ from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import checkpoint_table, target_ids
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import ids_digest, study_digest, study_modules
-from trak_core.spec import (
-    EXACT,
-    Combine,
-    FeaturesSpec,
-    RetrainedSpec,
-    ScoresSpec,
-    ordered,
-)
+from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, ordered
 from trak_core.system.data_files import data_digests
 
 TRAIN = "train"

@@ -53,10 +53,7 @@ class SampleMemory:
 
 
 def sample_memory(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> SampleMemory:
     """Estimate the memory that differentiating one sample takes, by a forward pass of two.
 

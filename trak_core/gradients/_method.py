@@ -23,10 +23,7 @@ GradientMethod = Callable[
 
 
 def gradient_method(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
     """Try one pass for two samples beside plain autograd, and say so if it cannot take the model.
 

@@ -19,14 +19,7 @@ from trak_core.artifacts import (
     Kind,
     open_artifact,
 )
-from trak_core.report.facts import (
-    Distortion,
-    Error,
-    Experiment,
-    Matrix,
-    Measured,
-    Source,
-)
+from trak_core.report.facts import Distortion, Error, Experiment, Matrix, Measured, Source
 from trak_core.report.warnings import LIMITS
 
 _ATTRIBUTES = ("n_subsets", "n_seeds", "n_targets", "confidence")

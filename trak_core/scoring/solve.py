@@ -82,10 +82,7 @@ def damped_factor(matrix: np.ndarray, shift: float, eigenvalues: tuple[float, fl
 
 
 def damped_solve(
-    matrix: np.ndarray,
-    shift: float,
-    eigenvalues: tuple[float, float],
-    right_side: np.ndarray,
+    matrix: np.ndarray, shift: float, eigenvalues: tuple[float, float], right_side: np.ndarray
 ) -> np.ndarray:
     """Solve (matrix + shift I) X = right_side by Cholesky's method.
 

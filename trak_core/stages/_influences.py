@@ -44,11 +44,7 @@ def _similarities(
 
 
 def self_influences(
-    features: Sequence[Path],
-    normal_matrices: Sequence[Path],
-    *,
-    spec: ScoresSpec,
-    memory_mb: int,
+    features: Sequence[Path], normal_matrices: Sequence[Path], *, spec: ScoresSpec, memory_mb: int
 ) -> tuple[pd.DataFrame, np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
 

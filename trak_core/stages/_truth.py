@@ -63,10 +63,7 @@ def _together(
 
 
 def read_ground_truth(
-    paths: Sequence[Path],
-    train_ids: list[Any],
-    target_ids: list[Any],
-    spec: RetrainedSpec | None,
+    paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
     """Read retrained models.
 

@@ -19,13 +19,7 @@ from typing import Any
 import torch
 
 from trak_core.errors import InputError
-from trak_core.gradients import (
-    as_batch,
-    check_labels,
-    count_classes,
-    n_params,
-    select_parameters,
-)
+from trak_core.gradients import as_batch, check_labels, count_classes, n_params, select_parameters
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting

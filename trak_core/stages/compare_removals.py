@@ -91,10 +91,7 @@ class _Removal:
 
 
 def _without_top(
-    top: Sequence[Path],
-    groups: Sequence[Sequence[Any]],
-    spec: RetrainedSpec,
-    scores_hash: str,
+    top: Sequence[Path], groups: Sequence[Sequence[Any]], spec: RetrainedSpec, scores_hash: str
 ) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], list[str]]:
     """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
     targets = [target for group in groups for target in group]

@@ -20,13 +20,7 @@ from trak_core.system.software import software
 
 
 def compute_exact_scores(
-    *,
-    scores: Path,
-    train: Path,
-    targets: Path,
-    spec: ScoresSpec,
-    code: str,
-    memory_mb: int,
+    *, scores: Path, train: Path, targets: Path, spec: ScoresSpec, code: str, memory_mb: int
 ) -> None:
     """Solve the n x n Gramian for the targets.
 

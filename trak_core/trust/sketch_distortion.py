@@ -41,14 +41,12 @@ def sketch_peakedness(
     for n0, n1 in shapes:
         own = slice(first, first + n0 * n1)
         first += n0 * n1
-        a, b = (rows[:, own].astype(np.float64).reshape(-1, n0, n1) for rows in (x, y))
-        alone = 2 * _over_entries(a, b)
-        norms = [(rows**2).sum((1, 2)) for rows in (a, b)]
-        products = np.outer(*norms)
-        pairs = products + _flat(a) @ _flat(b).T * (_flat(a) @ _flat(b).T) - alone
-        in_line = _of_lines(a, b) + _of_lines(*map(_turned, (a, b))) - 2 * alone
+        a, b = (rows[:, own].reshape(-1, n0, n1) for rows in (x, y))
+        alone, inner, norms = _over_entries(a, b)
+        pairs = np.outer(*norms) + inner**2 - 2 * alone
+        in_line = _of_lines(a, b) + _of_lines(_turned(a), _turned(b)) - 4 * alone
         often = proj_dim / (proj_dim - 1) if max(n0, n1) <= proj_dim and proj_dim > 1 else 1.0
-        exact += alone + pairs - often * (pairs - in_line)
+        exact += 2 * alone + pairs - often * (pairs - in_line)
         for c, d in ((a, b), (_turned(a), _turned(b))):
             if c.shape[2] > proj_dim:
                 exact -= _met(c, d, proj_dim)
@@ -57,17 +55,8 @@ def sketch_peakedness(
     return exact / (2 * np.outer(x_norms, y_norms))
 
 
-def _flat(rows: np.ndarray) -> np.ndarray:
-    return rows.reshape(len(rows), -1)
-
-
 def _turned(rows: np.ndarray) -> np.ndarray:
     return rows.transpose(0, 2, 1)
-
-
-def _over_entries(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return sum x_p^2 y_p^2 for all pairs."""
-    return _flat(a) ** 2 @ (_flat(b) ** 2).T
 
 
 def _pieces(n_lines: int, each: int) -> Iterator[slice]:
@@ -75,12 +64,26 @@ def _pieces(n_lines: int, each: int) -> Iterator[slice]:
     return (slice(i, i + step) for i in range(0, n_lines, step))
 
 
+def _over_entries(
+    a: np.ndarray, b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Return sum x_p^2 y_p^2 and <x, y> for all pairs, and the squared norms."""
+    alone, inner = np.zeros((len(a), len(b))), np.zeros((len(a), len(b)))
+    for part in _pieces(a.shape[1], (len(a) + len(b)) * a.shape[2]):
+        c, d = (rows[:, part].reshape(len(rows), -1).astype(np.float64) for rows in (a, b))
+        alone += c**2 @ (d**2).T
+        inner += c @ d.T
+    of_a, of_b = (np.einsum("nij,nij->n", rows, rows, dtype=np.float64) for rows in (a, b))
+    return alone, inner, (of_a, of_b)
+
+
 def _of_lines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return sum_i |x_i|^2 |y_i|^2 + <x_i, y_i>^2 over rows i, for all pairs."""
-    total = (a**2).sum(2) @ (b**2).sum(2).T
-    for part in _pieces(a.shape[1], len(a) * len(b)):
-        lines = a[:, part].transpose(1, 0, 2) @ b[:, part].transpose(1, 2, 0)
-        total += (lines**2).sum(0)
+    total = np.zeros((len(a), len(b)))
+    for part in _pieces(a.shape[1], max(len(a) * len(b), (len(a) + len(b)) * a.shape[2])):
+        c, d = (rows[:, part].astype(np.float64) for rows in (a, b))
+        total += (c**2).sum(2) @ (d**2).sum(2).T
+        total += ((c.transpose(1, 0, 2) @ d.transpose(1, 2, 0)) ** 2).sum(0)
     return total
 
 
@@ -89,14 +92,18 @@ def _met(a: np.ndarray, b: np.ndarray, proj_dim: int) -> np.ndarray:
 
     ||M||^2 is the inner product of x x^T and y y^T, and tr(M^2) at most that.
     """
-    runs = [a[:, :, i : i + proj_dim] for i in range(0, a.shape[2], proj_dim)]
-    others = [b[:, :, i : i + proj_dim] for i in range(0, b.shape[2], proj_dim)]
-    together = [(a, b, 1.0), *((c, d, -1.0) for c, d in zip(runs, others, strict=True))]
+    runs = [slice(i, i + proj_dim) for i in range(0, a.shape[2], proj_dim)]
     total = np.zeros((len(a), len(b)))
-    for c, d, sign in together:
+    for run, sign in ((slice(None), 1.0), *((run, -1.0) for run in runs)):
+        c, d = a[:, :, run], b[:, :, run]
         if c.shape[1] <= c.shape[2]:
-            total += sign * _flat(c @ _turned(c)) @ _flat(d @ _turned(d)).T
+            total += sign * _squares(c) @ _squares(d).T
         else:  # the same, pair by pair, where x x^T would be the larger
-            for i, one in enumerate(c):
+            for i, one in enumerate(c.astype(np.float64)):
                 total[i] += sign * ((one.T @ d) ** 2).sum((1, 2))
     return 2 * total
+
+
+def _squares(rows: np.ndarray) -> np.ndarray:
+    """Return x x^T of each sample, flattened."""
+    return np.stack([(one @ one.T).ravel() for one in (row.astype(np.float64) for row in rows)])

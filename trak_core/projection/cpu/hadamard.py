@@ -9,13 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from trak_core.projection.compiled import compiled
-from trak_core.projection.cpu.lanes import (
-    LANES,
-    LaneArrays,
-    flush,
-    intrinsic,
-    tiles_of,
-)
+from trak_core.projection.cpu.lanes import LANES, LaneArrays, flush, intrinsic, tiles_of
 from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
 from trak_core.projection.philox import fill_words
 from trak_core.spec import ProjectionKind

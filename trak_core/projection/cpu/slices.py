@@ -131,11 +131,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
 
 
 def project_cpu(
-    blocks: Sequence[np.ndarray],
-    spec: ProjectionSpec,
-    offset: int,
-    threads: int,
-    out: np.ndarray,
+    blocks: Sequence[np.ndarray], spec: ProjectionSpec, offset: int, threads: int, out: np.ndarray
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
