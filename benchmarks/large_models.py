@@ -6,7 +6,7 @@
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
 each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
 gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
-projects it: what the pipeline did up to the tag before. Each of our features is first compared with
+projects it: what the pipeline did before. Each of our features is first compared with
 those of formed gradients (of two samples), and is not timed if they differ. Then all sides take
 turns, one thread each, and the medians of the rounds count; times are CPU seconds. Ratios are over
 the floor, with the least and the greatest of the rounds. Memory is measured in a process for each
@@ -15,6 +15,7 @@ Markdown table; --csv writes the same rows with the device, the versions and the
 """
 
 import argparse
+import importlib
 import os
 import re
 import statistics
@@ -158,10 +159,11 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
     if name in {"digits", "resnet"}:
         if name == "digits":
             sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
-            model, shape, n_samples, k = __import__("digits").make_model(), (1, 16, 16), 256, 512
-            shape = tuple(__import__("digits").train_data()[0][0].shape)
+            study = importlib.import_module("digits")
+            model, n_samples, k = study.make_model(), 256, 512
+            shape = tuple(study.train_data()[0][0].shape)
         else:
-            model, shape, n_samples, k = resnet(), (3, 32, 32), 64, 2048
+            model, n_samples, k, shape = resnet(), 64, 2048, (3, 32, 32)
         samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
         output = CLASSIFICATION
     else:
