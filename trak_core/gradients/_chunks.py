@@ -20,7 +20,7 @@ from trak_core.system.faults import is_out_of_memory
 
 T = TypeVar("T")
 
-# What a backward pass holds at its peak, in units of what the forward pass has kept for it: measured
+# What a backward pass holds at its peak, in units of what the forward pass has kept: measured
 # for a ResNet and GPT-2-like models of 7 and 124 million parameters, 1.5 to 1.7 for each further
 # sample; and what is made of formed gradients, in units of a piece of them.
 _ACTIVATIONS, _PIECES = 2, 3
