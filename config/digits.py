@@ -4,6 +4,7 @@ Data: 1,797 real 8x8 scans that ship inside scikit-learn (UCI, "Optical Recognit
 Digits"). Ids are positions in that data set, so they mean the same in every split.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,24 +62,30 @@ def make_model() -> nn.Module:
     )
 
 
-def train(seed: int, epochs: int, data: Dataset | None = None) -> nn.Module:
-    """Train from scratch on ``data``, or all samples; ``seed`` decides first weights and order."""
+def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple[int, nn.Module]]:
+    """Train from scratch on ``data``, or all samples, and yield the model after every epoch.
+
+    ``seed`` decides first weights and order.
+
+    Yields:
+        Epochs so far, and the model, which is trained on.
+    """
     torch.manual_seed(seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     samples = train_data() if data is None else data
     loader = DataLoader(samples, batch_size=50, shuffle=True)
-    for _ in range(epochs):
+    for epoch in range(1, epochs + 1):
         for images, labels in loader:
             loss = nn.functional.cross_entropy(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        yield epoch, model
     held_out = _scans(target_ids())
     images, labels = next(iter(DataLoader(held_out, batch_size=597)))
     accuracy = (model(images).argmax(1) == labels).float().mean().item()
     print(f"held-out accuracy {accuracy:.1%} after {epochs} epochs, seed {seed}")
-    return model
 
 
 def draw(axes: "Axes", sample: tuple[Tensor, Tensor]) -> None:

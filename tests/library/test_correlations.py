@@ -14,8 +14,9 @@ from trak_core.study.draws import (
 )
 from trak_core.trust.correlations import (
     auc,
-    bootstrap_intervals,
+    bootstrap,
     noise_ceiling,
+    percentiles,
     rank_correlations,
     reliability,
 )
@@ -72,7 +73,7 @@ def test_bootstrap_intervals_are_those_of_rows_written_out():
     rng = np.random.default_rng(3)
     outputs = tied(rng, (1, 25, 6))
     predictions = [outputs[0] + tied(rng, (25, 6)), rng.standard_normal((25, 6))]
-    found = bootstrap_intervals(predictions, outputs, n_draws=40, confidence=0.8, seed=9)
+    found = percentiles(bootstrap(predictions, outputs, n_draws=40, seed=9), 0.8)
     rng = np.random.default_rng(9)
     draws = [(rng.integers(25, size=25), rng.integers(6, size=6)) for _ in range(40)]
     for prediction, interval in zip(predictions, found, strict=True):
@@ -84,9 +85,19 @@ def test_a_prediction_has_the_same_interval_alone_and_beside_others():
     rng = np.random.default_rng(4)
     outputs = rng.standard_normal((2, 30, 5))
     one, other = rng.standard_normal((2, 30, 5))
-    alone = bootstrap_intervals([one], outputs, n_draws=50)
-    beside = bootstrap_intervals([other, one], outputs, n_draws=50)
-    assert np.array_equal(alone, beside[1:])  # itself, and the noise ceiling
+    alone = bootstrap([one], outputs, n_draws=50)
+    beside = bootstrap([other, one], outputs, n_draws=50)
+    assert np.array_equal(alone, beside[:, 1:])  # itself, and the noise ceiling
+
+
+def test_a_paired_difference_is_surer_than_either_of_two_alike():
+    rng = np.random.default_rng(7)
+    outputs = rng.standard_normal((1, 40, 6))
+    one = outputs[0] + rng.standard_normal((40, 6))
+    drawn = bootstrap([one, one + 0.1 * rng.standard_normal((40, 6))], outputs, n_draws=200)
+    (low, high), *_ = percentiles(drawn)
+    (least, most), *_ = percentiles(drawn[:, :1] - drawn[:, 1:])
+    assert most - least < (high - low) / 3
 
 
 @pytest.mark.parametrize("n_seeds", [2, 4])
@@ -97,7 +108,7 @@ def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
     reached = rank_correlations(truth, outputs.mean(axis=0))
     ceiling = noise_ceiling(outputs).mean()
     assert abs(ceiling - reached.mean()) < 0.01
-    low, high = bootstrap_intervals([truth[:500]], outputs[:, :500], n_draws=50)[-1]
+    low, high = percentiles(bootstrap([truth[:500]], outputs[:, :500], n_draws=50))[-1]
     assert low < ceiling < high
 
 

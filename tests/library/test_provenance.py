@@ -19,6 +19,8 @@ PROJECTED = {"compute_features", "compute_distortion"}
 # Gradients and all else of a model under a checkpoint.
 LOADED = {*PROJECTED, "compute_gramian", "compute_embeddings"}
 RETRAINED = {"retrain_subsets", "retrain_without"}
+# What solves with a normal matrix or a Gramian, or sums one.
+SOLVED = {"compute_normal_matrix", "compute_scores", "compute_exact_scores"}
 # What is made of scores and features.
 MEASURED = {"evaluate_scores", "find_flipped", "compute_self_influence"}
 
@@ -48,14 +50,8 @@ def add_code(text):
         ("projection/cpu/rademacher.py", PROJECTED),
         ("gradients/_at_once.py", {*LOADED, *RETRAINED, "check_study"}),
         ("study/checkpoints.py", LOADED),
-        ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
-        (
-            "scoring/solve.py",
-            {
-                *("compute_normal_matrix", "compute_scores", "compute_exact_scores"),
-                *(MEASURED - {"evaluate_scores"}),
-            },
-        ),
+        ("scoring/scores.py", {*SOLVED, "average_scores", *MEASURED}),
+        ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
         ("scoring/exact.py", {"compute_exact_scores"}),
         ("trust/rivals.py", {"evaluate_scores"}),
         ("stages/draw_influences.py", {"draw_influences"}),

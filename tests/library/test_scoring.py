@@ -19,13 +19,14 @@ def test_powers_keep_the_sign():
     np.testing.assert_array_equal(powered(np.float32([-4, 0, 9]), 1), [-4, 0, 9])
 
 
-def test_the_two_ways_to_combine():
+def test_the_ways_to_combine():
     blocks = [RNG.standard_normal((4, 2)) for _ in range(3)]
     weights = [RNG.random(4) for _ in range(3)]
+    norms = [0.5, 3.0, 1e6]
     a, q = np.array(blocks), np.array(weights)
 
     def parts():
-        return zip(blocks, weights, strict=True)
+        return zip(blocks, weights, norms, strict=True)
 
     np.testing.assert_allclose(
         combined(parts(), Combine.PRODUCT_OF_AVERAGES), a.mean(0) * q.mean(0)[:, None]
@@ -33,18 +34,22 @@ def test_the_two_ways_to_combine():
     np.testing.assert_allclose(
         combined(parts(), Combine.AVERAGE_OF_PRODUCTS), (a * q[:, :, None]).mean(0)
     )
+    np.testing.assert_allclose(
+        combined(parts(), Combine.UNIT_AVERAGE),
+        (a * q[:, :, None] / np.array(norms)[:, None, None]).mean(0),
+    )
 
 
 def test_they_agree_for_one_checkpoint():
     block, weight = RNG.standard_normal((4, 2)), RNG.random(4)
-    ways = [combined([(block, weight)], way) for way in Combine]
-    np.testing.assert_allclose(ways[0], ways[1])
+    ways = [combined([(block, weight, 1.0)], way) for way in Combine]
+    np.testing.assert_allclose(ways, [ways[0]] * 3)
 
 
 def test_one_block_is_held_at_a_time_and_none_is_changed():
     blocks = [np.full((2, 2), c, np.float32) for c in (1, 2, 6)]
     ones = np.ones(2)
-    found = combined(((block, ones) for block in blocks), Combine.PRODUCT_OF_AVERAGES)
+    found = combined(((block, ones, 1.0) for block in blocks), Combine.PRODUCT_OF_AVERAGES)
     np.testing.assert_array_equal(found, np.full((2, 2), 3.0))
     assert found.dtype == np.float64
     assert [block[0, 0] for block in blocks] == [1, 2, 6]

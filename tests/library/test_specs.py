@@ -30,13 +30,7 @@ CONFIG = {
     "parameters": "all",
     "features_dtype": "float32",
     "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
-    "scoring": {
-        "damping": 2,
-        "weighting": "plain",
-        "combine": "product_of_averages",
-        "keep": "full",
-        "top": 20,
-    },
+    "scoring": {"damping": 2, "keep": "full", "top": 20},
     "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu"},
 }
 EVALUATION = {
@@ -72,6 +66,7 @@ def all_specs(specs):
     found = {
         "features": specs.features("c0", "few"),
         "train": specs.features("c0", "train"),
+        "normal_matrix": specs.normal_matrix("c0"),
         "distortion": specs.distortion("c0"),
         "embeddings": specs.embeddings.under("c0"),
         "checkpoint_scores": specs.checkpoint_scores("few", "c0"),
@@ -84,6 +79,7 @@ def all_specs(specs):
             "random_removals": specs.random_removals,
             "top_removals": specs.top_removals,
             "flipped": specs.found_flipped,
+            "flipped_normal_matrix": specs.flipped_normal_matrix("c0"),
             "flipped_features": specs.all_flipped_features.under("c0").of("train"),
         }
     return found
@@ -103,9 +99,11 @@ def test_no_field_of_scores_hides_one_of_features():
 
 
 # What a change decides, of the jobs above.
-FEATURES = {"features", "train", "distortion", "embeddings", "flipped_features"}
-SCORES = {"checkpoint_scores", "scores", "self_influence", "flipped"}
-OF_FLIPPED = {"flipped", "flipped_features"}
+MATRICES = {"normal_matrix", "flipped_normal_matrix"}
+FEATURES = {"features", "train", "distortion", "embeddings", "flipped_features", *MATRICES}
+AVERAGES = {"scores", "self_influence", "flipped"}
+SCORES = {"checkpoint_scores", *AVERAGES}
+OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
 RETRAINED = {"halves", "random_removals", "top_removals"}
 
 
@@ -116,21 +114,25 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ({"compute__shards": 1}, set()),
         ({"scoring__top": 3}, set()),
         ({"scoring__keep": "top_k", "evaluation": {**EVALUATION}}, None),
-        ({"scoring__combine": "average_of_products"}, {"scores", "self_influence", "flipped"}),
-        ({"scoring__loss_weight_power": 1}, {"scores", "self_influence", "flipped"}),
+        ({"scoring__combine": "average_of_products"}, AVERAGES),
+        ({"scoring__combine": "unit_average"}, SCORES | MATRICES),
+        ({"scoring__loss_weight_power": 1}, AVERAGES),
         ({"scoring__damping": 1}, SCORES),
-        ({"scoring__weighting": "curvature"}, SCORES),
-        ({"features_dtype": "float16"}, {"features", "train", "flipped_features", *SCORES}),
+        ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
+        (
+            {"features_dtype": "float16"},
+            {"features", "train", "flipped_features", *SCORES, *MATRICES},
+        ),
         (
             {"projection": {"kind": "rademacher", "proj_dim": 32, "seed": 1}},
-            {"features", "train", "distortion", "flipped_features", *SCORES},
+            {"features", "train", "distortion", "flipped_features", *SCORES, *MATRICES},
         ),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         (
             {"experiments": {"few": {"targets": [1, 3], "shards": 1}}},
             {"features", "checkpoint_scores", "scores"},
         ),
-        ({"checkpoints": {"c0": {"seed": 0}}}, {"scores", "self_influence", "flipped"}),
+        ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
         ({"evaluation": {**EVALUATION, "flipped": {"fraction": 0.2}}}, OF_FLIPPED),
         (
@@ -187,7 +189,8 @@ def test_a_checkpoints_spec_knows_nothing_of_the_others(made):
     spec = made().scores("few")
     assert spec.checkpoints == ["c0", "c1"]
     own = spec.under("c1")
-    assert (own.checkpoints, own.combine, own.loss_weight_power) == (None, None, None)
+    assert (own.runs, own.combine, own.loss_weight_power) == (None, None, None)
+    assert own.of_normal_matrix() == made().normal_matrix("c1")
     assert own.features.checkpoint == "c1"
     assert own.of_train() == made().features("c1", "train")
     assert own.of_targets() == made().features("c1", "few")
@@ -210,7 +213,63 @@ def test_the_power_of_loss_weights_is_the_model_outputs_own(made, output, power,
     assert output in specs.defaults
     given = made(model_output=output, scoring__loss_weight_power=0.25)
     assert given.scores("few").loss_weight_power == 0.25
-    assert not given.defaults
+    assert "power" not in given.defaults
+
+
+ALONG = {"c": {"seed": 0, "at": [1, 5]}}
+WHOLE = {"combine": "unit_average", "weighting": "plain", "loss_weight_power": 1}
+
+
+@pytest.mark.parametrize(
+    ("output", "checkpoints", "given", "combine", "weighting", "power"),
+    [
+        ("image_classification", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 0.5),
+        ("regression", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 1),
+        ("image_classification", ALONG, {}, "unit_average", "curvature", 0.75),
+        ("text_classification", ALONG, {}, "unit_average", "curvature", 0.75),
+        ("regression", ALONG, {}, "unit_average", "curvature", 1),
+        # No curvature, or one of e^-100.
+        ("segmentation", ALONG, {}, "unit_average", "plain", 0.75),
+        ("language_modelling", ALONG, {}, "unit_average", "plain", 0.75),
+        # What is given decides what is left.
+        (
+            "image_classification",
+            ALONG,
+            {"combine": "product_of_averages"},
+            *("product_of_averages", "plain", 0.5),
+        ),
+        (
+            "image_classification",
+            CONFIG["checkpoints"],
+            {"combine": "unit_average"},
+            *("unit_average", "curvature", 0.75),
+        ),
+        ("image_classification", ALONG, WHOLE, *WHOLE.values()),
+    ],
+)
+def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weighting, power):
+    scoring = {**CONFIG["scoring"], **given}
+    specs = made(model_output=output, checkpoints=checkpoints, scoring=scoring)
+    spec = specs.scores("few")
+    assert (spec.combine, spec.weighting, spec.loss_weight_power) == (combine, weighting, power)
+    assert spec.norm_power == (power if combine == "unit_average" else None)
+    of_curvature = {"plain": None, "curvature": 1 if output == "regression" else power}
+    assert spec.curvature_power == of_curvature[weighting]
+    for key in WHOLE:
+        assert (f"{key} is" in specs.defaults) == (key not in given)
+
+
+def test_a_run_is_trained_once_for_all_of_its_times(made):
+    specs = made(
+        training={"steps": 5, "at": [5]},
+        checkpoints={"a": {"seed": 1, "at": [2, 5]}, "b": {"seed": 2}, "c": {"at": [5, 2]}},
+    )
+    assert specs.training_arguments("a") == {"seed": 1, "steps": 5}
+    assert specs.times("c") == [2, 5]
+    assert specs.trained_together == [(["-2", "-5"], ["a", "c"]), (["-5"], ["b"])]
+    assert specs.training == {"steps": 5}
+    assert made().times("c0") is None
+    assert made().trained_together == [([""], ["c0", "c1"])]
 
 
 def test_jobs_of_retraining(made):
@@ -225,11 +284,13 @@ def test_jobs_of_retraining(made):
 
 def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):
     settings = made(evaluation=EVALUATION).settings
-    assert len(settings) == len(set(settings)) == 2 * 2 * 2 * 2
+    assert len(settings) == len(set(settings)) == 2 * 2 * 3 * 2
     assert {s.damping for s in settings} == {0.5, 2}
     assert {s.loss_weight_power for s in settings} == {0.5, 1}
     assert {s.proj_dim for s in settings} == {16, 32}
-    assert {str(s.combine) for s in settings} == {"average_of_products", "product_of_averages"}
+    assert {str(s.combine) for s in settings} == {
+        *("average_of_products", "product_of_averages", "unit_average")
+    }
     assert made().settings == []
 
 

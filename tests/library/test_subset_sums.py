@@ -3,7 +3,13 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.solve import damped_factor, damped_squares, normal_matrix
+from trak_core.scoring.solve import (
+    Spectrum,
+    damped_factor,
+    damped_squares,
+    mean_squared_norm,
+    weighted_gramians,
+)
 from trak_core.trust.subset_sums import damped_sums, weighted_sums
 
 N, K, M, S = 90, 24, 5, 11
@@ -28,12 +34,14 @@ def blocks(phi, size):
 def test_damped_sums_are_sums_of_scores(case, dim):
     phi, targets, masks, weights = case
     curvature = np.linspace(0.1, 1, N)
-    matrix, squared, _ = normal_matrix([(phi[:, :dim], curvature)])
-    sums = weighted_sums(masks, weights, blocks(phi, 13))[:, :, :dim]
-    dampings = [0.1, 3]
-    found = damped_sums(sums, matrix, N, targets[:, :dim], dampings)
-    for i, damping in enumerate(dampings):
-        shifted = matrix + damping * squared * np.eye(dim)
+    sums, (whole,) = weighted_sums(masks, weights, blocks(phi, 13), [curvature])
+    assert np.array_equal(sums, weighted_sums(masks, weights, blocks(phi, 13))[0])
+    sums, matrix = sums[:, :, :dim], whole[:dim, :dim]
+    lambdas = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
+    found = damped_sums(sums, Spectrum.of(matrix), lambdas, targets[:, :dim])
+    for i, shift in enumerate(lambdas):
+        own = phi[:, :dim].astype(float)
+        shifted = own.T @ (curvature[:, None] * own) + shift * np.eye(dim)
         scores = phi[:, :dim] @ np.linalg.inv(shifted) @ targets[:, :dim].T
         for j, w in enumerate(weights):
             expected = masks @ (scores * w[:, None])
@@ -42,7 +50,8 @@ def test_damped_sums_are_sums_of_scores(case, dim):
 
 def test_squares_are_the_diagonal_of_the_scores(case):
     phi = case[0]
-    matrix, squared, _ = normal_matrix([(phi, np.ones(N))])
+    (matrix,) = weighted_gramians([(phi, [np.ones(N)])])
+    squared = mean_squared_norm(matrix, N)
     ends = tuple(np.linalg.eigvalsh(matrix)[[0, -1]])
     found = damped_squares(damped_factor(matrix, squared, ends), phi)
     expected = np.diagonal(phi @ np.linalg.inv(matrix + squared * np.eye(K)) @ phi.T)

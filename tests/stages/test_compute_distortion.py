@@ -19,6 +19,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import gradients_at_once
 from trak_core.models.loaded import LoadedModel
 from trak_core.models.sampled import SampledGradients
+from trak_core.models.training import trained_model
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, projection_of, stream_of
 from trak_core.stages.compute_distortion import compute_distortion
@@ -254,7 +255,7 @@ def digits(tmp_path_factory):
     torch.set_num_threads(1)
     study = REPOSITORY / "config/digits.py"
     path = tmp_path_factory.mktemp("digits") / "c0.pt"
-    model = Study.load(study).function("train")(seed=0, epochs=2)
+    model = trained_model(Study.load(study), {"seed": 0, "epochs": 2})
     torch.save(model.state_dict(), path)
     return {"study": study, "checkpoint": path}
 

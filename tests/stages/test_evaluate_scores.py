@@ -94,7 +94,7 @@ def test_the_curve_ends_with_the_scores_and_begins_with_one_checkpoint(run, eval
 
 def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path):
     sweep = pd.read_hdf(evaluated, "sweep")
-    assert len(sweep) == 2 * 2 * 2 * 2
+    assert len(sweep) == 2 * 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():
         scores = run.stages(
             tmp_path / str(i),

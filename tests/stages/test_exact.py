@@ -52,9 +52,18 @@ def case(request, cases):
     return cases[request.param]
 
 
-@pytest.mark.parametrize("n_checkpoints", [1, 3])
-@pytest.mark.parametrize("combine", ["product_of_averages", "average_of_products"])
-@pytest.mark.parametrize(("weighting", "power"), [("plain", 0.5), ("curvature", 1)])
+@pytest.mark.parametrize(
+    ("n_checkpoints", "combine", "weighting", "power"),
+    [
+        (1, "product_of_averages", "plain", 0.5),
+        (3, "product_of_averages", "plain", 0.5),
+        (3, "product_of_averages", "curvature", 0.5),
+        (3, "average_of_products", "curvature", 1),
+        (3, "average_of_products", "plain", 1),
+        (3, "unit_average", "curvature", 0.75),
+        (3, "unit_average", "plain", 1),
+    ],
+)
 def test_scores_equal_the_formula_in_float64(
     case, tmp_path, n_checkpoints, combine, weighting, power
 ):

@@ -48,20 +48,21 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
     for seed, checkpoint in enumerate(run.checkpoints):
         path = tmp_path / f"{checkpoint}.pt"
         train_checkpoint(
-            checkpoint=path,
+            checkpoints=[path],
             study_file=STUDY,
             arguments={"steps": 60, "seed": seed},
+            times=None,
             threads=1,
             flipped=flips,
         )
         features.append(tmp_path / f"{checkpoint}-features.h5")
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
-        spec = influences_spec(run, flips).under(checkpoint).of_train()
+        spec = influences_spec(run, flips).under(checkpoint)
         compute_features(
             features=features[-1],
             checkpoint=path,
             study_file=STUDY,
-            spec=spec,
+            spec=spec.of_train(),
             code="code",
             device="cpu",
             batch_size=64,
@@ -71,8 +72,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
         compute_normal_matrix(
             normal_matrix=matrices[-1],
             features=features[-1],
-            spec=spec,
-            weighting="plain",
+            spec=spec.of_normal_matrix(),
             code="code",
             memory_mb=300,
         )

@@ -33,7 +33,8 @@ def test_rows_get_half_of_what_the_fixed_part_leaves():
 @pytest.mark.parametrize("memory_mb", [64, 333, 1000])
 def test_what_is_taken_never_exceeds_the_budget(memory_mb):
     for proj_dim in (16, 1024, 1500):
-        for need in (normal_matrix_need(proj_dim), scores_need(proj_dim, 20)):
+        matrices = [normal_matrix_need(proj_dim, divides=divides) for divides in (True, False)]
+        for need in (*matrices, scores_need(proj_dim, 20)):
             try:
                 taken = need.fixed_bytes + need.rows(memory_mb) * need.row_bytes
             except InputError:
@@ -69,6 +70,7 @@ def test_a_budget_is_checked_for_every_job(change, message):
         "n_checkpoints": 10,
         "keep": "full",
         "top": 20,
+        "divides": False,
     }
     if message is None:
         check_memory(500, **{**config, **change})
@@ -108,11 +110,15 @@ def printed(program):
 
 SOLVE = """
 import numpy as np
-from trak_core.scoring.exact import exact_similarities
-exact_similarities(np.eye(50), np.ones((50, 2)), np.ones(50), 2)
+from trak_core.scoring.exact import DampedGramian
+def solve(gramian, cross):
+    damped = DampedGramian.of(gramian, np.ones(len(gramian)), 2)
+    damped.similarities(cross)
+    damped.train_norm(np.ones(len(gramian)))
+solve(np.eye(50), np.ones((50, 2)))
 before = peak()
 x = np.random.default_rng(0).standard_normal((1500, 20))
-exact_similarities(x @ x.T, x @ x[:300].T, np.ones(1500), 2)
+solve(x @ x.T, x @ x[:300].T)
 print(peak() - before)
 """
 
@@ -152,17 +158,21 @@ def test_distortion_holds_what_is_said():
 
 MEASURE = """
 import numpy as np
+from trak_core.scoring.solve import Spectrum
 from trak_core.trust.subset_sums import damped_sums, weighted_sums
 rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):
     rows = rng.standard_normal((n_train, k), dtype=np.float32)
     before = peak()
-    matrix = (rows.T @ rows).astype(float)
     masks = (rng.random((n_subsets, n_train)) < 0.5).astype(float)
     blocks = ((i, i + block, rows[i : i + block]) for i in range(0, n_train, block))
-    sums = weighted_sums(masks, [np.ones(n_train)] * 8, blocks)
+    squared = [np.ones(n_train)] * 7
+    sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, blocks, squared)
     targets = rng.standard_normal((n_targets, k))
-    damped_sums(sums, matrix, n_train, targets, [0.1, 1, 2])
+    for power in range(3):
+        spectrum = Spectrum.of(gramians[power])
+        damped_sums(sums[:3], spectrum, [0.1, 1, 2], targets)
+        spectrum.norm_products(gramians[3 + power], gramians[6])
     return peak() - before
 measure(20, 40, 3, 4, 10)
 print(measure(1000, 2000, 50, 100, 500))
@@ -176,8 +186,9 @@ def test_an_evaluation_holds_what_is_said():
         n_targets=50,
         n_subsets=100,
         n_checkpoints=1,
-        n_settings=18,
-        n_weightings=6,
+        n_settings=27,
+        n_weightings=9,
+        n_powers=3,
     )
     said = need.fixed_bytes + 500 * need.row_bytes
     assert 0.3 * said < printed(MEASURE) * 1024 < said
@@ -200,11 +211,13 @@ SPEC = ScoresSpec(
         study_digest="",
     ),
     damping=2,
-    weighting="plain",
+    weighting="curvature",
+    curvature_power=1,
+    norm_power=1,
     experiment="mine",
     targets_digest="digest",
-    checkpoints=["c"],
-    combine="product_of_averages",
+    runs={"c": ["c"]},
+    combine="unit_average",
     loss_weight_power=1,
 )
 
@@ -220,7 +233,7 @@ def write_features(path, features, n_rows):
         writer.vector("sample_ids", np.arange(n_rows))
         for key in ("labels", "predictions"):
             writer.vector(key, np.zeros(n_rows, dtype=np.int64))
-        for key in ("outputs", "loss_weights"):
+        for key in ("outputs", "loss_weights", "curvature"):
             writer.vector(key, rng.random(n_rows, dtype=np.float32))
 
 
@@ -232,11 +245,7 @@ def run_scoring(folder, n_train):
     write_features(file["mine"], own.of_targets(), 200)
     common = {"code": "", "memory_mb": 64}
     compute_normal_matrix(
-        normal_matrix=file["matrix"],
-        features=file["train"],
-        spec=own.of_train(),
-        weighting="plain",
-        **common,
+        normal_matrix=file["matrix"], features=file["train"], spec=own.of_normal_matrix(), **common
     )
     for keep in ("full", "top_k"):
         compute_scores(

@@ -22,7 +22,7 @@ from trak_core.gradients import (
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.models.named_output import model_output
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, matrix_shape, stream_of
+from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.check_study import check_study
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
@@ -319,8 +319,11 @@ def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
         compute_normal_matrix(
             normal_matrix=tmp_path / "matrix.h5",
             features=features,
-            spec=features_spec(case.output, PROJ_DIM),
-            weighting="curvature",
+            spec=NormalSpec(
+                features=features_spec(case.output, PROJ_DIM),
+                weighting="curvature",
+                curvature_power=0.75,
+            ),
             code="code",
             memory_mb=100,
         )

@@ -31,11 +31,18 @@ def case(request, cases):
     return cases[request.param]
 
 
-@pytest.mark.parametrize("n_checkpoints", [1, 3])
-@pytest.mark.parametrize("combine", ["product_of_averages", "average_of_products"])
 @pytest.mark.parametrize(
-    ("damping", "proj_dim", "weighting", "power"),
-    [(2, 300, "plain", 0.5), (2, 300, "curvature", 1), (0, 16, "plain", 1)],
+    ("n_checkpoints", "combine", "damping", "proj_dim", "weighting", "power"),
+    [
+        (1, "product_of_averages", 2, 300, "plain", 0.5),
+        (3, "product_of_averages", 2, 300, "plain", 0.5),
+        (3, "product_of_averages", 0, 16, "plain", 1),
+        (3, "product_of_averages", 2, 300, "curvature", 0.5),
+        (3, "average_of_products", 2, 300, "curvature", 1),
+        (3, "average_of_products", 0, 16, "plain", 0.5),
+        (3, "unit_average", 2, 300, "curvature", 0.75),
+        (3, "unit_average", 0, 16, "plain", 1),
+    ],
 )
 def test_scores_equal_the_formula_in_float64(
     case, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power
@@ -96,6 +103,33 @@ def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path):
     pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
     with pytest.raises(KeyError):
         pd.read_hdf(top_k, "scores")
+
+
+UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75, "proj_dim": 64}
+
+
+def test_without_the_matrix_checkpoints_are_divided_by_the_same_norms(cases, tmp_path):
+    case = cases["small_digits"]
+    full = case.stages(tmp_path / "full", **UNIT)
+    top_k = case.stages(tmp_path / "top_k", keep="top_k", **UNIT)
+    expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))
+    pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
+
+
+def test_targets_asked_one_by_one_get_the_same_scores(cases, tmp_path):
+    """What a checkpoint is divided by comes from the training samples alone."""
+    case = cases["small_digits"]
+    together = read_scores(case.stages(tmp_path / "together", **UNIT))
+    for target in case.targets[:2]:
+        alone = run_stages(
+            tmp_path / str(target),
+            case.path,
+            case.checkpoints,
+            [target],
+            model_output=case.output,
+            **UNIT,
+        )
+        assert_close(read_scores(alone)[target], together[target], 1e-5)
 
 
 def test_a_budget_that_is_too_small_is_refused(cases, tmp_path):

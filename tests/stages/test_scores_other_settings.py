@@ -65,7 +65,8 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
         ("experiment", "other"),
         ("damping", 1),
         ("weighting", "curvature"),
-        ("checkpoints", ["c0", "c2", "c1"]),
+        ("runs", {"c0": ["c0"], "c1": ["c1"], "c3": ["c3"]}),
+        ("norm_power", 0.5),
     ],
 )
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):

@@ -26,7 +26,9 @@ def train(bias):
 def train(tmp_path, bias):
     study, checkpoint = tmp_path / "study.py", tmp_path / "new/c.pt"
     study.write_text(STUDY)
-    train_checkpoint(checkpoint=checkpoint, study_file=study, arguments={"bias": bias}, threads=1)
+    train_checkpoint(
+        checkpoints=[checkpoint], study_file=study, arguments={"bias": bias}, times=None, threads=1
+    )
     return checkpoint
 
 
@@ -39,8 +41,8 @@ def test_a_checkpoint_is_what_training_ended_with(tmp_path):
 @pytest.mark.parametrize(
     ("bias", "message"),
     [
-        (float("nan"), r"must end with finite weights\. Found NaN or infinity in bias"),
-        (8, r"train\(\) must return the trained torch\.nn\.Module\. Found OrderedDict"),
+        (float("nan"), r"must have finite weights\. Found NaN or infinity in bias"),
+        (8, r"train\(\) must return the trained torch\.nn\.Module, .*\. Found OrderedDict"),
     ],
 )
 def test_no_checkpoint_of_a_bad_training(tmp_path, bias, message):
@@ -53,9 +55,11 @@ def test_the_default_study_learns_to_read(tmp_path):
     """At least 97 % of the held-out scans."""
     config = yaml.safe_load((REPOSITORY / "config/config.yaml").read_text())
     path = REPOSITORY / config["study"]
-    arguments = config["training"] | config["checkpoints"]["seed0"]
+    arguments = {"epochs": config["training"]["epochs"], "seed": 0}
     checkpoint = tmp_path / "seed0.pt"
-    train_checkpoint(checkpoint=checkpoint, study_file=path, arguments=arguments, threads=1)
+    train_checkpoint(
+        checkpoints=[checkpoint], study_file=path, arguments=arguments, times=None, threads=1
+    )
     study = Study.load(path)
     model = study.make_model()
     load_checkpoint(model, checkpoint)
@@ -65,3 +69,73 @@ def test_the_default_study_learns_to_read(tmp_path):
     assert accuracy >= 0.97
     assert sum(p.numel() for p in model.parameters()) == 38_282
     assert sys.modules["digits"] is study.module
+
+
+ALONG = """
+from torch import nn
+
+def make_model():
+    return nn.Linear(2, 2)
+
+def train(steps, data=None):
+    model = make_model()
+    for step in range(1, steps + 1):
+        nn.init.constant_(model.bias, step)
+        yield step / 4, model
+    open("ended", "w").close()
+"""
+
+
+def train_along(tmp_path, times, study=ALONG, steps=8):
+    path = tmp_path / "study.py"
+    path.write_text(study)
+    checkpoints = [tmp_path / f"{i}.pt" for i in range(len(times or [1]))]
+    train_checkpoint(
+        checkpoints=checkpoints, study_file=path, arguments={"steps": steps}, times=times, threads=1
+    )
+    return checkpoints
+
+
+def biases(checkpoints):
+    model = torch.nn.Linear(2, 2)
+    for path in checkpoints:
+        load_checkpoint(model, path)
+        yield model.bias[0].item()
+
+
+@pytest.mark.parametrize(
+    ("times", "ends"), [([0.5, 1.75], False), ([0.25, 2], False), (None, True)]
+)
+def test_one_training_leaves_a_checkpoint_at_each_time_and_no_more(
+    tmp_path, monkeypatch, times, ends
+):
+    monkeypatch.chdir(tmp_path)
+    found = list(biases(train_along(tmp_path, times)))
+    assert found == [8] if times is None else found == [4 * at for at in times]
+    # Past the last of them nothing is trained.
+    assert (tmp_path / "ended").exists() == ends
+
+
+@pytest.mark.parametrize(
+    ("times", "study", "message"),
+    [
+        ([0.5, 0.6], ALONG, r"none at 0\.6; it yielded at 0\.25, 0\.5, 0\.75"),
+        ([3], ALONG, r"none at 3; it yielded at 0\.25, .*, 2\."),
+        (
+            [0.5],
+            ALONG.replace("step / 4, model", "model"),
+            r"a number, .*, and the model\. Found Lin",
+        ),
+        ([0.5], ALONG.replace("step / 4, model", "model, step"), "the model. Found Linear, int"),
+        ([0.5], ALONG.replace(", model\n", ", model.bias\n"), "with the time. Found Parameter"),
+        (None, ALONG.replace("steps + 1", "1"), "Found NoneType"),
+        ([0.5], ALONG.replace("model.bias, step", "model.bias, step / 0"), "division by zero"),
+    ],
+)
+def test_a_training_that_does_not_yield_what_is_asked_for(
+    tmp_path, monkeypatch, times, study, message
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=message):
+        train_along(tmp_path, times, study)
+    assert not list(tmp_path.glob("1.pt*"))

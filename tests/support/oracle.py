@@ -65,7 +65,7 @@ def _scores(
     combine="product_of_averages",
     power=1.0,
 ):
-    all_similarities, all_weights = [], []
+    all_similarities, all_weights, norms = [], [], []
     for checkpoint, model in models.items():
         model = copy.deepcopy(model).double().eval()
         gradients, f, y = jacobian(model, train, output)
@@ -74,7 +74,7 @@ def _scores(
         phi, phi_targets = gradients @ matrix, target_gradients @ matrix
         if output == "image_classification":
             p = 1 / (1 + np.exp(-f))
-            q, curvature = 1 - p, p * (1 - p)
+            q, curvature = 1 - p, (p * (1 - p)) ** power
         else:
             q, curvature = y - f, np.ones_like(f)
         w = curvature if weighting == "curvature" else np.ones_like(f)
@@ -84,7 +84,11 @@ def _scores(
         inverse = np.linalg.inv(gramian) if shift else np.linalg.pinv(gramian, rcond=1e-12)
         all_similarities.append(phi @ inverse @ phi_targets.T)
         all_weights.append(np.sign(q) * np.abs(q) ** power)
+        # What the scores of the training samples on each other amount to, each written out.
+        norms.append(np.linalg.norm(np.abs(q[:, None]) ** power * (phi @ inverse @ phi.T)))
     a, q = np.array(all_similarities), np.array(all_weights)
     if combine == "average_of_products":
         return (a * q[:, :, None]).mean(0)
+    if combine == "unit_average":
+        return (a * q[:, :, None] / np.array(norms)[:, None, None]).mean(0)
     return a.mean(0) * q.mean(0)[:, None]

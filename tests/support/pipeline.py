@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import ids_digest
-from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec
+from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_features import compute_features
@@ -26,11 +27,12 @@ def scores_spec(
     weighting: str = "plain",
     combine: str = "product_of_averages",
     power: float = 1.0,
+    runs: dict[str, list[str]] | None = None,
     parameters: list[str] | None = None,
     dtype: str = "float32",
     study_digest: str = "digest",
 ) -> ScoresSpec:
-    """What decides the scores of an experiment called `mine`."""
+    """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
     features = FeaturesSpec(
         model_output=model_output,
         parameter_patterns=parameters,
@@ -38,13 +40,16 @@ def scores_spec(
         dtype=dtype,
         study_digest=study_digest,
     )
+    is_probability = TABLE[model_output].weight_is_probability
     return ScoresSpec(
         features=features,
         damping=damping,
         weighting=weighting,
+        curvature_power=curvature_power(weighting, power, is_probability=is_probability),
+        norm_power=power if combine == "unit_average" else None,
         experiment="mine",
         targets_digest=ids_digest(targets),
-        checkpoints=sorted(checkpoints),
+        runs=runs or {checkpoint: [checkpoint] for checkpoint in sorted(checkpoints)},
         combine=combine,
         loss_weight_power=power,
     )
@@ -130,8 +135,7 @@ def run_stages(
         compute_normal_matrix(
             normal_matrix=matrix,
             features=train,
-            spec=own.of_train(),
-            weighting=own.weighting,
+            spec=own.of_normal_matrix(),
             code="code",
             memory_mb=memory_mb,
         )

@@ -129,11 +129,12 @@ def facts(
 ):
     spec = {
         "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
+        "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
         "loss_weight_power": power,
     }
     targets = [{"id": i, "output": float(i), "output_sd": sd} for i in range(8)]
     source = replace(SOURCE, spec=spec)
-    experiment = Experiment("mine", source, "relative", 100, saturated, targets, {})
+    experiment = Experiment("mine", source, "relative", 100, saturated, "none", targets, {})
     matrix = Matrix("c0", SOURCE, smallest, 1e3, 1.0, 100)
     config = {"scoring": {"damping": 0}, "model_output": model_output}
     return Facts(config, [experiment], [matrix], [], **more)
@@ -150,4 +151,6 @@ def lds(ours, low, baseline, ceiling):
             {"method": "noise_ceiling", "kind": "ceiling", "proj_dim": 0, "lds": ceiling}
             | {"low": 0.5, "high": 0.9}
         )
+    for row in summary:
+        row |= {"behind": ours - row["lds"], "behind_low": -0.1, "behind_high": 0.4}
     return {"mine": Measured(SOURCE, {"summary": summary}, {"n_subsets": 100})}

@@ -51,7 +51,11 @@ class Run:
         self.checkpoints = {f"c{seed}": folder / f"c{seed}.pt" for seed in SEEDS}
         for seed, path in zip(SEEDS, self.checkpoints.values(), strict=True):
             train_checkpoint(
-                checkpoint=path, study_file=STUDY, arguments={**ARGUMENTS, "seed": seed}, threads=1
+                checkpoints=[path],
+                study_file=STUDY,
+                arguments={**ARGUMENTS, "seed": seed},
+                times=None,
+                threads=1,
             )
         self.scores = self.stages(folder / "run")
         self.retrained = [self.retrain(0, 4), self.retrain(5, SUBSETS - 1)]
@@ -114,7 +118,6 @@ class Run:
             retrained=retrained or self.retrained,
             train=self.features("train"),
             targets=self.features("mine"),
-            normal_matrices=self.matrices(),
             embeddings_spec=embeddings_spec(self),
             code="code",
             memory_mb=300,

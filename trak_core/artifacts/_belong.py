@@ -47,13 +47,12 @@ def check_together(parts: Sequence[Artifact], spec: ScoresSpec, kind: Kind) -> N
 
     Args:
         parts: One file a checkpoint.
-        spec: Of their average; its checkpoints are in the files' order.
+        spec: Of their average; the files are in the order of its checkpoints.
         kind: Of all files.
 
     Raises:
         ArtifactError: If they may not be combined.
     """
-    assert spec.checkpoints is not None
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
         check_made_for(part, spec.under(checkpoint), kind.rule)
         first, found = (one.spec.get("parameters_digest") for one in (parts[0], part))

@@ -57,10 +57,15 @@ class Need:
         return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
 
 
-def normal_matrix_need(proj_dim: int) -> Need:
-    """Return what summing a normal matrix holds: the matrix, one block's share, LAPACK's copy."""
+def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
+    """Return what summing a normal matrix holds: the matrix, one block's share, LAPACK's copy.
+
+    Args:
+        proj_dim: k.
+        divides: Whether scores are divided by their norm: two more sums, and eigenvectors.
+    """
     what = f"the normal matrix of proj_dim {proj_dim}"
-    return Need(what, 24 * proj_dim**2, 16 * proj_dim)
+    return Need(what, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
@@ -129,6 +134,7 @@ def evaluation_need(
     n_checkpoints: int,
     n_settings: int,
     n_weightings: int,
+    n_powers: int,
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
@@ -140,14 +146,17 @@ def evaluation_need(
         n_checkpoints: Their loss weights are kept.
         n_settings: Of a sweep, 0 for none.
         n_weightings: Ways in which loss weights come in there.
+        n_powers: Powers of them, each with products of its own: of the normal matrix, of its norm.
     """
     # Two more weightings, for gradient products and TRAK's own formula; some forty sums for the
     # scores by number of checkpoints, for baselines, and for the bootstrap of each in turn.
     weightings = n_weightings + 2
     sums = 8 * n_subsets * n_targets * (n_settings + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # Normal matrix, its copy, eigenvectors, LAPACK's work; rotated sums twice; targets, rotated.
-    solve = 48 * proj_dim**2 + 24 * weightings * n_subsets * proj_dim + 20 * n_targets * proj_dim
+    # Weighted products; eigenvectors, LAPACK's copy and work; rotated sums twice; targets, rotated.
+    products = 3 * n_powers + 1 if n_powers else 0
+    solve = (8 * products + 40) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
+    solve += 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
     what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
@@ -163,6 +172,7 @@ def check_memory(
     n_checkpoints: int,
     keep: str,
     top: int,
+    divides: bool,
 ) -> None:
     """Refuse a budget that a job would refuse, before any job.
 
@@ -174,12 +184,13 @@ def check_memory(
         n_checkpoints: How many.
         keep: ``full`` or ``top_k``.
         top: Influences of either sign kept for each target.
+        divides: See ``normal_matrix_need``.
 
     Raises:
         InputError: At the first job that would not fit; it names the experiment if it is one's.
     """
     if proj_dim is not None:
-        normal_matrix_need(proj_dim).check(memory_mb)
+        normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if keep == "top_k" else None
         average = average_need(

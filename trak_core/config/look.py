@@ -51,7 +51,8 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         return
     here = f"(from {Path.cwd()})"
     if "training" not in specs.config:
-        own = [path for path in specs.checkpoints.values() if "://" not in path]
+        paths = [one.path for one in specs.checkpoints.values() if one.path is not None]
+        own = [path for path in paths if "://" not in path]
         gone = [path for path in own if not Path(path).exists()]
         if gone:
             raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
@@ -81,19 +82,16 @@ def check_sources(files: Sequence[Path]) -> None:
 def _request(specs: Specs) -> dict[str, Any]:
     """Return what a study is asked, whatever the split."""
     config = specs.config
-    training = config.get("training")
+    is_trained = "training" in config
     trained = {"subsets", "removals", "flipped"} & set(specs.evaluation)
     return {
         "study_file": config["study"],
         "model_output": config["model_output"],
         "weighting": config["scoring"]["weighting"],
         "parameter_patterns": specs.all_features.parameter_patterns,
-        "training": (
-            None
-            if training is None
-            else {name: training | own for name, own in specs.checkpoints.items()}
-        ),
-        "retraining": training if trained else None,
+        "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
+        "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
+        "retraining": specs.training if trained else None,
     }
 
 
@@ -159,6 +157,7 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
         n_checkpoints=len(specs.checkpoints),
         keep=config["scoring"]["keep"],
         top=config["scoring"]["top"],
+        divides=specs.self_influence.norm_power is not None,
     )
     if not specs.evaluation:
         return
@@ -174,4 +173,5 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
             n_checkpoints=len(specs.checkpoints),
             n_settings=len(settings),
             n_weightings=len({setting.weighting for setting in settings}),
+            n_powers=len({setting.loss_weight_power for setting in settings}),
         ).check(memory_mb)

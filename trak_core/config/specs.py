@@ -5,12 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.demands import check_evaluation, check_exact
 from trak_core.config.sweep import Setting, settings_of
-from trak_core.config.tables import checkpoint_table, target_ids
+from trak_core.config.tables import target_ids
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import ids_digest, study_digest, study_modules
-from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, ordered
+from trak_core.spec import (
+    EXACT,
+    Combine,
+    FeaturesSpec,
+    NormalSpec,
+    RetrainedSpec,
+    ScoresSpec,
+    Weighting,
+    curvature_power,
+    ordered,
+)
 from trak_core.system.data_files import data_digests
 
 TRAIN = "train"
@@ -28,15 +39,16 @@ class Specs:
 
     Attributes:
         config: Plain values; every default is filled in.
-        checkpoints: Ids, sorted, with their paths or training arguments.
+        checkpoints: By id, sorted.
         experiments: Names with the ids of their targets.
         study_digest: Hash of the study's source and data files.
         files: The study's source and data files, and tables that the config names.
-        defaults: What the config left to the model output, in words; empty for nothing.
+        defaults: What the config left to the model output and the checkpoints, in words; empty for
+            nothing.
     """
 
     config: Mapping[str, Any]
-    checkpoints: Mapping[str, Any]
+    checkpoints: Mapping[str, Checkpoint]
     experiments: Mapping[str, Sequence[int | str]]
     study_digest: str
     files: Sequence[Path]
@@ -63,9 +75,32 @@ class Specs:
         """What of the config decides numbers: what runs where does not."""
         return ordered({k: v for k, v in self.config.items() if k != "compute"})
 
-    def training_arguments(self, checkpoint: str) -> dict[str, Any]:
-        """Return what the study's ``train`` gets for one checkpoint."""
-        return ordered(self.config["training"] | self.checkpoints[checkpoint])
+    @property
+    def runs(self) -> dict[str, list[str]]:
+        """Runs, sorted, with the ids of their checkpoints in the order they were saved."""
+        return runs_of(self.checkpoints)
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Arguments of the study's ``train`` that all runs share."""
+        return {key: one for key, one in self.config["training"].items() if key != "at"}
+
+    def training_arguments(self, run: str) -> dict[str, Any]:
+        """Return what the study's ``train`` gets for one run."""
+        return ordered(self.training | dict(self.checkpoints[self.runs[run][0]].arguments))
+
+    def times(self, run: str) -> list[float] | None:
+        """Return when a training leaves a checkpoint, in order; None for at its end alone."""
+        times = [self.checkpoints[one].at for one in self.runs[run]]
+        return None if None in times else [at for at in times if at is not None]
+
+    @property
+    def trained_together(self) -> list[tuple[list[str], list[str]]]:
+        """Runs whose files are named alike: what follows a run's name in each, and the runs."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for run, ids in self.runs.items():
+            alike.setdefault(tuple(one.removeprefix(run) for one in ids), []).append(run)
+        return [(list(ends), runs) for ends, runs in alike.items()]
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's target ids, None for the training samples."""
@@ -107,6 +142,14 @@ class Specs:
         embedding = {"kind": "embedding"}
         return replace(self.all_features, projection=embedding, dtype="float32", split="all")
 
+    def normal_matrix(self, checkpoint: str) -> NormalSpec:
+        """Return what decides one checkpoint's normal matrix."""
+        return self.self_influence.under(checkpoint).of_normal_matrix()
+
+    def flipped_normal_matrix(self, checkpoint: str) -> NormalSpec:
+        """Return the same of a checkpoint that was trained with flipped labels."""
+        return self.found_flipped.under(checkpoint).of_normal_matrix()
+
     def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
         """Return what decides one checkpoint's scores of an experiment."""
         return self.scores(experiment).under(checkpoint)
@@ -119,14 +162,21 @@ class Specs:
     @property
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""
-        scoring = self.config["scoring"]
+        scoring, model_output = self.config["scoring"], self.config["model_output"]
+        power = scoring["loss_weight_power"]
         return ScoresSpec(
             features=self.all_features,
             damping=scoring["damping"],
             weighting=scoring["weighting"],
-            checkpoints=list(self.checkpoints),
+            curvature_power=curvature_power(
+                scoring["weighting"],
+                power,
+                is_probability=TABLE[model_output].weight_is_probability,
+            ),
+            norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
+            runs=self.runs,
             combine=scoring["combine"],
-            loss_weight_power=scoring["loss_weight_power"],
+            loss_weight_power=power,
         )
 
     @property
@@ -205,7 +255,7 @@ class Specs:
     def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
         return RetrainedSpec(
             subsets=subsets,
-            arguments=self.config["training"],
+            arguments=self.training,
             model_output=self.config["model_output"],
             study_digest=self.study_digest,
             seeds=seeds,
@@ -214,11 +264,11 @@ class Specs:
 
 
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
-    """Check what a schema cannot, and fill in what depends on the model output.
+    """Check what a schema cannot, and fill in the defaults that a schema cannot know.
 
     Args:
-        config: Checked by its schema, with the schema's defaults; the defaults that depend on the
-            model output are filled in.
+        config: Checked by its schema, with the schema's defaults; those that depend on the model
+            output and the checkpoints are filled in.
         results: Folder for the record of data files.
 
     Returns:
@@ -227,18 +277,10 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     Raises:
         InputError: At the first thing that doesn't hold.
     """
-    defaults = ""
-    if "loss_weight_power" not in config["scoring"]:
-        is_probability = TABLE[config["model_output"]].weight_is_probability
-        power = 0.5 if is_probability else 1
-        config["scoring"]["loss_weight_power"] = power
-        defaults = (
-            f"loss_weight_power is {power}, the default of {config['model_output']}, whose loss "
-            f"weight is {'a' if is_probability else 'no'} probability"
-        )
+    checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
+    defaults = _fill_in_scoring(config, along=come_from_along_runs(checkpoints))
     if config["projection"] == EXACT:
         check_exact(config)
-    checkpoints = checkpoint_table(config["checkpoints"], trained="training" in config)
     experiments = {
         name: target_ids(experiment["targets"])
         for name, experiment in config["experiments"].items()
@@ -251,3 +293,34 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     tables = [path for path in named if isinstance(path, str)]
     files = [*study_modules(study).values(), *map(Path, [*data, *tables])]
     return Specs(config, checkpoints, experiments, study_digest(study, data), files, defaults)
+
+
+def _fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
+    """Fill in what the config doesn't say of scoring.
+
+    Returns:
+        What and why, in words; empty for nothing.
+
+    Source: spec of the scores, "The formula" (the table of defaults).
+    """
+    scoring, model_output = config["scoring"], config["model_output"]
+    about = TABLE[model_output]
+    reasons = []
+    if "combine" not in scoring:
+        own = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
+        scoring["combine"] = str(own)
+        whence = "some checkpoints come from along a run" if along else "all are ends of runs"
+        reasons.append(f"combine is {own}, since {whence}")
+    by_unit = scoring["combine"] == Combine.UNIT_AVERAGE
+    if "weighting" not in scoring:
+        own = Weighting.CURVATURE if by_unit and about.weighs_by_curvature else Weighting.PLAIN
+        scoring["weighting"] = str(own)
+        reasons.append(f"weighting is {own}, the default with {scoring['combine']}")
+    if "loss_weight_power" not in scoring:
+        own = (0.75 if by_unit else 0.5) if about.weight_is_probability else 1
+        scoring["loss_weight_power"] = own
+        reasons.append(
+            f"loss_weight_power is {own}, the default with {scoring['combine']} of {model_output}, "
+            f"whose loss weight is {'a' if about.weight_is_probability else 'no'} probability"
+        )
+    return "; ".join(reasons)

@@ -1,27 +1,24 @@
-"""Checkpoints and targets, as a config or a table beside it names them."""
+"""Targets, as a config or a table beside it names them."""
 
 import csv
 import re
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.spec import stream_of
-
-_ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 
 
-def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
+def read_table(
+    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> list[tuple[str, ...]]:
     """Read columns of a tab-separated table with a header.
 
     Args:
         path: The table.
         columns: Names of the columns to read.
+        optional: Names of more, which need not be there, nor be filled.
 
     Returns:
-        One tuple of stripped strings a row.
+        One tuple of stripped strings a row, empty ones for what is not there.
 
     Raises:
         InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
@@ -31,7 +28,8 @@ def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
     try:
         # Spreadsheets begin UTF-8 with a mark.
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return _read_rows(csv.DictReader(file, delimiter="\t", strict=True), path, columns)
+            reader = csv.DictReader(file, delimiter="\t", strict=True)
+            return _read_rows(reader, path, columns, optional)
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(
             f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
@@ -39,10 +37,10 @@ def read_table(path: Path, columns: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 
 def _read_rows(
-    reader: csv.DictReader, path: Path, columns: tuple[str, ...]
+    reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
     found = [*(reader.fieldnames or ())]
-    if any(found.count(c) != 1 for c in columns):
+    if any(found.count(c) != 1 for c in columns) or any(found.count(c) > 1 for c in optional):
         missing = ", ".join(c for c in columns if c not in found) or "none"
         raise InputError(
             f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
@@ -56,53 +54,10 @@ def _read_rows(
                 f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
                 f"{', '.join(map(repr, cells))} in line {reader.line_num}."
             )
-        rows.append(cells)
+        rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
     if not rows:
         raise InputError(f"{path}: the table must have rows. Found only a header.")
     return rows
-
-
-def checkpoint_table(checkpoints: Mapping[Any, Any] | str, *, trained: bool) -> dict[str, Any]:
-    """Return checkpoint ids with their paths or training arguments, sorted by id.
-
-    Args:
-        checkpoints: The config's ``checkpoints``: a mapping, or the path of a table with the
-            columns ``checkpoint`` and ``path``.
-        trained: Whether the pipeline trains them; then values are arguments, not paths.
-
-    Raises:
-        InputError: If an id is not usable as a file name, stands twice, or shares its projection
-            stream with another, or if values are not what ``trained`` asks for.
-    """
-    if isinstance(checkpoints, str):
-        pairs: list[tuple[str, Any]] = [
-            (i, p) for i, p in read_table(Path(checkpoints), ("checkpoint", "path"))
-        ]
-    else:
-        pairs = [(str(i), value) for i, value in checkpoints.items()]
-    counts = Counter(name for name, _ in pairs)
-    streams: dict[int, str] = {}
-    for name, value in pairs:
-        if not re.fullmatch(_ID_PATTERN, name):
-            raise InputError(
-                "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
-                f"starting with '.' or '-'. Found {name!r}."
-            )
-        if counts[name] > 1:
-            raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
-        if isinstance(value, str) == trained:
-            raise InputError(
-                "With `training`, a checkpoint must be a mapping of training arguments; without "
-                f"it, the path of a file or folder. Found {value!r} for checkpoint {name!r}, "
-                f"{'with' if trained else 'without'} `training`."
-            )
-        other = streams.setdefault(stream_of(name), name)
-        if other != name:
-            raise InputError(
-                f"Checkpoints must have projections of their own. The ids {other!r} and "
-                f"{name!r} give the same one by chance: rename either."
-            )
-    return dict(sorted(pairs))
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str]:

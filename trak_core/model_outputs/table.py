@@ -29,6 +29,10 @@ class About:
         weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
             0 and 1, and all but 0 for samples that a model is sure of. Else it is in a unit that no
             bound can know.
+        weighs_by_curvature: Whether training samples weigh by the curvature of their loss, unless
+            the config says otherwise, where checkpoints come from along runs. Not where the loss is
+            no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
+            would count alone.
         needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
     """
 
@@ -38,6 +42,7 @@ class About:
     load: "Callable[..., ModelOutput]"
     labels_are_classes: bool = False
     weight_is_probability: bool
+    weighs_by_curvature: bool = False
     needs_pairs: bool = False
 
 
@@ -82,6 +87,7 @@ _OF_A_LABEL = About(
     load=_classification,
     labels_are_classes=True,
     weight_is_probability=True,
+    weighs_by_curvature=True,
 )
 TABLE: dict[str, About] = {
     "image_classification": _OF_A_LABEL,
@@ -99,6 +105,7 @@ TABLE: dict[str, About] = {
         meaning="the larger the number that the model predicts",
         load=_regression,
         weight_is_probability=False,
+        weighs_by_curvature=True,
     ),
     "segmentation": About(
         name="the mean log-odds of the pixels' labels",

@@ -35,7 +35,8 @@ class Experiment:
         source: The file.
         unit: Of a score, in words.
         n_train: Training samples.
-        saturated: Part of them with a loss weight near 0.
+        saturated: Part of them with a loss weight near 0 at the ends of runs.
+        defaults: What the config left open in scoring, and what was taken.
         targets: One a target: id, label, prediction, output, output_sd.
         strongest: The first rows of ``top_influences`` (train_id, train_label, score) by target
             and sign, for the targets that are shown.
@@ -46,6 +47,7 @@ class Experiment:
     unit: str
     n_train: int
     saturated: float
+    defaults: str
     targets: Sequence[Row]
     strongest: Mapping[tuple[Any, int], Sequence[Row]]
 
@@ -53,6 +55,11 @@ class Experiment:
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, in order."""
         return [one["id"] for one in self.source.spec["checkpoints"]]
+
+    @property
+    def runs(self) -> Mapping[str, Sequence[str]]:
+        """Ids of the checkpoints of every run, in the order they were saved."""
+        return self.source.spec["runs"]
 
     @property
     def relative(self) -> bool:
@@ -193,6 +200,11 @@ class Facts:
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, in order."""
         return self.experiments[0].checkpoints
+
+    @property
+    def n_runs(self) -> int:
+        """How many trainings the checkpoints come from."""
+        return len(self.experiments[0].runs)
 
     @property
     def n_targets(self) -> int:

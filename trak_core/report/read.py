@@ -48,9 +48,10 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
         ArtifactError: If the file is not what it must be, or of a version before the report.
     """
     with open_artifact(path, SCORES) as file:
-        source, unit = _source(file, results), file.attribute("unit")
+        source = _source(file, results)
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
+        unit, defaults = file.attribute("unit"), file.attribute("defaults")
     shown = influences["target_id"].isin(targets["id"].head(n_shown))
     strongest: dict[tuple[Any, int], list[dict[str, Any]]] = defaultdict(list)
     for row in _rows(influences.loc[shown & (influences["rank"] <= each)]):
@@ -61,6 +62,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
         unit=unit,
         n_train=len(train),
         saturated=float(np.mean(np.abs(train["loss_weight"].to_numpy()) < LIMITS["loss_weight"])),
+        defaults=defaults,
         targets=_rows(targets),
         strongest=strongest,
     )

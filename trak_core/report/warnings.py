@@ -63,7 +63,8 @@ def _loss_weights(facts: Facts) -> list[StudyWarning]:
     if experiment.saturated <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
         return []
     power = experiment.source.spec["loss_weight_power"]
-    return [StudyWarning("saturated", {"part": experiment.saturated, "power": power})]
+    shown = {"part": experiment.saturated, "power": power}
+    return [StudyWarning("saturated", shown | {"along": facts.n_runs < len(facts.checkpoints)})]
 
 
 def _matrices(facts: Facts) -> list[StudyWarning]:
@@ -89,9 +90,9 @@ def _projection(facts: Facts) -> list[StudyWarning]:
 
 
 def _disagreement(facts: Facts) -> list[StudyWarning]:
-    """Compare how far checkpoints differ on a target with how far targets differ."""
+    """Compare how far ends of runs differ on a target with how far targets differ."""
     targets = [about for one in facts.experiments for about in one.targets]
-    if len(facts.checkpoints) < 2 or len(targets) < _ENOUGH_TARGETS:
+    if facts.n_runs < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
     within = sqrt(fmean(about["output_sd"] ** 2 for about in targets))
     between = pstdev(about["output"] for about in targets)

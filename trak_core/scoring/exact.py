@@ -1,51 +1,99 @@
 """Exact scores: TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
 
+from dataclasses import dataclass
+from typing import Self
+
 import numpy as np
 import scipy.linalg
 
 from trak_core.errors import InputError
-from trak_core.scoring.solve import MAX_CONDITION
+from trak_core.scoring.solve import MAX_CONDITION, no_norm
+
+# Columns of the Gramian that are solved for at once.
+_COLUMNS = 256
 
 
-def exact_similarities(
-    gramian: np.ndarray, cross: np.ndarray, weights: np.ndarray, damping: float
-) -> tuple[np.ndarray, float]:
-    """Return A_c of the scores without a projection.
+@dataclass(frozen=True, slots=True)
+class DampedGramian:
+    """S K S + lambda I of a Gramian K and S = W^(1/2), factorized.
 
-    Computes A = (K W + lambda I)^-1 K_t, which equals J (J^T W J + lambda I)^-1 J_t^T for
-    gradients J and J_t with K = J J^T and K_t = J J_t^T, with lambda = damping * mean_i w_i K_ii.
-    With S = W^(1/2) it is [K_t - K S (S K S + lambda I)^-1 S K_t] / lambda: symmetric, and defined
-    where a weight is 0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse.
-
-    Args:
+    Attributes:
         gramian: K, shape (n, n), float64, symmetric, positive semi-definite.
-        cross: K_t, shape (n, m), float64.
-        weights: The diagonal of W, shape (n,), not negative; ones for the plain normal matrix.
-        damping: Relative, at least 0.
-
-    Returns:
-        A of shape (n, m), float64, and lambda.
-
-    Raises:
-        InputError: If the damped Gramian is numerically singular, or if weights are 0 without
-            damping: an answer would be noise.
-
-    Source: the identity of Woodbury; spec of the scores, "The formula".
+        root: The diagonal of S, shape (n,), float64.
+        lambda_: damping * mean_i w_i K_ii.
+        factor: Cholesky's, in the lower triangle, shape (n, n).
     """
-    if damping < 0:
-        raise InputError(f"The damping must be at least 0. Found {damping}.")
-    weights = weights.astype(np.float64)
-    lambda_ = damping * float(np.mean(weights * np.diagonal(gramian)))
-    root = np.sqrt(weights)
-    damped = gramian * root[:, None] * root
-    damped.flat[:: len(damped) + 1] += lambda_
-    _check_condition(damped, lambda_)
-    # Symmetric matrices are their own transposes: LAPACK works in place, in Fortran's order.
-    factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)
-    solved = scipy.linalg.cho_solve(factor, root[:, None] * cross)
-    if lambda_ == 0:
-        return solved / root[:, None], lambda_
-    return (cross - gramian @ (root[:, None] * solved)) / lambda_, lambda_
+
+    gramian: np.ndarray
+    root: np.ndarray
+    lambda_: float
+    factor: np.ndarray
+
+    @classmethod
+    def of(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
+        """Damp and factorize.
+
+        Args:
+            gramian: K = J J^T, shape (n, n), float64.
+            weights: The diagonal of W, shape (n,), not negative; ones for the plain normal matrix.
+            damping: Relative, at least 0.
+
+        Returns:
+            What solves for any targets.
+
+        Raises:
+            InputError: If the damped Gramian is numerically singular, or if weights are 0 without
+                damping: an answer would be noise.
+        """
+        if damping < 0:
+            raise InputError(f"The damping must be at least 0. Found {damping}.")
+        weights = weights.astype(np.float64)
+        lambda_ = damping * float(np.mean(weights * np.diagonal(gramian)))
+        root = np.sqrt(weights)
+        damped = gramian * root[:, None] * root
+        damped.flat[:: len(damped) + 1] += lambda_
+        _check_condition(damped, lambda_)
+        # Symmetric matrices are their own transposes: LAPACK works in place, in Fortran's order.
+        factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
+        return cls(gramian, root, lambda_, factor)
+
+    def similarities(self, cross: np.ndarray) -> np.ndarray:
+        """Return A_c of the scores without a projection.
+
+        Computes A = (K W + lambda I)^-1 K_t, which equals J (J^T W J + lambda I)^-1 J_t^T for
+        gradients J and J_t with K = J J^T and K_t = J J_t^T. With S = W^(1/2) it is
+        [K_t - K S (S K S + lambda I)^-1 S K_t] / lambda: symmetric, and defined where a weight is
+        0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse.
+
+        Args:
+            cross: K_t, shape (n, m), float64.
+
+        Returns:
+            Shape (n, m), float64.
+
+        Source: the identity of Woodbury; spec of the scores, "The formula".
+        """
+        solved = scipy.linalg.cho_solve((self.factor, True), self.root[:, None] * cross)
+        if self.lambda_ == 0:
+            return solved / self.root[:, None]
+        return (cross - self.gramian @ (self.root[:, None] * solved)) / self.lambda_
+
+    def train_norm(self, row_weights: np.ndarray) -> float:
+        """Return N_c = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + lambda I, without J.
+
+        Args:
+            row_weights: |Q|^power, shape (n,), float64.
+
+        Raises:
+            InputError: If it is not above 0.
+        """
+        squared = 0.0
+        for start in range(0, len(self.gramian), _COLUMNS):
+            rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
+            squared += float(np.sum((row_weights[:, None] * rows) ** 2))
+        if not squared > 0:
+            raise InputError(no_norm(squared))
+        return squared**0.5
 
 
 def _check_condition(damped: np.ndarray, lambda_: float) -> None:

@@ -29,14 +29,15 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
     return np.sign(weights) * np.abs(weights) ** power
 
 
-def combined(parts: Iterable[tuple[np.ndarray, np.ndarray]], combine: Combine) -> np.ndarray:
+def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
     """Average one block of rows over the checkpoints, of which one is held at a time.
 
     Args:
-        parts: For each checkpoint, rows of A_c, shape (rows, m), and their Q_c^power, shape
-            (rows,); at least one.
+        parts: For each checkpoint, rows of A_c, shape (rows, m), their Q_c^power, shape (rows,),
+            and N_c, which counts for ``unit_average`` alone; at least one.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), TRAK's own;
-            ``average_of_products``: mean_c(A_c * Q_c^power).
+            ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
+            mean_c(A_c * Q_c^power / N_c).
 
     Returns:
         Rows of the scores, shape (rows, m), float64.
@@ -44,8 +45,10 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray]], combine: Combine) -
     Source: Park et al., "TRAK", ICML 2023, equation 17; spec of the scores, "The formula".
     """
     total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
-    for block, weights in parts:
-        term = block * weights[:, None] if combine is Combine.AVERAGE_OF_PRODUCTS else block
+    for block, weights, norm in parts:
+        size = norm if combine is Combine.UNIT_AVERAGE else 1.0
+        is_plain = combine is Combine.PRODUCT_OF_AVERAGES
+        term = block if is_plain else block * (weights / size)[:, None]
         total = total + term if n_checkpoints == 0 else np.add(total, term, out=total)
         weight = weight + weights
         n_checkpoints += 1

@@ -1,6 +1,8 @@
 """The normal matrix and the damped solve; NumPy and SciPy only, all sums in float64."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import scipy.linalg
@@ -13,36 +15,116 @@ from trak_core.errors import InputError
 MAX_CONDITION = 1e7
 
 
-def normal_matrix(blocks: Iterable[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, float, int]:
-    """Sum the weighted normal matrix over blocks of rows.
+def weighted_gramians(
+    blocks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]],
+) -> list[np.ndarray]:
+    """Sum sum_i w_i phi_i phi_i^T over blocks of rows, for each way to weigh them.
 
-    Computes N = sum_i w_i phi_i phi_i^T and mean_i w_i |phi_i|^2. The result depends on how rows
-    are cut into blocks only by the rounding of float64 sums.
+    With W = diag(w) it is Phi^T W Phi, the normal matrix; its trace is sum_i w_i |phi_i|^2. The
+    result depends on how rows are cut into blocks only by the rounding of float64 sums.
 
     Args:
-        blocks: Features (rows, k), any float dtype, and weights (rows,), non-negative.
+        blocks: Features (rows, k), any float dtype, and one or several sets of weights (rows,),
+            non-negative.
 
     Returns:
-        N of shape (k, k), float64, exactly symmetric; the mean squared norm; the number of rows.
+        One for each set of weights, shape (k, k), float64, exactly symmetric.
+
+    Raises:
+        InputError: If there are no rows.
 
     Source: spec of the scores, "The formula".
     """
-    total: np.ndarray | None = None
-    squared, n_rows = 0.0, 0
+    totals: list[np.ndarray] = []
     for features, weights in blocks:
-        rows = features.astype(np.float64)
-        rows *= np.sqrt(weights.astype(np.float64))[:, None]
-        # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
-        part = dsyrk(1.0, rows.T, lower=1)
-        total = part if total is None else np.add(total, part, out=total)
-        squared += float(np.einsum("ij,ij->", rows, rows))
-        n_rows += len(rows)
-    if total is None or n_rows == 0:
+        for i, one in enumerate(weights):
+            # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
+            rows = features * np.sqrt(one, dtype=np.float64)[:, None]
+            part = dsyrk(1.0, rows.T, lower=1)
+            if i < len(totals):
+                totals[i] += part
+            else:
+                totals.append(part)
+    if not totals:
         raise InputError("The normal matrix needs at least one training sample. Found none.")
-    # In place: at most two matrices are there at a time.
-    total = np.tril(total)
-    total += np.tril(total, -1).T
-    return total, squared / n_rows, n_rows
+    for total in totals:
+        # dsyrk leaves zeros above; one other matrix is there at a time.
+        diagonal = np.diagonal(total).copy()
+        total += total.T
+        total.flat[:: len(total) + 1] = diagonal
+    return totals
+
+
+def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
+    """Return mean_i w_i |phi_i|^2 of the rows that a normal matrix sums, from its trace."""
+    return float(np.trace(normal_matrix)) / n_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Spectrum:
+    """Eigenvalues and eigenvectors of a normal matrix, for many dampings at once.
+
+    Attributes:
+        eigenvalues: D, ascending, not negative, shape (k,), float64.
+        vectors: V, columns, shape (k, k), float64.
+    """
+
+    eigenvalues: np.ndarray
+    vectors: np.ndarray
+
+    @classmethod
+    def of(cls, matrix: np.ndarray) -> Self:
+        """Decompose a symmetric, positive semi-definite matrix of shape (k, k), float64."""
+        eigenvalues, vectors = scipy.linalg.eigh(matrix)
+        # Rounding leaves negative ones of a singular matrix.
+        return cls(np.maximum(eigenvalues, 0), vectors)
+
+    def rotated(self, matrix: np.ndarray) -> np.ndarray:
+        """Return V^T matrix V."""
+        return self.vectors.T @ (matrix @ self.vectors)
+
+    def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
+        """Return what N_c of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
+
+        Args:
+            weighted: Y^T Y of the rows times |Q|^power, shape (k, k), float64.
+            gramian: Phi^T Phi, likewise.
+        """
+        products = self.rotated(weighted)
+        products *= self.rotated(gramian)
+        return products
+
+
+def train_norm(eigenvalues: np.ndarray, products: np.ndarray, shift: float) -> float:
+    """Return N_c = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + lambda I.
+
+    Its square is tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi, and where M's
+    eigenvectors are the axes sum_ij products_ij / ((D_i + lambda) (D_j + lambda)).
+
+    Args:
+        eigenvalues: D of Phi^T W Phi, shape (k,), float64.
+        products: See ``Spectrum.norm_products``.
+        shift: lambda, not relative.
+
+    Raises:
+        InputError: If it is not above 0: loss weights or features are all 0.
+
+    Source: spec of the scores, "The formula".
+    """
+    shares = np.divide(1, eigenvalues + shift, where=eigenvalues + shift > 0, out=0 * eigenvalues)
+    squared = float(shares @ products @ shares)
+    if not squared > 0:
+        raise InputError(no_norm(squared))
+    return squared**0.5
+
+
+def no_norm(found: float) -> str:
+    """Return why scores can't be divided by a norm that is not above 0."""
+    return (
+        "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
+        f"training samples, which must be above 0. Found {found:.3g}: the loss weights are all 0, "
+        "or the gradients. Leave this checkpoint out, or set scoring.combine."
+    )
 
 
 def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:

@@ -19,7 +19,7 @@ EXACT = "exact"
 
 
 class Weighting(StrEnum):
-    """Diagonal W of the normal matrix: 1, or the curvature of the loss in the model output."""
+    """Diagonal W of the normal matrix: 1, or a power of the curvature of the loss in f."""
 
     PLAIN = "plain"
     CURVATURE = "curvature"
@@ -30,6 +30,22 @@ class Combine(StrEnum):
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
+    UNIT_AVERAGE = "unit_average"
+
+
+def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
+    """Return the power of the curvature in W; None for W = 1.
+
+    Args:
+        weighting: ``plain`` or ``curvature``.
+        power: Of the loss weights.
+        is_probability: Whether loss weights are probabilities; the curvature of others is kept.
+
+    Source: spec of the scores, "The formula".
+    """
+    if Weighting(weighting) is Weighting.PLAIN:
+        return None
+    return power if is_probability else 1
 
 
 def ordered(value: Any) -> Any:
@@ -86,16 +102,41 @@ class FeaturesSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormalSpec:
+    """What decides one checkpoint's normal matrix.
+
+    Attributes:
+        features: What it is made of.
+        weighting: ``plain`` or ``curvature``.
+        curvature_power: Of the curvature in W; None with ``plain``.
+        norm_power: Of the loss weights in N_c, which the scores are divided by; None where they
+            are not.
+    """
+
+    features: FeaturesSpec
+    weighting: str
+    curvature_power: float | None = None
+    norm_power: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values, those of the features among them."""
+        return _flat(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoresSpec:
-    """What decides scores: of one checkpoint, or with ``checkpoints`` of their average.
+    """What decides scores: of one checkpoint, or with ``runs`` of their average.
 
     Attributes:
         features: What they are made of, under one checkpoint or all.
         damping: Relative damping, at least 0.
-        weighting: ``plain`` or ``curvature``.
+        weighting: See ``NormalSpec``.
+        curvature_power: Likewise.
+        norm_power: Likewise.
         experiment: Name of the experiment; None for self-influences.
         targets_digest: Hash of its target ids.
-        checkpoints: Ids, in order; None for one checkpoint's scores.
+        runs: Ids of the checkpoints of every run, in the order they were saved; None for one
+            checkpoint's scores.
         combine: How checkpoints and loss weights come together; None for one checkpoint's.
         loss_weight_power: In (0, 1]; None for one checkpoint's.
     """
@@ -103,21 +144,55 @@ class ScoresSpec:
     features: FeaturesSpec
     damping: float
     weighting: str
+    curvature_power: float | None = None
+    norm_power: float | None = None
     experiment: str | None = None
     targets_digest: str | None = None
-    checkpoints: Sequence[str] | None = None
+    runs: Mapping[str, Sequence[str]] | None = None
     combine: str | None = None
     loss_weight_power: float | None = None
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Ids of all checkpoints, sorted: the order of files of all of them."""
+        assert self.runs is not None
+        return sorted(checkpoint for run in self.runs.values() for checkpoint in run)
+
+    @property
+    def ends(self) -> list[str]:
+        """Ids of the last checkpoint of every run, sorted: what is shown of models is theirs."""
+        assert self.runs is not None
+        return sorted(run[-1] for run in self.runs.values())
+
+    @property
+    def along_runs(self) -> list[str]:
+        """Ids of all checkpoints, so that the first few come from as many runs and times as can be.
+
+        Of every run in turn one that hasn't been: of the first its last, of the next the one before
+        that, and so on.
+        """
+        assert self.runs is not None
+        rounds = max(len(run) for run in self.runs.values())
+        return [
+            run[-1 - (first + turn) % len(run)]
+            for turn in range(rounds)
+            for first, run in enumerate(self.runs.values())
+            if turn < len(run)
+        ]
 
     def under(self, checkpoint: str) -> Self:
         """Return the same of one checkpoint, which no average decides."""
         features = self.features.under(checkpoint)
-        averaged = {"checkpoints": None, "combine": None, "loss_weight_power": None}
-        return replace(self, features=features, **averaged)
+        return replace(self, features=features, runs=None, combine=None, loss_weight_power=None)
 
     def of_train(self) -> FeaturesSpec:
         """Return what the training samples' features must be."""
         return self.features.of("train")
+
+    def of_normal_matrix(self) -> NormalSpec:
+        """Return what the normal matrix must be, of one checkpoint's scores."""
+        own = {key: getattr(self, key) for key in ("weighting", "curvature_power", "norm_power")}
+        return NormalSpec(features=self.of_train(), **own)
 
     def of_targets(self) -> FeaturesSpec:
         """Return what the targets' features must be."""
@@ -126,8 +201,7 @@ class ScoresSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, those of the features among them."""
-        own = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ordered(self.features.as_dict() | {k: v for k, v in own.items() if k != "features"})
+        return _flat(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +260,18 @@ def projection_of(
     )
 
 
-Spec = FeaturesSpec | ScoresSpec | RetrainedSpec
+Spec = FeaturesSpec | NormalSpec | ScoresSpec | RetrainedSpec
+
+
+def _flat(spec: NormalSpec | ScoresSpec) -> dict[str, Any]:
+    own = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    return ordered(spec.features.as_dict() | {k: v for k, v in own.items() if k != "features"})
 
 
 def made_of(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
     """Return the spec whose ``as_dict`` the plain values are."""
-    if kind is not ScoresSpec:
+    own = {field.name for field in fields(kind)}
+    if "features" not in own:
         return kind(**plain)
-    own = {field.name for field in fields(ScoresSpec)}
     features = FeaturesSpec(**{key: value for key, value in plain.items() if key not in own})
-    return ScoresSpec(features=features, **{key: plain[key] for key in plain if key in own})
+    return kind(features=features, **{key: plain[key] for key in plain if key in own})  # pyright: ignore

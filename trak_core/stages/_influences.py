@@ -20,21 +20,13 @@ from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import combined, most_frequent, powered
 from trak_core.scoring.solve import damped_factor, damped_squares
 from trak_core.spec import Combine, ScoresSpec
+from trak_core.stages._splits import Damped
 from trak_core.system.progress import blocks_with_progress
 
 
-def _similarities(
-    train: Artifact, matrix: Artifact, spec: ScoresSpec, memory_mb: int
-) -> np.ndarray:
+def _similarities(train: Artifact, damped: Damped, memory_mb: int) -> np.ndarray:
     """Return A_c[i, i] of every training sample, shape (n,)."""
-    wanted = {"weighting": spec.weighting, "features": train.content_hash}
-    found = {key: matrix.spec[key] for key in wanted}
-    check_same("features", wanted, found, matrix.path, NORMAL_MATRIX.rule)
-    factor = damped_factor(
-        matrix.matrix("normal_matrix")[:],
-        spec.damping * matrix.scalar("mean_squared_norm"),
-        (matrix.scalar("smallest_eigenvalue"), matrix.scalar("largest_eigenvalue")),
-    )
+    factor = damped_factor(damped.matrix, damped.lambda_, damped.ends)
     values = train.matrix("features")
     found = np.empty(len(values))
     block = scores_need(values.shape[1], 1).rows(memory_mb)
@@ -47,6 +39,8 @@ def self_influences(
     features: Sequence[Path], normal_matrices: Sequence[Path], *, spec: ScoresSpec, memory_mb: int
 ) -> tuple[pd.DataFrame, np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
+
+    Predictions and outputs are those of the last checkpoint of every run.
 
     Args:
         features: Training features of each checkpoint.
@@ -65,28 +59,31 @@ def self_influences(
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); spec of the scores, "What a score says".
     """
-    assert spec.checkpoints is not None
     assert spec.loss_weight_power is not None
-    similarities, loss_weights = [], []
+    similarities, loss_weights, norms = [], [], []
     with ExitStack() as stack:
         files = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         for file, path, checkpoint in zip(files, normal_matrices, spec.checkpoints, strict=True):
-            check_made_for(file, spec.under(checkpoint).of_train(), FEATURES.rule)
+            own = spec.under(checkpoint)
+            check_made_for(file, own.of_train(), FEATURES.rule)
             ids = files[0].ids("sample_ids"), file.ids("sample_ids")
             check_same("training samples", *ids, file.path, FEATURES.rule)
             with open_artifact(path, NORMAL_MATRIX) as matrix:
-                found = _similarities(file, matrix, spec, memory_mb)
-            similarities.append(found[:, None])
+                damped = Damped.of(matrix, file, own)
+            similarities.append(_similarities(file, damped, memory_mb)[:, None])
+            norms.append(damped.norm or 1.0)
             loss_weights.append(file.vector("loss_weights"))
         powers = [powered(weights, spec.loss_weight_power) for weights in loss_weights]
-        mean = combined(zip(similarities, powers, strict=True), Combine(spec.combine))[:, 0]
-        predictions = np.stack([file.vector("predictions") for file in files])
+        parts = zip(similarities, powers, norms, strict=True)
+        mean = combined(parts, Combine(spec.combine))[:, 0]
+        shown = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        predictions = np.stack([file.vector("predictions") for file in shown])
         is_class = predictions.dtype.kind != "f"
         table = pd.DataFrame({
             "id": files[0].ids("sample_ids"),
             "label": files[0].vector("labels"),
             "prediction": most_frequent(predictions) if is_class else predictions.mean(axis=0),
-            "output": np.mean([file.vector("outputs") for file in files], axis=0, dtype=np.float64),
+            "output": np.mean([file.vector("outputs") for file in shown], axis=0, dtype=np.float64),
             "self_influence": mean,
         })
         projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}

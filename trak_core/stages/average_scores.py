@@ -28,6 +28,7 @@ from trak_core.scoring.scores import (
     similarities,
 )
 from trak_core.spec import EXACT, Combine, ScoresSpec
+from trak_core.stages._splits import norm_of
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -73,7 +74,7 @@ def _by_blocks(
 
 
 def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
-    """Return ids and labels with what the checkpoints make of them.
+    """Return ids and labels with what checkpoints make of them.
 
     ``output`` and ``output_sd`` are mean and standard deviation of the model output over the
     checkpoints; ``prediction`` is the mean, or the most frequent class.
@@ -117,9 +118,9 @@ def _influences(
     })
 
 
-def _unit(weighting: str, power: float, model_output: str) -> str:
+def _unit(weighting: str, power: float, combine: Combine, model_output: str) -> str:
     """Return the scores' unit in plain words (spec of the scores, "What a score says")."""
-    if weighting == "curvature" and power == 1:
+    if weighting == "curvature" and power == 1 and combine is not Combine.UNIT_AVERAGE:
         return f"that of the model output ({model_output})"
     return "relative: order and ratios within a target mean something, the absolute size does not"
 
@@ -150,7 +151,6 @@ def average_scores(
     Raises:
         InputError: If the files don't belong together, or exceed the budget.
     """
-    assert spec.checkpoints is not None
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     with ExitStack() as stack:
@@ -168,13 +168,16 @@ def average_scores(
             top=top,
             solved_dim=spec.features.projection["proj_dim"] if phis else None,
         ).rows(memory_mb)
-        train, targets = (_samples(parts, side, block) for side in ("train", "target"))
-        (train["loss_weight"],) = _by_blocks(parts, "loss_weights", n_train, block, _mean)
+        # Early checkpoints count for the scores; what models say is what they say in the end.
+        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        train, targets = (_samples(ends, side, block) for side in ("train", "target"))
+        (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
+        norms = [norm_of(part, spec) for part in parts]
 
-        def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for part, part_rows in zip(parts, rows, strict=True):
+        def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
+            for part, part_rows, norm in zip(parts, rows, norms, strict=True):
                 weights = part.vector("loss_weights", start, stop)
-                yield part_rows(start, stop), powered(weights, power)
+                yield part_rows(start, stop), powered(weights, power), norm
 
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
@@ -185,13 +188,14 @@ def average_scores(
             SCORES,
             file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(spec.weighting, power, spec.features.model_output),
+            unit=_unit(spec.weighting, power, combine, spec.features.model_output),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"
             ),
             defaults=defaults or "none: the config says everything",
             n_checkpoints=len(parts),
+            n_runs=len(ends),
             damping=float(spec.damping),
             weighting=spec.weighting,
             combine=str(combine),

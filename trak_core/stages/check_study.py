@@ -41,17 +41,27 @@ def _check_split(split: Split, output: ModelOutput, n_classes: int | None) -> No
 
 
 def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
-    """Compare every checkpoint's arguments with what ``train`` takes."""
+    """Compare every run's arguments with what ``train`` takes."""
     signature = inspect.signature(study.function("train"))
-    for checkpoint, arguments in training.items():
+    for run, arguments in training.items():
         try:
             signature.bind(**arguments)
         except TypeError as error:
             raise InputError(
                 f"{study.path}: train{signature} must take the arguments under `training` and "
-                f"those of the checkpoint. Found {dict(arguments)} for checkpoint {checkpoint}: "
+                f"those of the checkpoint. Found {dict(arguments)} for checkpoint {run}: "
                 f"{error}."
             ) from None
+
+
+def _check_yields(study: Study) -> None:
+    """Make sure that ``train`` leaves more than the model it ends with."""
+    if not inspect.isgeneratorfunction(inspect.unwrap(study.function("train"))):
+        raise InputError(
+            f"{study.path}: for checkpoints from along a run (`at`), train() must yield (time, "
+            "model) as it goes, at every time that is asked for. Found a function without yield: "
+            "write `yield epoch, model` into its loop, in place of `return model` at its end."
+        )
 
 
 def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
@@ -83,6 +93,7 @@ def check_study(
     weighting: str,
     parameter_patterns: Sequence[str] | None,
     training: dict[str, dict[str, Any]] | None,
+    leaves_several: bool = False,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
     retraining: dict[str, Any] | None = None,
@@ -94,8 +105,9 @@ def check_study(
         model_output: Name of the model output.
         weighting: ``plain`` or ``curvature``.
         parameter_patterns: Of names, or None.
-        training: Arguments of the study's ``train`` for each checkpoint; None if the checkpoints
-            are there.
+        training: Arguments of the study's ``train`` for each run; None if the checkpoints are
+            there.
+        leaves_several: Whether trainings leave checkpoints on their way.
         splits: Splits to look at: None for the training data, ids for an experiment.
         shards: Shards of each split.
         retraining: Arguments of ``train`` that all checkpoints share, where models are to be
@@ -110,6 +122,8 @@ def check_study(
     study = Study.load(study_file)
     if training is not None:
         _check_training(study, training)
+    if leaves_several:
+        _check_yields(study)
     if retraining is not None:
         _check_retraining(study, retraining)
     model = study.make_model().eval()

@@ -13,7 +13,8 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import exact_need
-from trak_core.scoring.exact import exact_similarities
+from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.scores import powered
 from trak_core.spec import ScoresSpec
 from trak_core.stages._splits import normal_weights, write_samples
 from trak_core.system.software import software
@@ -49,15 +50,17 @@ def compute_exact_scores(
             "training samples", train_file.index("gramian"), train_ids, targets, GRAMIAN.rule
         )
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
-        weights = normal_weights(train_file, spec.weighting)
+        weights = normal_weights(train_file, spec.curvature_power)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
-        similarities, lambda_ = exact_similarities(
-            train_file.matrix("gramian")[:], target_file.matrix("gramian")[:], weights, spec.damping
-        )
+        damped = DampedGramian.of(train_file.matrix("gramian")[:], weights, spec.damping)
+        similarities = damped.similarities(target_file.matrix("gramian")[:])
+        norm = None
+        if spec.norm_power is not None:
+            norm = damped.train_norm(powered(train_file.vector("loss_weights"), spec.norm_power))
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": lambda_,
+            "lambda": damped.lambda_,
             "train_gramian": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
@@ -65,4 +68,4 @@ def compute_exact_scores(
         with create(scores, EXACT_SCORES, file_spec, provenance) as writer:
             values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
             values[:] = similarities.astype(np.float32)
-            write_samples(writer, train_file, target_file)
+            write_samples(writer, train_file, target_file, norm)

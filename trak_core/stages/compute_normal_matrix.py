@@ -7,29 +7,31 @@ import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.config.budget import normal_matrix_need
-from trak_core.scoring import solve
-from trak_core.spec import FeaturesSpec
+from trak_core.scoring.scores import powered
+from trak_core.scoring.solve import (
+    Spectrum,
+    extreme_eigenvalues,
+    mean_squared_norm,
+    weighted_gramians,
+)
+from trak_core.spec import NormalSpec
 from trak_core.stages._splits import normal_weights
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
 
 def compute_normal_matrix(
-    *,
-    normal_matrix: Path,
-    features: Path,
-    spec: FeaturesSpec,
-    weighting: str,
-    code: str,
-    memory_mb: int,
+    *, normal_matrix: Path, features: Path, spec: NormalSpec, code: str, memory_mb: int
 ) -> None:
     """Stream the training features once and keep N, its mean squared norm and its spectrum's ends.
+
+    With ``norm_power`` also its eigenvalues, and the k x k products that N_c of any damping comes
+    from: no other stage needs all training features again for it.
 
     Args:
         normal_matrix: The file to write.
         features: The checkpoint's training features.
-        spec: What the features must be.
-        weighting: ``plain`` or ``curvature``.
+        spec: What decides the numbers.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing but rounding.
 
@@ -37,30 +39,43 @@ def compute_normal_matrix(
         InputError: If the features are not what they must be, or exceed the budget.
     """
     with open_artifact(features, FEATURES) as train:
-        check_made_for(train, spec, FEATURES.rule)
+        check_made_for(train, spec.features, FEATURES.rule)
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
-        weights = normal_weights(train, weighting)
-        block = normal_matrix_need(proj_dim).rows(memory_mb)
+        weights = [normal_weights(train, spec.curvature_power)]
+        if spec.norm_power is not None:
+            weights.append(powered(train.vector("loss_weights"), spec.norm_power) ** 2)
+            if spec.curvature_power is not None:
+                weights.append(np.ones(n_rows))
+        block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
 
-        def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
             for start, stop in blocks_with_progress(n_rows, block, "samples"):
-                yield values[start:stop], weights[start:stop]
+                yield values[start:stop], [one[start:stop] for one in weights]
 
-        matrix, mean_squared_norm, n_train = solve.normal_matrix(blocks())
-        file_spec = {**train.spec, "weighting": weighting, "features": train.content_hash}
-    smallest, largest = solve.extreme_eigenvalues(matrix)
+        matrix, *others = weighted_gramians(blocks())
+        own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
+        file_spec = {**train.spec, **own, "features": train.content_hash}
     with create(
         normal_matrix,
         NORMAL_MATRIX,
         file_spec,
         software(code, "cpu", "numpy", "scipy"),
-        weighting=weighting,
+        weighting=spec.weighting,
     ) as writer:
         names = range(proj_dim)
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
-        writer.scalar("mean_squared_norm", mean_squared_norm)
-        writer.scalar("n_train", n_train)
+        writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
+        writer.scalar("n_train", n_rows)
+        if others:
+            spectrum = Spectrum.of(matrix)
+            smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
+            writer.vector("eigenvalues", spectrum.eigenvalues)
+            # Of the plain matrix Phi^T Phi is N itself.
+            products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
+            writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
+        else:
+            smallest, largest = extreme_eigenvalues(matrix)
         writer.scalar("smallest_eigenvalue", smallest)
         writer.scalar("largest_eigenvalue", largest)
         # At most what float64 can tell: an exactly singular matrix has one as well.

@@ -8,7 +8,6 @@ from trak_core.artifacts import (
     CHECKPOINT_SCORES,
     FEATURES,
     NORMAL_MATRIX,
-    check_same,
     check_splits,
     create,
     open_artifact,
@@ -17,7 +16,7 @@ from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import ScoresSpec
-from trak_core.stages._splits import write_samples
+from trak_core.stages._splits import Damped, write_samples
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -35,9 +34,9 @@ def compute_scores(
 ) -> None:
     """Solve for the targets, then stream the training features once.
 
-    Writes A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i |phi_i|^2, and
-    what the average over checkpoints needs of this one. With ``keep="top_k"`` only the solved
-    targets are kept, and the average streams Phi_c again: n x m is never stored.
+    Writes A_c = Phi_c (Phi_c^T W_c Phi_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i
+    |phi_i|^2, and what the average over checkpoints needs of this one. With ``keep="top_k"`` only
+    the solved targets are kept, and the average streams Phi_c again: n x m is never stored.
 
     Args:
         scores: The file to write.
@@ -59,24 +58,20 @@ def compute_scores(
         open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
         shared = check_splits(train_file, target_file, spec, FEATURES)
-        wanted = {"weighting": spec.weighting, "features": train_file.content_hash}
-        found = {key: matrix_file.spec.get(key) for key in wanted}
-        check_same("features", wanted, found, normal_matrix, NORMAL_MATRIX.rule)
-
         n_train, proj_dim = train_file.matrix("features").shape
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
-        lambda_ = spec.damping * matrix_file.scalar("mean_squared_norm")
+        damped = Damped.of(matrix_file, train_file, spec)
         solved = damped_solve(
-            matrix_file.matrix("normal_matrix")[:],
-            lambda_,
-            (matrix_file.scalar("smallest_eigenvalue"), matrix_file.scalar("largest_eigenvalue")),
+            damped.matrix,
+            damped.lambda_,
+            damped.ends,
             target_file.matrix("features")[:].astype(np.float64).T,
         )
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": lambda_,
+            "lambda": damped.lambda_,
             "train_features": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
@@ -91,4 +86,4 @@ def compute_scores(
                 writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
                     :
                 ] = solved
-            write_samples(writer, train_file, target_file)
+            write_samples(writer, train_file, target_file, damped.norm)

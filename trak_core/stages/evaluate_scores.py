@@ -17,7 +17,6 @@ from trak_core.artifacts import (
     EVALUATION,
     EXACT_SCORES,
     FEATURES,
-    NORMAL_MATRIX,
     SCORES,
     Artifact,
     check_made_for,
@@ -29,8 +28,10 @@ from trak_core.artifacts import (
 )
 from trak_core.config.budget import evaluation_need
 from trak_core.config.sweep import Setting, settings_of
+from trak_core.model_outputs.table import TABLE
 from trak_core.scoring.scores import combined, powered
-from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec
+from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, curvature_power
+from trak_core.stages._splits import norm_of, normal_weights
 from trak_core.stages._truth import read_ground_truth
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -72,21 +73,25 @@ class _Scored:
             total += self.masks[:, rows] @ values[rows]
         return total
 
-    def sums_by_count(self) -> dict[int, np.ndarray]:
-        """Return the sums of scores with the first checkpoints, for every count."""
-        sums = {count: np.zeros(()) for count in _counts(len(self.parts))}
+    def sums_of(self, selections: Sequence[Sequence[str]]) -> list[np.ndarray]:
+        """Return the sums of scores with some of the checkpoints, for each selection of them."""
+        sums = [np.zeros(()) for _ in selections]
         power, combine = self.own.weighting
+        by_id = dict(zip(self.spec.checkpoints, self.parts, strict=True))
 
-        def first(count: int, start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            for part in self.parts[:count]:
+        def chosen(
+            ids: Sequence[str], start: int, stop: int
+        ) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
+            for part in map(by_id.__getitem__, ids):
                 weights = part.vector("loss_weights", start, stop)
-                yield part.matrix("similarities")[start:stop], powered(weights, power)
+                rows = part.matrix("similarities")[start:stop]
+                yield rows, powered(weights, power), norm_of(part, self.spec)
 
         n_train = self.masks.shape[1]
         for start, stop in blocks_with_progress(n_train, self.block, "training samples"):
-            for count in sums:
-                rows = combined(first(count, start, stop), combine)
-                sums[count] = sums[count] + self.masks[:, start:stop] @ rows
+            for i, ids in enumerate(selections):
+                rows = combined(chosen(ids, start, stop), combine)
+                sums[i] = sums[i] + self.masks[:, start:stop] @ rows
         return sums
 
     def baseline_sums(self, names: Sequence[str]) -> dict[Key, np.ndarray]:
@@ -99,11 +104,10 @@ class _Scored:
         return {(name, "baseline", 0): sums[name]() for name in names if name in sums}
 
     def embedding_sums(self, paths: Sequence[Path], spec: FeaturesSpec) -> np.ndarray:
-        """Return the sums of cosines between embeddings, averaged over checkpoints."""
-        assert self.spec.checkpoints is not None
+        """Return the sums of cosines between embeddings, averaged over ends of runs."""
         train_ids, target_ids = (self.parts[0].ids(f"{side}_ids") for side in ("train", "target"))
         total = np.zeros(())
-        for path, checkpoint in zip(paths, self.spec.checkpoints, strict=True):
+        for path, checkpoint in zip(paths, self.spec.ends, strict=True):
             with open_artifact(path, EMBEDDINGS) as file:
                 check_made_for(file, spec.under(checkpoint), EMBEDDINGS.rule)
                 same = train_ids, file.index("train")
@@ -119,38 +123,44 @@ class _Scored:
         return total / len(paths)
 
     def feature_sums(
-        self, rivals: FeatureRivals, files: Sequence[tuple[Path, Path, Path]]
+        self, rivals: FeatureRivals, files: Sequence[tuple[Path, Path]]
     ) -> dict[Key | Setting, np.ndarray]:
         """Return the sums of everything that comes straight from features.
 
         Args:
             rivals: What to sum.
-            files: Training features, target features and normal matrix of each checkpoint.
+            files: Training features and target features of each checkpoint.
         """
-        assert self.spec.checkpoints is not None
         found: dict[Key | Setting, np.ndarray] = {}
-        for (train, targets, matrix), checkpoint, scored in zip(
+        for (train, targets), checkpoint, scored in zip(
             files, self.spec.checkpoints, self.parts, strict=True
         ):
             print(f"Checkpoint {checkpoint}", flush=True)
             with (
                 open_artifact(train, FEATURES) as train_file,
                 open_artifact(targets, FEATURES) as target_file,
-                open_artifact(matrix, NORMAL_MATRIX) as matrix_file,
             ):
-                spec = self.spec.under(checkpoint)
-                _check_files(train_file, target_file, matrix_file, scored, spec)
-                features = train_file.matrix("features")
+                _check_files(train_file, target_file, scored, self.spec.under(checkpoint))
                 shares = rivals.sums(
                     self.masks,
                     scored.vector("loss_weights"),
-                    _blocks(features, self.block),
+                    self._normal_weights(rivals.powers, train_file),
+                    _blocks(train_file.matrix("features"), self.block),
                     target_file.matrix("features")[:].astype(np.float64),
-                    matrix_file.matrix("normal_matrix")[:],
                 )
             for key, share in shares.items():
                 found[key] = found[key] + share if key in found else share
         return found
+
+    def _normal_weights(self, powers: Sequence[float], train: Artifact) -> dict[float, np.ndarray]:
+        """Return the diagonal of W for every power of loss weights."""
+        is_probability = TABLE[self.spec.features.model_output].weight_is_probability
+
+        def diagonal(power: float) -> np.ndarray:
+            own = curvature_power(self.spec.weighting, power, is_probability=is_probability)
+            return normal_weights(train, own)
+
+        return {power: diagonal(power) for power in powers}
 
 
 def _counts(n_checkpoints: int) -> list[int]:
@@ -165,14 +175,9 @@ def _blocks(values: Any, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
         yield start, stop, values[start:stop]
 
 
-def _check_files(
-    train: Artifact, targets: Artifact, matrix: Artifact, scored: Artifact, spec: ScoresSpec
-) -> None:
+def _check_files(train: Artifact, targets: Artifact, scored: Artifact, spec: ScoresSpec) -> None:
     """Refuse features that a checkpoint's scores were not made of."""
     check_splits(train, targets, spec, FEATURES)
-    wanted = {"weighting": spec.weighting, "features": train.content_hash}
-    found = {key: matrix.spec[key] for key in wanted}
-    check_same("features", wanted, found, matrix.path, NORMAL_MATRIX.rule)
     made_of = scored.spec["train_features"]
     check_same("training features", made_of, train.content_hash, train.path, FEATURES.rule)
     ids = scored.ids("target_ids"), targets.ids("sample_ids")
@@ -194,7 +199,6 @@ def evaluate_scores(
     retrained: Sequence[Path],
     train: Sequence[Path],
     targets: Sequence[Path],
-    normal_matrices: Sequence[Path],
     embeddings: Sequence[Path],
     spec: ScoresSpec,
     embeddings_spec: FeaturesSpec,
@@ -213,8 +217,7 @@ def evaluate_scores(
         retrained: The pipeline's retrained models, or a file of a user's.
         train: Training features of each checkpoint; empty where nothing needs features.
         targets: Likewise the targets' features.
-        normal_matrices: Likewise the normal matrices.
-        embeddings: Of each checkpoint; empty without ``embedding_cosine``.
+        embeddings: Of the last checkpoint of each run; empty without ``embedding_cosine``.
         spec: What the scores must be: of all checkpoints.
         embeddings_spec: What the embeddings must be.
         retrained_spec: What retrained models must be; None for a user's.
@@ -247,11 +250,17 @@ def evaluate_scores(
             n_checkpoints=len(parts),
             n_settings=len(settings),
             n_weightings=len({setting.weighting for setting in settings}),
+            n_powers=len({setting.loss_weight_power for setting in settings}),
         ).rows(memory_mb)
         scored = _Scored(spec, parts, truth.masks, own, block)
 
         methods: dict[Key, np.ndarray] = {("scores", "scores", proj_dim): scored.sums(final)}
-        by_count = scored.sums_by_count()
+        counts = _counts(len(parts))
+        selections = [spec.along_runs[:count] for count in counts]
+        comes_from_along = len(spec.ends) < len(parts)
+        *by_count, ends = scored.sums_of([*selections, spec.ends])
+        if comes_from_along:
+            methods["ends_of_runs", "part", proj_dim] = ends
         swept: dict[Setting, np.ndarray] = {}
         if train:
             rivals = FeatureRivals(
@@ -259,7 +268,7 @@ def evaluate_scores(
                 proj_dim if "gradient_dot" in baselines else None,
                 average_weights(settings, [part.vector("loss_weights") for part in parts]),
             )
-            files = list(zip(train, targets, normal_matrices, strict=True))
+            files = list(zip(train, targets, strict=True))
             for key, sums in scored.feature_sums(rivals, files).items():
                 if isinstance(key, Setting):
                     swept[key] = sums
@@ -276,7 +285,8 @@ def evaluate_scores(
             "baselines": list(baselines),
             "sweep": sweep,
         }
-    summary, of_targets, curve = lds_tables(methods, by_count, truth, target_ids)
+    counted = dict(zip(counts, by_count, strict=True))
+    summary, of_targets, curve = lds_tables(methods, counted, truth, target_ids)
     with create(
         evaluation,
         EVALUATION,

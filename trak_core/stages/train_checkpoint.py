@@ -1,11 +1,12 @@
-"""Train one checkpoint with the study's own training function."""
+"""Train with the study's own training function, and keep what it makes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trak_core.models.training import trained_model
+from trak_core.models.training import models_along, trained_model
 from trak_core.study.flipped import with_flipped_labels
 from trak_core.study.study import TRAIN, Study
 from trak_core.system.whole_file import written_whole
@@ -13,28 +14,36 @@ from trak_core.system.whole_file import written_whole
 
 def train_checkpoint(
     *,
-    checkpoint: Path,
+    checkpoints: Sequence[Path],
     study_file: Path,
     arguments: dict[str, Any],
+    times: list[float] | None,
     threads: int,
     flipped: dict[str, Any] | None = None,
 ) -> None:
-    """Call the study's ``train`` and keep the state dict it ends with.
+    """Call the study's ``train`` and keep the state dict it ends with, or those along its way.
 
     Args:
-        checkpoint: The file to write, whole or not at all.
+        checkpoints: The files to write, each whole or not at all, in the order of ``times``.
         study_file: The study's Python file.
         arguments: Passed to ``train`` by name.
+        times: When to keep one, ascending; None for one at the end.
         threads: For torch; 1 makes training repeatable to the bit on one machine.
         flipped: Train with some labels flipped: ``fraction`` and ``seed`` of the draw.
 
     Raises:
-        InputError: If ``train`` doesn't return a model, or one with parameters that are not finite.
+        InputError: If ``train`` doesn't return a model, or yields none at a time that is asked for,
+            or one with parameters that are not finite.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
-    data = None if flipped is None else with_flipped_labels(study.split(TRAIN, None), **flipped)
-    model = trained_model(study, arguments, None if data is None else data.samples)
-    # By an open file: given a path, torch writes the file's name, here a process id, into it.
-    with written_whole(checkpoint) as partial, partial.open("wb") as file:
-        torch.save(model.state_dict(), file)
+    changed = None if flipped is None else with_flipped_labels(study.split(TRAIN, None), **flipped)
+    data = None if changed is None else changed.samples
+    if times is None:
+        models = iter([trained_model(study, arguments, data)])
+    else:
+        models = (model for _, model in models_along(study, arguments, times, data))
+    for checkpoint, model in zip(checkpoints, models, strict=True):
+        # By an open file: given a path, torch writes the file's name, here a process id, into it.
+        with written_whole(checkpoint) as partial, partial.open("wb") as file:
+            torch.save(model.state_dict(), file)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec, made_of
+from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, made_of
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
@@ -31,7 +31,7 @@ def typed(value: Any, hint: Any) -> Any:
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in (FeaturesSpec, ScoresSpec, RetrainedSpec):
+    for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
         if spec in kinds:
             return made_of(spec, value)
     if Path in kinds:

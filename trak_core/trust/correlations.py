@@ -136,31 +136,25 @@ def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
     return np.sqrt(reliability(outputs))
 
 
-def bootstrap_intervals(
-    predictions: Sequence[np.ndarray],
-    outputs: np.ndarray,
-    *,
-    n_draws: int = 1000,
-    confidence: float = 0.95,
-    seed: int = 0,
+def bootstrap(
+    predictions: Sequence[np.ndarray], outputs: np.ndarray, *, n_draws: int = 1000, seed: int = 0
 ) -> np.ndarray:
-    """Return intervals of mean rank correlations, by resampling subsets and targets together.
+    """Return mean rank correlations of resampled subsets and targets.
 
     Each draw takes as many subsets and as many targets as there are, with replacement, ranks the
     drawn subsets anew and averages over the drawn targets. All predictions share the draws, so that
-    an interval doesn't depend on what else is looked at.
+    one doesn't depend on what else is looked at, and differences between two are paired.
 
     Args:
         predictions: Subset sums, each of shape (subsets, targets).
         outputs: Of the retrained models, shape (seeds, subsets, targets); seeds are averaged. With
             two seeds or more the noise ceiling is drawn alike.
         n_draws: How many.
-        confidence: Part of the draws inside an interval.
         seed: Of the draws.
 
     Returns:
-        Ends of the percentile intervals, shape (predictions, 2) and, with two seeds or more, one
-        more row for the noise ceiling.
+        Shape (n_draws, predictions) and, with two seeds or more, one more column for the noise
+        ceiling.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
     """
@@ -178,8 +172,18 @@ def bootstrap_intervals(
         if seeds:
             each.append(np.sqrt(_reliability(seeds, counts)))
         means[draw] = np.array(each) @ targets / n_targets
+    return means
+
+
+def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
+    """Return the ends of percentile intervals of what ``bootstrap`` draws, shape (columns, 2).
+
+    Args:
+        drawn: Shape (draws, columns).
+        confidence: Part of the draws inside an interval.
+    """
     outside = (1 - confidence) / 2
-    return np.quantile(means, [outside, 1 - outside], axis=0).T
+    return np.quantile(drawn, [outside, 1 - outside], axis=0).T
 
 
 def auc(values: np.ndarray, positive: np.ndarray) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.config.sweep import Setting
-from trak_core.trust.correlations import bootstrap_intervals, noise_ceiling, rank_correlations
+from trak_core.trust.correlations import bootstrap, noise_ceiling, percentiles, rank_correlations
 from trak_core.trust.rivals import Key
 
 CONFIDENCE = 0.95
@@ -38,7 +38,7 @@ def lds_tables(
     """Correlate every target, and bootstrap everything on the same draws.
 
     Args:
-        methods: Subset sums of each row of the summary.
+        methods: Subset sums of each row of the summary, the scores' first.
         by_count: Those of the scores, by the number of checkpoints.
         truth: Retrained models.
         target_ids: Ids of the targets.
@@ -48,20 +48,26 @@ def lds_tables(
     """
     mean = truth.outputs.mean(axis=0)
     each = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
-    intervals = bootstrap_intervals(
-        [*methods.values(), *by_count.values()], truth.outputs, confidence=CONFIDENCE
-    )
-    ends = list(intervals[: len(methods)])
+    drawn = bootstrap([*methods.values(), *by_count.values()], truth.outputs)
+    rows = list(range(len(methods)))
     if len(truth.outputs) > 1:
         each["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
-        ends.append(intervals[-1])
+        rows.append(-1)
+    intervals = percentiles(drawn, CONFIDENCE)
+    ends = intervals[rows]
+    # Paired: both of a difference come from the same draws. The scores are the first row.
+    behind = percentiles(drawn[:, :1] - drawn[:, rows], CONFIDENCE)
+    lds = np.array([found.mean() for found in each.values()])
     summary = pd.DataFrame({
         "method": [name for name, _, _ in each],
         "kind": [kind for _, kind, _ in each],
         "proj_dim": [dim for _, _, dim in each],
-        "lds": [found.mean() for found in each.values()],
-        "low": [low for low, _ in ends],
-        "high": [high for _, high in ends],
+        "lds": lds,
+        "low": ends[:, 0],
+        "high": ends[:, 1],
+        "behind": lds[0] - lds,
+        "behind_low": behind[:, 0],
+        "behind_high": behind[:, 1],
     })
     targets = pd.concat(
         [
@@ -116,11 +122,8 @@ def sweep_tables(
     sweep = pd.DataFrame(rows)
     settings = list(swept)
     shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
-    intervals = bootstrap_intervals(
-        [swept[settings[row]][:, reporting] for row in shown],
-        truth.outputs[:, :, reporting],
-        confidence=CONFIDENCE,
-    )
+    sums = [swept[settings[row]][:, reporting] for row in shown]
+    intervals = percentiles(bootstrap(sums, truth.outputs[:, :, reporting]), CONFIDENCE)
     best = sweep.iloc[shown].drop(columns="lds")
     best.insert(0, "setting", ["best", "config"])
     best[["low", "high"]] = intervals[:2]

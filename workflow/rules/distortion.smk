@@ -27,4 +27,4 @@ rule compute_distortion:
         "../scripts/stage.py"
 
 
-timed("compute_distortion/{c}", c=specs.checkpoints)
+timed("compute_distortion/{c}", c=specs.self_influence.ends)

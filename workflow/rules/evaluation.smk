@@ -72,12 +72,7 @@ rule evaluate_scores:
             if specs.measures_features
             else []
         ),
-        normal_matrices=(
-            of_checkpoints("normal_matrix/{c}.h5") if specs.measures_features else []
-        ),
-        embeddings=(
-            of_checkpoints("embeddings/{c}.h5") if specs.measures_embeddings else []
-        ),
+        embeddings=(of_ends("embeddings/{c}.h5") if specs.measures_embeddings else []),
     output:
         evaluation="<results>/evaluation/{experiment}.h5",
     log:
@@ -138,7 +133,7 @@ if "subsets" in specs.evaluation:
     groups = [f"{first}-{last}" for first, last in specs.half_groups()]
     timed("retrain_subsets/{group}", group=groups)
 if specs.measures_embeddings:
-    timed("compute_embeddings/{c}", c=specs.checkpoints)
+    timed("compute_embeddings/{c}", c=specs.self_influence.ends)
 if specs.evaluation.get("self_influence"):
     timed("compute_self_influence")
 timed("evaluate_scores/{e}", e=specs.measured)

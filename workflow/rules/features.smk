@@ -85,8 +85,7 @@ rule compute_normal_matrix:
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_normal_matrix"),
-        spec=train_spec,
-        weighting=scoring["weighting"],
+        spec=lambda wildcards: specs.normal_matrix(wildcards.checkpoint).as_dict(),
     message:
         "Summing the normal matrix of checkpoint {wildcards.checkpoint}"
     script:

@@ -1,17 +1,4 @@
 # The same stages once more, on checkpoints trained with some labels flipped.
-use rule train_checkpoint as train_checkpoint_flipped with:
-    output:
-        checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
-    log:
-        "<results>/logs/train_checkpoint_flipped/{checkpoint}.log",
-    benchmark:
-        "<results>/benchmarks/train_checkpoint_flipped/{checkpoint}.tsv"
-    params:
-        flipped=specs.flipped,
-    message:
-        "Training checkpoint {wildcards.checkpoint} with flipped labels"
-
-
 use rule compute_features as compute_features_flipped with:
     input:
         checkpoint="<results>/flipped/checkpoints/{checkpoint}.pt",
@@ -39,7 +26,9 @@ use rule compute_normal_matrix as compute_normal_matrix_flipped with:
     benchmark:
         "<results>/benchmarks/compute_normal_matrix_flipped/{checkpoint}.tsv"
     params:
-        spec=features_spec_flipped,
+        spec=lambda wildcards: specs.flipped_normal_matrix(
+            wildcards.checkpoint
+        ).as_dict(),
     message:
         "Summing the normal matrix of flipped labels, checkpoint {wildcards.checkpoint}"
 
@@ -72,6 +61,6 @@ rule find_flipped:
         "../scripts/stage.py"
 
 
-flipped_jobs = "train_checkpoint", "compute_features", "compute_normal_matrix"
+flipped_jobs = "compute_features", "compute_normal_matrix"
 timed("{job}_flipped/{c}", job=flipped_jobs, c=specs.checkpoints)
 timed("find_flipped")

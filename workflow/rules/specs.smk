@@ -33,7 +33,7 @@ def own_signature(file):
 
 
 own_checkpoints = (
-    {} if trained else {c: own_file(p) for c, p in specs.checkpoints.items()}
+    {} if trained else {c: own_file(one.path) for c, one in specs.checkpoints.items()}
 )
 
 
@@ -53,10 +53,6 @@ def features_spec(wildcards):
 
 def features_spec_flipped(wildcards):
     return specs.all_flipped_features.under(wildcards.checkpoint).of("train").as_dict()
-
-
-def train_spec(wildcards):
-    return specs.features(wildcards.checkpoint, "train").as_dict()
 
 
 def distortion_spec(wildcards):
@@ -79,9 +75,14 @@ def split_targets(wildcards):
     return specs.experiments.get(wildcards.split)
 
 
-def of_checkpoints(pattern):
+def of_checkpoints(pattern, of=specs.checkpoints):
     """One file a checkpoint; the pattern's other wildcards stay."""
-    return [f"{folder}/{pattern}".replace("{c}", c) for c in specs.checkpoints]
+    return [f"{folder}/{pattern}".replace("{c}", c) for c in of]
+
+
+def of_ends(pattern):
+    """One file for each run, of its last checkpoint."""
+    return of_checkpoints(pattern, specs.self_influence.ends)
 
 
 def shards_of(wildcards):
@@ -100,7 +101,7 @@ def timed(job, /, **names):
 
 
 # What is asked for beside scores, as files: none for what the config leaves out.
-distortion_files = of_checkpoints("distortion/{c}.h5") if "distortion" in config else []
+distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [
     f"{folder}/removals/{specs.evaluation[key]['experiment']}.h5"

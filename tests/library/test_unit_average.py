@@ -1,0 +1,110 @@
+"""Scores of checkpoints from along runs: the formula by dense matrices, and what it promises."""
+
+import numpy as np
+import pytest
+
+from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.scores import combined, powered, similarities
+from trak_core.scoring.solve import (
+    Spectrum,
+    damped_solve,
+    extreme_eigenvalues,
+    mean_squared_norm,
+    train_norm,
+    weighted_gramians,
+)
+from trak_core.spec import Combine
+
+N, M, K, POWER, DAMPING = 37, 5, 12, 0.75, 2
+
+
+def checkpoint(seed, residuals=False):
+    """Features, targets' features, Q and the diagonal of W of one checkpoint."""
+    rng = np.random.default_rng(seed)
+    phi, targets = rng.standard_normal((N, K)) * 10.0 ** rng.integers(-3, 4), rng.random((M, K))
+    q = rng.standard_normal(N) if residuals else rng.random(N)
+    return phi, targets, q, np.ones(N) if residuals else (q * (1 - q)) ** POWER
+
+
+def parts(checkpoints):
+    for phi, targets, q, w in checkpoints:
+        weighted = powered(q, POWER) ** 2
+        normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(N)])])
+        spectrum, shift = Spectrum.of(normal), DAMPING * mean_squared_norm(normal, N)
+        solved = damped_solve(normal, shift, extreme_eigenvalues(normal), targets.T)
+        norm = train_norm(spectrum.eigenvalues, spectrum.norm_products(weighted, plain), shift)
+        yield similarities(phi, solved), powered(q, POWER), norm
+
+
+def scores(checkpoints):
+    return combined(parts(checkpoints), Combine.UNIT_AVERAGE)
+
+
+def exact_parts(checkpoints):
+    for phi, targets, q, w in checkpoints:
+        damped = DampedGramian.of(phi @ phi.T, w, DAMPING)
+        weights = powered(q, POWER)
+        yield damped.similarities(phi @ targets.T), weights, damped.train_norm(weights)
+
+
+def written_out(checkpoints):
+    """The formula as it stands in the spec, a pair at a time where that says more."""
+    total = np.zeros((N, M))
+    for phi, targets, q, w in checkpoints:
+        shift = DAMPING * np.mean([w[i] * (phi[i] @ phi[i]) for i in range(N)])
+        inverse = np.linalg.inv(phi.T @ np.diag(w) @ phi + shift * np.eye(K))
+        signed = np.sign(q) * np.abs(q) ** POWER
+        squares = [
+            (signed[i] * (phi[i] @ inverse @ phi[j])) ** 2 for i in range(N) for j in range(N)
+        ]
+        total += signed[:, None] * (phi @ inverse @ targets.T) / np.sqrt(np.sum(squares))
+    return total / len(checkpoints)
+
+
+@pytest.mark.parametrize("residuals", [False, True])
+def test_the_formula(residuals):
+    checkpoints = [checkpoint(seed, residuals) for seed in range(4)]
+    expected = written_out(checkpoints)
+    np.testing.assert_allclose(scores(checkpoints), expected, rtol=1e-9, atol=1e-14)
+    exact = combined(exact_parts(checkpoints), Combine.UNIT_AVERAGE)
+    np.testing.assert_allclose(exact, expected, rtol=1e-9, atol=1e-14)
+
+
+def test_the_scale_of_one_checkpoints_features_changes_nothing():
+    first, (phi, targets, q, w) = checkpoint(0), checkpoint(1)
+    scaled = (1e4 * phi, 1e4 * targets, q, w)
+    np.testing.assert_allclose(scores([first, scaled]), scores([first, (phi, targets, q, w)]))
+
+
+def test_the_scale_of_one_checkpoints_loss_changes_nothing():
+    """A loss of another unit has other residuals; the curvature is of the model output, 1."""
+    first, (phi, targets, q, w) = checkpoint(0, True), checkpoint(1, True)
+    scaled = (phi, targets, 1e-3 * q, w)
+    np.testing.assert_allclose(scores([first, scaled]), scores([first, (phi, targets, q, w)]))
+
+
+def test_the_order_of_checkpoints_changes_nothing():
+    checkpoints = [checkpoint(seed) for seed in range(5)]
+    np.testing.assert_allclose(scores(checkpoints[::-1]), scores(checkpoints), rtol=1e-12)
+
+
+def test_targets_together_or_one_by_one_get_the_same_scores():
+    checkpoints = [checkpoint(seed) for seed in range(3)]
+    together = scores(checkpoints)
+    for j in range(M):
+        alone = scores([(phi, targets[j : j + 1], q, w) for phi, targets, q, w in checkpoints])
+        np.testing.assert_allclose(alone[:, 0], together[:, j], rtol=1e-12)
+
+
+def test_equal_checkpoints_give_the_scores_of_one():
+    one = checkpoint(0)
+    np.testing.assert_allclose(scores([one] * 3), scores([one]), rtol=1e-12)
+
+
+def test_no_checkpoint_outweighs_another():
+    """One whose scores are a million times as large changes as much as any other."""
+    checkpoints = [checkpoint(seed) for seed in range(2)]
+    (small, large) = (next(parts([one])) for one in checkpoints)
+    blown_up = (1e6 * large[0], large[1], 1e6 * large[2])
+    found = combined([small, blown_up], Combine.UNIT_AVERAGE)
+    np.testing.assert_allclose(found, scores(checkpoints), rtol=1e-12)

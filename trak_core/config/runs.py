@@ -1,0 +1,204 @@
+"""Checkpoints, as a config or a table beside it names them: where they lie, and of which run.
+
+A run is one training. A checkpoint of a run that says ``at`` comes from along it; the last of each
+run is its end.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trak_core.config.tables import read_table
+from trak_core.errors import InputError
+from trak_core.spec import stream_of
+
+_ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
+_KEYS = ("path", "run", "at")
+# What transformers' Trainer calls the folders that it saves.
+_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint.
+
+    Attributes:
+        run: Name of the training it comes from.
+        at: When in it, in any unit; None where it doesn't say, or where the run says nothing else.
+        path: Where it lies; None where the pipeline trains it.
+        arguments: Of the study's ``train``, its run's own; empty where it lies somewhere.
+    """
+
+    run: str
+    at: float | None = None
+    path: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checkpoint_table(
+    checkpoints: Mapping[Any, Any] | str, training: Mapping[str, Any] | None
+) -> dict[str, Checkpoint]:
+    """Return the checkpoints by id, sorted.
+
+    Args:
+        checkpoints: The config's ``checkpoints``: a mapping, or the path of a table with the
+            columns ``checkpoint`` and ``path``, and perhaps ``run`` and ``at``.
+        training: The config's, where the pipeline trains them: then values are arguments, with
+            ``at`` for one time or several; else None.
+
+    Raises:
+        InputError: If an id is not usable as a file name, stands twice, or shares its projection
+            stream with another; if values are not what ``training`` asks for; or if checkpoints of
+            one run don't say which comes when.
+    """
+    if isinstance(checkpoints, str):
+        rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at"))
+        named = [
+            (name, {"path": path, "run": run or None, "at": _number(at, name)})
+            for name, path, run, at in rows
+        ]
+    else:
+        named = [(str(name), value) for name, value in checkpoints.items()]
+    # Also of those that expand to several: a name given twice is a mistake.
+    _check_own([name for name, _ in named])
+    expand = _placed if training is None else _trained
+    pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
+    _check_own([name for name, _ in pairs])
+    _check_streams([name for name, _ in pairs])
+    found = dict(sorted(pairs))
+    for run, ids in runs_of(found).items():
+        times = [found[one].at for one in ids]
+        if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
+            said = ", ".join(f"{one}: {found[one].at}" for one in ids)
+            raise InputError(
+                "Checkpoints of one run must each say `at`, a number of its own, so that it is "
+                f"known which comes last. Found {said} in run {run!r}."
+            )
+    return found
+
+
+def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
+    """Return the runs, sorted, with the ids of their checkpoints in the order they were saved."""
+    runs: dict[str, list[str]] = {}
+    for name in sorted(checkpoints, key=lambda name: (checkpoints[name].at or 0, name)):
+        runs.setdefault(checkpoints[name].run, []).append(name)
+    return dict(sorted(runs.items()))
+
+
+def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
+    """Return whether not all are ends of runs: a run has several, or they say different times."""
+    times = {one.at for one in checkpoints.values()} - {None}
+    return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
+
+
+def _check_own(names: list[str]) -> None:
+    counts = Counter(names)
+    for name in names:
+        if not re.fullmatch(_ID_PATTERN, name):
+            raise InputError(
+                "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
+                f"starting with '.' or '-'. Found {name!r}."
+            )
+        if counts[name] > 1:
+            raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
+
+
+def _check_streams(names: list[str]) -> None:
+    streams: dict[int, str] = {}
+    for name in names:
+        other = streams.setdefault(stream_of(name), name)
+        if other != name:
+            raise InputError(
+                f"Checkpoints must have projections of their own. The ids {other!r} and "
+                f"{name!r} give the same one by chance: rename either."
+            )
+
+
+def _number(text: str, name: str) -> float | None:
+    """Return a cell of a table as a number, an integer where it is written as one."""
+    if not text:
+        return None
+    try:
+        return int(text) if re.fullmatch(r"\d+", text) else float(text)
+    except ValueError:
+        return _checked_time(text, name)
+
+
+def _checked_time(at: Any, name: str) -> float:
+    if type(at) not in (int, float) or not 0 <= at < float("inf"):
+        raise InputError(
+            f"`at` says when in its run a checkpoint was saved: a number from 0 on, such as epochs "
+            f"or steps. Found {at!r} for checkpoint {name!r}."
+        )
+    return at
+
+
+def _trained(
+    name: str, value: Any, training: Mapping[str, Any]
+) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield the checkpoints that one training leaves: one, or one for each time."""
+    if not isinstance(value, Mapping):
+        raise InputError(
+            "With `training`, a checkpoint must be a mapping of training arguments; without "
+            f"it, the path of a file or folder. Found {value!r} for checkpoint {name!r}, with "
+            "`training`."
+        )
+    times = value.get("at", training.get("at"))
+    run = Checkpoint(name, arguments={key: one for key, one in value.items() if key != "at"})
+    if times is None:
+        yield name, run
+        return
+    for at in times if isinstance(times, list) else [times]:
+        yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
+
+
+def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
+    """Yield the checkpoint at a path, or those that a Trainer saved there."""
+    given = {"path": value} if isinstance(value, str) else value
+    unknown = sorted(given.keys() - set(_KEYS)) if isinstance(given, Mapping) else []
+    if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
+        raise InputError(
+            "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
+            f"with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
+            f"Found {value!r} for checkpoint {name!r}, without `training`."
+        )
+    run, at, path = given.get("run"), given.get("at"), given["path"]
+    run = name if run is None else str(run)
+    folders = _of_trainer(Path(path))
+    if not folders:
+        yield name, Checkpoint(run, None if at is None else _checked_time(at, name), path)
+        return
+    if at is not None:
+        raise InputError(
+            f"{path}: the checkpoints that a Trainer saved in a folder say `at` themselves, their "
+            f"step. Found {at!r} for checkpoint {name!r}; leave it out, or name one folder in it."
+        )
+    for number, folder in folders:
+        yield f"{name}-{number}", Checkpoint(run, _step(folder, number), str(folder))
+
+
+def _of_trainer(path: Path) -> list[tuple[int, Path]]:
+    """Return the numbered folders that a Trainer saved in a folder; none for any other path."""
+    if not path.is_dir():
+        return []
+    matches = [(_OF_TRAINER.fullmatch(one.name), one) for one in path.iterdir() if one.is_dir()]
+    return sorted((int(match[1]), one) for match, one in matches if match)
+
+
+def _step(folder: Path, number: int) -> float:
+    """Return the step that a Trainer's folder says it was saved at, else that of its name."""
+    state = folder / "trainer_state.json"
+    if not state.is_file():
+        return number
+    try:
+        step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
+        return _checked_time(step, folder.name)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
+            f"failed: {type(error).__name__}: {error}. Train again, or name the other folders."
+        ) from error
