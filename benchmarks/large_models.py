@@ -18,10 +18,7 @@ import argparse
 import importlib
 import os
 import re
-import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +28,9 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
+from language_models import language_model
 from machine import environment, write_csv
+from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
 
 from trak_core.compat._vmap import per_sample_gradients
@@ -51,9 +50,6 @@ from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 
 KINDS = ["rademacher", "hadamard", "tensor_sketch"]
-TOKENS = 128
-# Width, layers, heads, vocabulary, samples a batch.
-SIZES = {"7M": (256, 6, 4, 8192, 8), "30M": (512, 8, 8, 8192, 4), "124M": (768, 12, 12, 50257, 2)}
 
 
 class Residual(nn.Module):
@@ -73,45 +69,14 @@ class Residual(nn.Module):
 
 
 def resnet() -> nn.Module:
-    """Return a ResNet for 3 x 32 x 32 images, 195,546 parameters."""
+    """Return a ResNet for 3 x 32 x 32 images, 308,266 parameters."""
     layers: list[nn.Module] = []
-    for inputs, outputs, stride in ((3, 16, 1), (16, 32, 2), (32, 64, 2)):
+    for inputs, outputs, stride in ((3, 16, 1), (16, 32, 2), (32, 84, 2)):
         first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         layers += [first, nn.BatchNorm2d(outputs), nn.ReLU(), Residual(outputs)]
     return nn.Sequential(
-        *layers, Residual(64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+        *layers, Residual(84), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(84, 10)
     )
-
-
-def language_model(name: str) -> tuple[nn.Module, int, int]:
-    """Return a GPT-2 or Llama of random weights, its vocabulary, and samples a batch."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    quiet = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
-    if name == "llama":
-        config = LlamaConfig(
-            hidden_size=384,
-            intermediate_size=1024,
-            num_hidden_layers=8,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            vocab_size=16384,
-            max_position_embeddings=TOKENS,
-            pad_token_id=None,
-            **quiet,
-        )
-        return LlamaForCausalLM(config), 16384, 4
-    width, layers, heads, vocabulary, n_samples = SIZES[name]
-    config = GPT2Config(
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=TOKENS,
-        vocab_size=vocabulary,
-        **quiet,
-    )
-    config.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
-    return GPT2LMHeadModel(config), vocabulary, n_samples
 
 
 @dataclass(frozen=True)
@@ -167,8 +132,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
         samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
         output = CLASSIFICATION
     else:
-        model, vocabulary, n_samples = language_model(name)
-        ids = torch.randint(0, vocabulary, (n_samples, TOKENS))
+        model, ids = language_model(name)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
     model.eval()
     patterns = None
@@ -186,14 +150,6 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
         as_batch(samples, output),
         proj_dim or k,
     )
-
-
-def floor(case: Case) -> None:
-    """Take an ordinary forward and backward pass."""
-    case.model.zero_grad(set_to_none=True)
-    outputs = case.output.read(case.batch.given_to(case.model))
-    torch.vmap(case.output.value)(outputs, case.batch.labels).sum().backward()
-    case.model.zero_grad(set_to_none=True)
 
 
 def ours(case: Case, kind: str, batch: Batch | None = None) -> Tensor:
@@ -221,25 +177,11 @@ def check(case: Case, kind: str) -> None:
         raise SystemExit(f"{case.name}, {kind}: features differ by {difference:.1g}")
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one side takes."""
-
-    model: str
-    parameters: str
-    n_params: int
-    proj_dim: int
-    side: str
-    ms_a_sample: float
-    floors: float
-    least: float
-    greatest: float
-    mb_a_sample: float
-
-
 def sides_of(case: Case, kinds: list[str], vmap: bool) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
-    sides: dict[str, Callable[[], object]] = {"floor": partial(floor, case)}
+    sides: dict[str, Callable[[], object]] = {
+        FLOOR: partial(floor, case.model, case.output, case.batch)
+    }
     for kind in kinds:
         sides[kind] = partial(ours, case, kind)
         if vmap:
@@ -247,11 +189,19 @@ def sides_of(case: Case, kinds: list[str], vmap: bool) -> dict[str, Callable[[],
     return sides
 
 
-def peak_kib() -> int:
-    """Return the most that this process has taken so far."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1])
+def warm_up(kinds: list[str], proj_dim: int) -> None:
+    """Compile each kind's kernel, and fill what stays."""
+    for kind in kinds:
+        shapes = [(50, 100)] if kind == "tensor_sketch" else None
+        spec = ProjectionSpec(
+            kind=ProjectionKind(kind),
+            n_params=5000,
+            proj_dim=proj_dim,
+            seed=0,
+            stream=0,
+            shapes=shapes,
+        )
+        project(torch.randn(2, 5000), spec)
 
 
 def main() -> None:
@@ -267,62 +217,27 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
-    print("| model | k | side | ms a sample | floors | MB a sample |")
-    print("|---|---|---|---|---|---|", flush=True)
+    rows: list[Row] = []
+    if not arguments.peak:
+        print(HEADER, flush=True)
     for name in arguments.models:
         case = case_of(name, arguments.linear, arguments.proj_dim)
         sides = sides_of(case, arguments.kinds, not arguments.no_vmap)
         if arguments.peak:
-            for kind in arguments.kinds:  # compiles, and fills what stays
-                project(
-                    torch.randn(2, 5000),
-                    ProjectionSpec(
-                        kind=ProjectionKind(kind),
-                        n_params=5000,
-                        proj_dim=case.proj_dim,
-                        seed=0,
-                        stream=0,
-                        shapes=[(50, 100)] if kind == "tensor_sketch" else None,
-                    ),
-                )
-            before = peak_kib()
-            sides[arguments.peak]()
-            print("peak", peak_kib() - before)
+            warm_up(arguments.kinds, case.proj_dim)
+            print_peak(sides[arguments.peak])
             return
         for kind in arguments.kinds:
             check(case, kind)
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(arguments.rounds + 1):
-            for side, call in sides.items():
-                start = time.process_time()
-                call()
-                seconds[side].append(time.process_time() - start)
-        unit = statistics.median(seconds["floor"][1:])
-        for side, all_of_them in seconds.items():
-            taken = all_of_them[1:]  # the first round warms up
-            command = [sys.executable, __file__, *sys.argv[1:], "--peak", side]
-            command[2 : 2 + len(arguments.models)] = [name]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            n = len(case.batch)
-            row = Row(
-                name,
-                "linear" if arguments.linear else "all",
-                sum(p.numel() for p in case.parameters.values()),
-                case.proj_dim,
-                side,
-                1000 * statistics.median(taken) / n,
-                statistics.median(taken) / unit,
-                min(taken) / unit,
-                max(taken) / unit,
-                int(output.split()[-1]) * 1024 / 1e6 / n,
-            )
-            rows.append(row)
-            print(
-                f"| {name} | {row.proj_dim} | {side} | {row.ms_a_sample:.3g} | {row.floors:.2f} "
-                f"[{row.least:.2f}-{row.greatest:.2f}] | {row.mb_a_sample:.3g} |",
-                flush=True,
-            )
+        row = partial(
+            Row,
+            name,
+            "linear" if arguments.linear else "all",
+            sum(p.numel() for p in case.parameters.values()),
+            case.proj_dim,
+        )
+        others = [word for word in sys.argv[1:] if word not in arguments.models]
+        rows += measured(sides, arguments.rounds, len(case.batch), row, [name, *others])
     if arguments.csv:
         write_csv(arguments.csv, rows, environment("cpu", ["torch", "transformers", "numba"]))
 

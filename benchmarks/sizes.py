@@ -118,7 +118,7 @@ def main() -> None:
             weighting="plain",
             experiment="mine",
             targets_digest=ids_digest(list(range(m))),
-            checkpoints=ids,
+            runs={checkpoint: [checkpoint] for checkpoint in ids},
             combine="product_of_averages",
             loss_weight_power=0.5,
         )
@@ -148,8 +148,7 @@ def main() -> None:
                 "compute_normal_matrix",
                 normal_matrix=matrix,
                 features=train,
-                spec=own.of_train(),
-                weighting="plain",
+                spec=own.of_normal_matrix(),
                 code="",
                 memory_mb=budget,
             )

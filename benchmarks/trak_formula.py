@@ -6,8 +6,9 @@ Reads a finished study with an evaluation of the experiment named, and of its fi
 evaluation says it was made of. The formula is the whole of ``trak_core.compat``'s score computer,
 which the tests compare with the package ``traker``: (G^T G)^-1 divided by the mean of its entries'
 sizes, for each checkpoint, averaged over checkpoints, times average loss weights. The first columns
-of rademacher and normal projections are projections of their own. Prints the table ``summary`` of
-``docs/evaluation.md``, with its bootstrap intervals.
+of rademacher and normal projections are projections of their own. It takes the last checkpoint of
+every run, as TRAK's users do, and where there are others also all (``trak_along``). Prints the
+table ``summary`` of ``docs/evaluation.md``, with its bootstrap intervals.
 """
 
 import argparse
@@ -82,12 +83,18 @@ def main() -> None:
         scores = final.matrix("scores")[:].astype(float)
     truth = read_ground_truth(halves, train_ids, target_ids, None)
     sums = {("scores", "scores", proj_dim): truth.masks @ scores}
-    for dim in asked.dims:
-        found = trak_scores(asked.results, asked.experiment, spec["checkpoints"], dim)
-        sums["trak_0.3.2", "trak", dim] = truth.masks @ found
+    runs = spec["runs"].values()
+    ends, everything = [run[-1] for run in runs], [one for run in runs for one in run]
+    taken = {"trak_0.3.2": ends}
+    if len(everything) > len(ends):
+        taken["trak_along"] = everything
+    for name, checkpoints in taken.items():
+        for dim in asked.dims:
+            found = trak_scores(asked.results, asked.experiment, checkpoints, dim)
+            sums[name, "trak", dim] = truth.masks @ found
     summary, _, _ = lds_tables(sums, {}, truth, target_ids)
-    sizes = len(spec["checkpoints"]), len(truth.masks), len(target_ids)
-    print("{} checkpoints, {} halves, {} targets".format(*sizes))
+    sizes = len(everything), len(ends), len(truth.masks), len(target_ids)
+    print("{} checkpoints of {} runs, {} halves, {} targets".format(*sizes))
     print(summary.round(3).to_string(index=False))
 
 

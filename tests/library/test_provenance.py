@@ -50,7 +50,7 @@ def add_code(text):
         ("projection/cpu/rademacher.py", PROJECTED),
         ("gradients/_at_once.py", {*LOADED, *RETRAINED, "check_study"}),
         ("study/checkpoints.py", LOADED),
-        ("scoring/scores.py", {*SOLVED, "average_scores", *MEASURED}),
+        ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
         ("scoring/exact.py", {"compute_exact_scores"}),
         ("trust/rivals.py", {"evaluate_scores"}),

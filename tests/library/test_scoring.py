@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.scores import combined, largest, most_frequent, powered, similarities
+from trak_core.scoring.scores import combined, largest, most_frequent, similarities
+from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
 
 RNG = np.random.default_rng(0)

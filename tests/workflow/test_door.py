@@ -15,7 +15,7 @@ import yaml
 from workspace import REPOSITORY
 
 from trak_core.provenance import code_digest
-from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
+from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.door import run, stage_of, typed
 
 STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"check_study"}
@@ -43,6 +43,9 @@ def jobs_of(folder, config):
         check=True,
     )
     return json.loads(result.stdout.splitlines()[-1])
+
+
+SPECS = (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_everything_reaches_the_stage_as_what_it_takes(jobs):
                     typed(value, hints[name]),
                     (hints[name], *typing.get_args(hints[name])),
                 )
-                specs = [k for k in (FeaturesSpec, ScoresSpec, RetrainedSpec) if k in kinds]
+                specs = [k for k in SPECS if k in kinds]
                 if made is None:
                     assert type(None) in kinds, (rule, name)
                 elif specs:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.demands import check_evaluation, check_exact
+from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.model_outputs.table import TABLE

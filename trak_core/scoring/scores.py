@@ -23,12 +23,6 @@ def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray
     return features.astype(np.float64) @ solved_targets
 
 
-def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
-    """Return the loss weights with their size raised to ``power`` and their sign kept, float64."""
-    weights = loss_weights.astype(np.float64)
-    return np.sign(weights) * np.abs(weights) ** power
-
-
 def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Combine) -> np.ndarray:
     """Average one block of rows over the checkpoints, of which one is held at a time.
 

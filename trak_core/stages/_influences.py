@@ -17,8 +17,9 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import scores_need
-from trak_core.scoring.scores import combined, most_frequent, powered
+from trak_core.scoring.scores import combined, most_frequent
 from trak_core.scoring.solve import damped_factor, damped_squares
+from trak_core.scoring.weights import powered
 from trak_core.spec import Combine, ScoresSpec
 from trak_core.stages._splits import Damped
 from trak_core.system.progress import blocks_with_progress

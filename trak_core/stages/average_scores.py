@@ -19,14 +19,8 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import average_need
-from trak_core.scoring.scores import (
-    Extremes,
-    combined,
-    largest,
-    most_frequent,
-    powered,
-    similarities,
-)
+from trak_core.scoring.scores import Extremes, combined, largest, most_frequent, similarities
+from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, ScoresSpec
 from trak_core.stages._splits import norm_of
 from trak_core.system.progress import blocks_with_progress

@@ -14,7 +14,7 @@ from trak_core.artifacts import (
 )
 from trak_core.config.budget import exact_need
 from trak_core.scoring.exact import DampedGramian
-from trak_core.scoring.scores import powered
+from trak_core.scoring.weights import powered
 from trak_core.spec import ScoresSpec
 from trak_core.stages._splits import normal_weights, write_samples
 from trak_core.system.software import software

@@ -7,13 +7,13 @@ import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.config.budget import normal_matrix_need
-from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import (
     Spectrum,
     extreme_eigenvalues,
     mean_squared_norm,
     weighted_gramians,
 )
+from trak_core.scoring.weights import powered
 from trak_core.spec import NormalSpec
 from trak_core.stages._splits import normal_weights
 from trak_core.system.progress import blocks_with_progress

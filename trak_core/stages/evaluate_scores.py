@@ -29,7 +29,8 @@ from trak_core.artifacts import (
 from trak_core.config.budget import evaluation_need
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.model_outputs.table import TABLE
-from trak_core.scoring.scores import combined, powered
+from trak_core.scoring.scores import combined
+from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, curvature_power
 from trak_core.stages._splits import norm_of, normal_weights
 from trak_core.stages._truth import read_ground_truth

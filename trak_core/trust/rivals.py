@@ -7,8 +7,8 @@ from typing import Self
 import numpy as np
 
 from trak_core.config.sweep import Setting
-from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import Spectrum, mean_squared_norm, train_norm
+from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
 from trak_core.trust.subset_sums import Blocks, damped_sums, weighted_sums
 
