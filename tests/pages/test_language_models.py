@@ -1,15 +1,24 @@
 """The page on language models is followed: its study, its command, its code."""
 
-from pages import follow
+import pandas as pd
+from pages import blocks, follow
 from workspace import Workspace
 
 
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
-    (printed,) = follow("docs/language-models.md", workspace.folder, monkeypatch)
+    page = "docs/language-models.md"
+    printed, attributes = follow(page, workspace.folder, monkeypatch)
     explained, *influences = printed.splitlines()
     assert explained.startswith("explained: ")
     signs = [line[0] for line in influences]
     assert signs == ["+"] * 3 + ["-"] * 3
     log = workspace.path("results-manual/logs/train_checkpoint/seed0.log").read_text()
     assert "epoch 4: loss" in log
+    # The Trainer's own folders: what the page shows, and the steps they were saved at.
+    assert attributes in [text for info, text in blocks(page) if info == "text"]
+    results = workspace.path("results-manual-out")
+    found = sorted(path.name for path in (results / "features").iterdir())
+    assert found == ["trainer-20", "trainer-40", "trainer-60"]
+    targets = pd.read_hdf(results / "scores/five.h5", "targets")
+    assert (targets["output_sd"] == 0).all()  # one run, one end

@@ -70,7 +70,12 @@ def write_report(
         read_experiment(path, results, n_shown, EACH)
         for path, n_shown in zip(scores, shown, strict=True)
     ]
-    known = {TRAIN, *experiments[0].checkpoints, *(one.name for one in experiments)}
+    known = {
+        TRAIN,
+        *experiments[0].checkpoints,
+        *experiments[0].runs,
+        *(one.name for one in experiments),
+    }
     facts = Facts(
         config=config,
         experiments=experiments,

@@ -1,0 +1,242 @@
+"""Checkpoints from along runs, under Snakemake: what is trained and averaged, what runs again."""
+
+import copy
+import shutil
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from own_checkpoints import OWN, save_own_checkpoint
+from refusals import message
+from workspace import REPOSITORY, Workspace
+
+STUDY = """
+from small_digits import *
+from small_digits import _IDS
+
+def train(seed, steps, data=None):
+    torch.manual_seed(seed)
+    model = make_model()
+    images, labels = default_collate(list(train_data() if data is None else data))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for step in range(1, steps + 1):
+        loss = nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        print("step", step)
+        yield step, model
+"""
+CONFIG = {
+    "model_output": "image_classification",
+    "training": {"steps": 6, "at": [2, 5]},
+    "checkpoints": {"a": {"seed": 0}, "b": {"seed": 1, "at": [1, 3, 5]}, "c": {"seed": 2}},
+    "experiments": {"few": {"targets": [1506, 1620, 744, 984, 210, 51]}},
+    "projection": {"proj_dim": 32, "seed": 0},
+    "scoring": {"top": 3},
+    "evaluation": {
+        "subsets": {"count": 4, "seeds": 2},
+        "baselines": ["gradient_dot", "embedding_cosine"],
+        "self_influence": True,
+        "flipped": {"fraction": 0.1},
+    },
+}
+ALONG = [
+    f"{run}-{at}" for run, times in (("a", (2, 5)), ("b", (1, 3, 5)), ("c", (2, 5))) for at in times
+]
+
+
+def train_along(folder):
+    study = Workspace.make(folder, "small_digits.py", copy.deepcopy(CONFIG))
+    study.path("along.py").write_text(STUDY)
+    study.config["study"] = "along.py"
+    assert study.run("all") == {
+        # Runs with the same times share a rule; each is one job.
+        "train_checkpoint": 2,
+        "train_checkpoint_2": 1,
+        "train_checkpoint_flipped": 2,
+        "train_checkpoint_flipped_2": 1,
+        "compute_features": 14,
+        "compute_features_flipped": 7,
+        "compute_normal_matrix": 7,
+        "compute_normal_matrix_flipped": 7,
+        "compute_scores": 7,
+        "compute_embeddings": 3,
+        "retrain_subsets": 1,
+        "compute_self_influence": 1,
+        "find_flipped": 1,
+        "average_scores": 1,
+        "evaluate_scores": 1,
+        "draw_influences": 1,
+        "write_report": 1,
+    }
+    return study
+
+
+@pytest.fixture(scope="module")
+def along(built_once):
+    return built_once("along", train_along)
+
+
+@pytest.fixture
+def study(along, tmp_path):
+    return along.copy(tmp_path / "study")
+
+
+def test_a_training_leaves_the_models_of_its_times(along):
+    results = along.path("results")
+    assert sorted(path.stem for path in (results / "checkpoints").iterdir()) == ALONG
+    assert not list((results / "checkpoints").glob(".*"))
+    log = (results / "logs/train_checkpoint/a.log").read_text()
+    # Left off after the last that is asked for.
+    assert "step 5" in log
+    assert "step 6" not in log
+    states = [torch.load(results / f"checkpoints/{c}.pt") for c in ("a-2", "a-5")]
+    assert not torch.equal(*(state["0.weight"] for state in states))
+    assert "\ntrain_checkpoint" in "\n" + "\n".join(
+        path.name for path in sorted((results / "benchmarks").iterdir())
+    )
+    assert "train_checkpoint" in (results / "report.html").read_text()
+
+
+def test_scores_are_unit_averages_of_all_checkpoints(along):
+    results = along.path("results")
+    terms = []
+    for c in ALONG:
+        with h5py.File(results / f"scores/few/{c}.h5") as file:
+            similarities = file["similarities/block0_values"][:].astype(float)
+            weights = file["loss_weights"][:].astype(float) ** 0.75
+            terms.append(similarities * weights[:, None] / file["train_norm"][()])
+    found = pd.read_hdf(results / "scores/few.h5", "scores").to_numpy()
+    assert np.abs(found - np.mean(terms, axis=0)).max() < 1e-6 * np.abs(found).max()
+    with h5py.File(results / "scores/few.h5") as file:
+        said = file.attrs["defaults"].decode()
+        assert (file.attrs["n_checkpoints"], file.attrs["n_runs"]) == (7, 3)
+    assert "combine is unit_average, since some checkpoints come from along a run" in said
+    page = " ".join(results.joinpath("report.html").read_text().split())
+    assert said in page
+    assert "7 checkpoint" in page
+    assert "of 3 training runs" in page
+
+
+def test_what_models_say_is_what_they_say_at_the_end(along):
+    results = along.path("results")
+    for table, split in (("targets", "few"), ("train", "train")):
+        outputs = []
+        for c in ("a-5", "b-5", "c-5"):
+            with h5py.File(results / f"features/{c}/{split}.h5") as file:
+                outputs.append(file["outputs"][:])
+        found = pd.read_hdf(results / "scores/few.h5", table)
+        np.testing.assert_allclose(found["output"], np.mean(outputs, axis=0), rtol=1e-5)
+        np.testing.assert_allclose(found["output_sd"], np.std(outputs, axis=0), rtol=1e-4)
+    found = pd.read_hdf(results / "self_influence.h5", "train")["output"]
+    np.testing.assert_allclose(found, np.mean(outputs, axis=0), rtol=1e-5)
+
+
+def test_an_evaluation_says_what_being_along_gains(along):
+    summary = pd.read_hdf(along.path("results/evaluation/few.h5"), "summary").set_index("method")
+    curve = pd.read_hdf(along.path("results/evaluation/few.h5"), "checkpoints")
+    assert curve["n_checkpoints"].tolist() == [1, 2, 3, 5, 7]
+    assert summary["kind"].to_dict() == {
+        "scores": "scores",
+        "ends_of_runs": "part",
+        "gradient_dot": "baseline",
+        "embedding_cosine": "baseline",
+        "noise_ceiling": "ceiling",
+    }
+    assert summary.loc["scores", "behind"] == 0
+    lds = summary["lds"]
+    np.testing.assert_allclose(summary["behind"], lds["scores"] - lds, atol=1e-12)
+    # The first three of the curve are one of each run, of different times.
+    assert lds["scores"] == curve["lds"].iloc[-1]
+
+
+def test_another_time_trains_its_run_alone(study):
+    study.config["checkpoints"]["c"]["at"] = [2, 4, 5]
+    planned = study.would_run()
+    # a and c are no longer asked for the same times: a rule of its own, but no job of a's.
+    trained = sum(n for rule, n in planned.items() if rule.startswith("train_checkpoint"))
+    assert trained == 1
+    assert {k: n for k, n in planned.items() if not k.startswith("train")} == {
+        "compute_features": 6,
+        "compute_normal_matrix": 3,
+        "compute_scores": 3,
+        "average_scores": 1,
+    }
+    assert study.run() == planned
+    assert study.would_run() == {}
+
+
+def test_a_time_that_is_never_yielded_leaves_nothing_half(study):
+    study.config["checkpoints"]["c"]["at"] = [2, 2.5]
+    assert "none at 2.5; it yielded at 1, 2, 3" in study.fail()
+    assert not study.path("results/checkpoints/c-2.5.pt").exists()
+    assert not study.path("results/checkpoints/c-2.pt").exists()
+
+
+def test_a_training_without_yield_is_refused_before_any_job(study):
+    study.config["study"] = "small_digits.py"
+    said = message(study.fail())
+    assert "train() must yield (time, model)" in said
+    assert "write `yield epoch, model` into its loop" in said
+
+
+def test_runs_of_own_checkpoints_decide_averages_alone(own, tmp_path):
+    study = own.copy(tmp_path / "study")
+    paths = OWN["checkpoints"]
+    study.config["scoring"] = {"combine": "average_of_products"}
+    study.run()
+    study.config["checkpoints"] = {
+        c: {"path": path, "run": "one", "at": i} for i, (c, path) in enumerate(paths.items())
+    }
+    assert study.would_run() == {"average_scores": 2}
+    del study.config["scoring"]
+    assert study.run() == {"compute_normal_matrix": 3, "compute_scores": 6, "average_scores": 2}
+    with h5py.File(study.path("results/scores/few.h5")) as file:
+        assert file.attrs["combine"] == b"unit_average"
+        assert file.attrs["n_runs"] == 1
+    targets = pd.read_hdf(study.path("results/scores/few.h5"), "targets")
+    assert (targets["output_sd"] == 0).all()
+
+
+def test_a_table_of_checkpoints_says_their_runs(own, tmp_path):
+    study = own.copy(tmp_path / "study")
+    rows = [f"c{i}\tmine/c{i}.pt\tone\t{10 * i}" for i in range(3)]
+    study.path("table.tsv").write_text("checkpoint\tpath\trun\tat\n" + "\n".join(rows) + "\n")
+    study.config["checkpoints"] = "table.tsv"
+    assert "compute_features" not in study.run()
+    with h5py.File(study.path("results/scores/few.h5")) as file:
+        assert file.attrs["n_runs"] == 1
+
+
+def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
+    study = Workspace.make(tmp_path / "study", "diabetes.py", copy.deepcopy(OWN))
+    for number, step in enumerate((5, 10, 200)):
+        folder = study.path(f"out/checkpoint-{step}")
+        folder.mkdir(parents=True)
+        shutil.move(save_own_checkpoint(study, number), folder / "pytorch_model.bin")
+    study.config["checkpoints"] = {"mine": "out"}
+    assert study.run() == {
+        "compute_features": 9,
+        "compute_normal_matrix": 3,
+        "compute_scores": 6,
+        "average_scores": 2,
+    }
+    folders = sorted(path.name for path in study.path("results/features").iterdir())
+    assert folders == ["mine-10", "mine-200", "mine-5"]
+    # The Trainer goes on, and saves another.
+    shutil.copytree(study.path("out/checkpoint-10"), study.path("out/checkpoint-300"))
+    assert study.would_run() == {
+        "compute_features": 3,
+        "compute_normal_matrix": 1,
+        "compute_scores": 2,
+        "average_scores": 2,
+    }
+
+
+def test_the_default_study_yields(tmp_path):
+    """What the README runs: `at` is there, and docs/which-checkpoints.md is about it."""
+    config = (REPOSITORY / "config/config.yaml").read_text()
+    assert "training: {epochs: 15, at: [3, 15]}" in config
