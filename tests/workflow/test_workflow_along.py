@@ -10,6 +10,7 @@ import pytest
 import torch
 from own_checkpoints import OWN, save_own_checkpoint
 from refusals import message
+from scipy.stats import spearmanr
 from workspace import REPOSITORY, Workspace
 
 STUDY = """
@@ -141,7 +142,7 @@ def test_an_evaluation_says_what_being_along_gains(along):
     assert curve["n_checkpoints"].tolist() == [1, 2, 3, 5, 7]
     assert summary["kind"].to_dict() == {
         "scores": "scores",
-        "ends_of_runs": "part",
+        "ends_of_runs": "baseline",
         "gradient_dot": "baseline",
         "embedding_cosine": "baseline",
         "noise_ceiling": "ceiling",
@@ -151,6 +152,25 @@ def test_an_evaluation_says_what_being_along_gains(along):
     np.testing.assert_allclose(summary["behind"], lds["scores"] - lds, atol=1e-12)
     # The first three of the curve are one of each run, of different times.
     assert lds["scores"] == curve["lds"].iloc[-1]
+    assert abs(lds["ends_of_runs"] - lds_of_ends(along.path("results"))) < 1e-9
+
+
+def lds_of_ends(results):
+    """Of the last checkpoints, by TRAK's average, damped: dense matrices and ranks of SciPy."""
+    similarities, weights = 0, 0
+    for c in ("a-5", "b-5", "c-5"):
+        phi, targets = (
+            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
+            for split in ("train", "few")
+        )
+        shift = 2 * np.mean((phi**2).sum(1)) * np.eye(32)
+        similarities = similarities + phi @ np.linalg.solve(phi.T @ phi + shift, targets.T)
+        with h5py.File(results / f"scores/few/{c}.h5") as file:
+            weights = weights + file["loss_weights"][:].astype(float)[:, None] ** 0.5
+    masks, outputs = (pd.read_hdf(results / "retrained/0-3.h5", k) for k in ("masks", "outputs"))
+    sums = masks.to_numpy() @ (similarities * weights)
+    mean = outputs[CONFIG["experiments"]["few"]["targets"]].groupby(level=0).mean().to_numpy()
+    return np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
 
 
 def test_another_time_trains_its_run_alone(study):
@@ -239,4 +259,4 @@ def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
 def test_the_default_study_yields(tmp_path):
     """What the README runs: `at` is there, and docs/which-checkpoints.md is about it."""
     config = (REPOSITORY / "config/config.yaml").read_text()
-    assert "training: {epochs: 15, at: [3, 15]}" in config
+    assert "training: {epochs: 15, at: [4, 15]}" in config

@@ -7,6 +7,7 @@ from typing import Any
 
 from trak_core.config.demands import check_evaluation, check_exact
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.scoring import usual_combine, usual_power, usual_weighting
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.model_outputs.table import TABLE
@@ -18,7 +19,6 @@ from trak_core.spec import (
     NormalSpec,
     RetrainedSpec,
     ScoresSpec,
-    Weighting,
     curvature_power,
     ordered,
 )
@@ -195,8 +195,10 @@ class Specs:
     def measures_features(self) -> bool:
         """Whether something is measured that scores alone can't say."""
         asked = self.evaluation
-        needed = "sweep" in asked or "gradient_dot" in asked["baselines"]
-        return bool(self.measured and needed)
+        several = len(self.runs) < len(self.checkpoints) and not self.is_exact
+        return bool(self.measured) and (
+            several or "sweep" in asked or "gradient_dot" in asked["baselines"]
+        )
 
     @property
     def measures_embeddings(self) -> bool:
@@ -296,31 +298,22 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
 
 
 def _fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring.
-
-    Returns:
-        What and why, in words; empty for nothing.
-
-    Source: spec of the scores, "The formula" (the table of defaults).
-    """
+    """Fill in what the config doesn't say of scoring, and return what and why, in words."""
     scoring, model_output = config["scoring"], config["model_output"]
-    about = TABLE[model_output]
     reasons = []
     if "combine" not in scoring:
-        own = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
-        scoring["combine"] = str(own)
+        scoring["combine"] = str(usual_combine(along=along))
         whence = "some checkpoints come from along a run" if along else "all are ends of runs"
-        reasons.append(f"combine is {own}, since {whence}")
-    by_unit = scoring["combine"] == Combine.UNIT_AVERAGE
+        reasons.append(f"combine is {scoring['combine']}, since {whence}")
+    combine = scoring["combine"]
     if "weighting" not in scoring:
-        own = Weighting.CURVATURE if by_unit and about.weighs_by_curvature else Weighting.PLAIN
-        scoring["weighting"] = str(own)
-        reasons.append(f"weighting is {own}, the default with {scoring['combine']}")
+        scoring["weighting"] = str(usual_weighting(combine, model_output))
+        reasons.append(f"weighting is {scoring['weighting']}, the default with {combine}")
     if "loss_weight_power" not in scoring:
-        own = (0.75 if by_unit else 0.5) if about.weight_is_probability else 1
-        scoring["loss_weight_power"] = own
+        scoring["loss_weight_power"] = usual_power(combine, model_output)
+        is_probability = TABLE[model_output].weight_is_probability
         reasons.append(
-            f"loss_weight_power is {own}, the default with {scoring['combine']} of {model_output}, "
-            f"whose loss weight is {'a' if about.weight_is_probability else 'no'} probability"
+            f"loss_weight_power is {scoring['loss_weight_power']}, the default with {combine} of "
+            f"{model_output}, whose loss weight is {'a' if is_probability else 'no'} probability"
         )
     return "; ".join(reasons)

@@ -8,7 +8,7 @@ from trak_core.report.charts import BLUE, GREEN, GREY, ORANGE, Band, Chart, Line
 from trak_core.report.facts import Measured, Row
 
 _COLORS = (BLUE, ORANGE, GREEN, "#7b3294", "#a6611a", GREY)
-_ORDER = {"ceiling": 0, "scores": 1, "part": 2, "baseline": 3}
+_ORDER = {"ceiling": 0, "scores": 1, "baseline": 2}
 # Swept settings: column, title of the curve, label of its axis.
 _SWEPT = (
     ("damping", "Damping", "damping, in mean squared feature norms"),
@@ -44,7 +44,7 @@ def trust(measured: Measured) -> Trust:
 
 
 def ranked(summary: Sequence[Row]) -> list[Row]:
-    """Return the ceiling, the scores, a part of them, and simple rules from the best on."""
+    """Return the ceiling, the scores, and simple rules from the best on."""
     return sorted(summary, key=lambda row: (_ORDER[row["kind"]], -row["lds"]))
 
 

@@ -3,9 +3,9 @@
 ``docs/evaluation.md`` describes the tables of the file that is written.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import evaluation_need
+from trak_core.config.scoring import usual_combine, usual_power, usual_weighting
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.model_outputs.table import TABLE
 from trak_core.scoring.scores import combined
@@ -65,6 +66,11 @@ class _Scored:
     own: Setting
     block: int
 
+    @property
+    def by_id(self) -> dict[str, Artifact]:
+        """Each checkpoint's scores by its id."""
+        return dict(zip(self.spec.checkpoints, self.parts, strict=True))
+
     def sums(self, final: Artifact) -> np.ndarray:
         """Return the sums of the final scores, shape (S, m)."""
         values = final.matrix("scores")
@@ -78,12 +84,11 @@ class _Scored:
         """Return the sums of scores with some of the checkpoints, for each selection of them."""
         sums = [np.zeros(()) for _ in selections]
         power, combine = self.own.weighting
-        by_id = dict(zip(self.spec.checkpoints, self.parts, strict=True))
 
         def chosen(
             ids: Sequence[str], start: int, stop: int
         ) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-            for part in map(by_id.__getitem__, ids):
+            for part in map(self.by_id.__getitem__, ids):
                 weights = part.vector("loss_weights", start, stop)
                 rows = part.matrix("similarities")[start:stop]
                 yield rows, powered(weights, power), norm_of(part, self.spec)
@@ -124,18 +129,18 @@ class _Scored:
         return total / len(paths)
 
     def feature_sums(
-        self, rivals: FeatureRivals, files: Sequence[tuple[Path, Path]]
+        self, rivals: FeatureRivals, files: Mapping[str, tuple[Path, Path]], weighting: str
     ) -> dict[Key | Setting, np.ndarray]:
         """Return the sums of everything that comes straight from features.
 
         Args:
             rivals: What to sum.
-            files: Training features and target features of each checkpoint.
+            files: Training features and target features of some checkpoints.
+            weighting: ``plain`` or ``curvature``.
         """
         found: dict[Key | Setting, np.ndarray] = {}
-        for (train, targets), checkpoint, scored in zip(
-            files, self.spec.checkpoints, self.parts, strict=True
-        ):
+        for checkpoint, (train, targets) in files.items():
+            scored = self.by_id[checkpoint]
             print(f"Checkpoint {checkpoint}", flush=True)
             with (
                 open_artifact(train, FEATURES) as train_file,
@@ -145,7 +150,7 @@ class _Scored:
                 shares = rivals.sums(
                     self.masks,
                     scored.vector("loss_weights"),
-                    self._normal_weights(rivals.powers, train_file),
+                    self._normal_weights(rivals.powers, train_file, weighting),
                     _blocks(train_file.matrix("features"), self.block),
                     target_file.matrix("features")[:].astype(np.float64),
                 )
@@ -153,12 +158,24 @@ class _Scored:
                 found[key] = found[key] + share if key in found else share
         return found
 
-    def _normal_weights(self, powers: Sequence[float], train: Artifact) -> dict[float, np.ndarray]:
+    def ends_sums(self, files: Mapping[str, tuple[Path, Path]]) -> np.ndarray:
+        """Return the sums of scores from the last checkpoint of every run, by their defaults."""
+        model_output, combine = self.spec.features.model_output, usual_combine(along=False)
+        power = usual_power(combine, model_output)
+        setting = replace(self.own, loss_weight_power=power, combine=combine)
+        weights = [self.by_id[one].vector("loss_weights") for one in self.spec.ends]
+        rivals = FeatureRivals([setting], None, average_weights([setting], weights))
+        of_ends = {one: files[one] for one in self.spec.ends}
+        return self.feature_sums(rivals, of_ends, usual_weighting(combine, model_output))[setting]
+
+    def _normal_weights(
+        self, powers: Sequence[float], train: Artifact, weighting: str
+    ) -> dict[float, np.ndarray]:
         """Return the diagonal of W for every power of loss weights."""
         is_probability = TABLE[self.spec.features.model_output].weight_is_probability
 
         def diagonal(power: float) -> np.ndarray:
-            own = curvature_power(self.spec.weighting, power, is_probability=is_probability)
+            own = curvature_power(weighting, power, is_probability=is_probability)
             return normal_weights(train, own)
 
         return {power: diagonal(power) for power in powers}
@@ -258,10 +275,7 @@ def evaluate_scores(
         methods: dict[Key, np.ndarray] = {("scores", "scores", proj_dim): scored.sums(final)}
         counts = _counts(len(parts))
         selections = [spec.along_runs[:count] for count in counts]
-        comes_from_along = len(spec.ends) < len(parts)
-        *by_count, ends = scored.sums_of([*selections, spec.ends])
-        if comes_from_along:
-            methods["ends_of_runs", "part", proj_dim] = ends
+        by_count = scored.sums_of(selections)
         swept: dict[Setting, np.ndarray] = {}
         if train:
             rivals = FeatureRivals(
@@ -269,12 +283,16 @@ def evaluate_scores(
                 proj_dim if "gradient_dot" in baselines else None,
                 average_weights(settings, [part.vector("loss_weights") for part in parts]),
             )
-            files = list(zip(train, targets, strict=True))
-            for key, sums in scored.feature_sums(rivals, files).items():
-                if isinstance(key, Setting):
-                    swept[key] = sums
-                else:
-                    methods[key] = sums
+            pairs = zip(train, targets, strict=True)
+            files = dict(zip(spec.checkpoints, pairs, strict=True))
+            if len(spec.ends) < len(parts):
+                methods["ends_of_runs", "baseline", proj_dim] = scored.ends_sums(files)
+            if settings or rivals.gradient_dot is not None:
+                for key, sums in scored.feature_sums(rivals, files, spec.weighting).items():
+                    if isinstance(key, Setting):
+                        swept[key] = sums
+                    else:
+                        methods[key] = sums
         if embeddings:
             key = ("embedding_cosine", "baseline", 0)
             methods[key] = scored.embedding_sums(embeddings, embeddings_spec)
