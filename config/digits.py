@@ -81,11 +81,11 @@ def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        if epoch == epochs:
+            images, labels = next(iter(DataLoader(_scans(target_ids()), batch_size=597)))
+            accuracy = (model(images).argmax(1) == labels).float().mean().item()
+            print(f"held-out accuracy {accuracy:.1%} after {epochs} epochs, seed {seed}")
         yield epoch, model
-    held_out = _scans(target_ids())
-    images, labels = next(iter(DataLoader(held_out, batch_size=597)))
-    accuracy = (model(images).argmax(1) == labels).float().mean().item()
-    print(f"held-out accuracy {accuracy:.1%} after {epochs} epochs, seed {seed}")
 
 
 def draw(axes: "Axes", sample: tuple[Tensor, Tensor]) -> None:

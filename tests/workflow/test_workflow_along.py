@@ -259,4 +259,4 @@ def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
 def test_the_default_study_yields(tmp_path):
     """What the README runs: `at` is there, and docs/which-checkpoints.md is about it."""
     config = (REPOSITORY / "config/config.yaml").read_text()
-    assert "training: {epochs: 15, at: [4, 15]}" in config
+    assert "training: {epochs: 15, at: [3, 15]}" in config
