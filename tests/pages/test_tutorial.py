@@ -16,15 +16,17 @@ def test_the_tutorial(tmp_path, monkeypatch):
     study = Workspace.make(tmp_path / "study", "diabetes.py", {})
     printed = [text for text in follow(PAGE, study.folder, monkeypatch) if text]
     shown = [text for info, text in blocks(PAGE) if info == "text"]
-    targets, influences, summary = zip(printed, shown, strict=True)
+    targets, influences, summary, along = zip(printed, shown, strict=True)
     assert targets[0] == targets[1]
     assert [len(text.splitlines()) for text in influences] == [5, 5]
     methods = [[line.split()[:2] for line in text.splitlines()] for text in summary]
     assert methods[0] == methods[1]
+    methods = [[line.split()[:2] for line in text.splitlines()] for text in along]
+    assert methods[0] == methods[1]
     # The first column of the scores' own row, and of the ceiling's.
     found = {line.split()[1]: float(line.split()[2]) for line in summary[0].splitlines()[1:]}
     assert found["random"] < found["scores"] < found["noise_ceiling"]
-    for results in ("results-tumours", "results-trust"):
+    for results in ("results-tumours", "results-trust", "results-along"):
         report = study.path(f"{results}/report.html").read_text()
         assert "tumour-213" in report
 
