@@ -56,6 +56,11 @@ def test_one_checkpoint_of_each_run_is_along_if_times_differ(times, along):
     assert come_from_along_runs(checkpoint_table(table, None)) == along
 
 
+def test_an_end_beside_an_earlier_time_is_along():
+    assert come_from_along_runs(checkpoint_table({"a": {"at": 3}, "b": {}}, {}))
+    assert not come_from_along_runs(checkpoint_table({"a": {}, "b": {}}, {}))
+
+
 def test_trainings_leave_a_checkpoint_at_each_time():
     table = {"s0": {"seed": 0}, "s1": {"seed": 1, "at": 3}, "s2": {"at": [10, 2.5]}}
     found = checkpoint_table(table, {"epochs": 10, "at": [1, 10]})
@@ -83,7 +88,7 @@ def test_a_trainers_folder_gives_one_checkpoint_a_folder(tmp_path, state):
     found = checkpoint_table({"a": str(out), "b": {"path": str(out), "run": "other"}}, None)
     assert runs_of(found)["a"] == ["a-100", "a-200", "a-1000"]
     assert runs_of(found)["other"] == ["b-100", "b-200", "b-1000"]
-    assert found["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"))
+    assert found["a-200"] == Checkpoint("a", 200, str(out / "checkpoint-200"), is_listed=True)
     one = checkpoint_table({"a": str(out / "checkpoint-100")}, None)
     assert one == {"a": Checkpoint("a", path=str(out / "checkpoint-100"))}
 
@@ -122,6 +127,8 @@ def test_a_trainers_state_that_is_none_is_named(tmp_path, state):
         ({"a": {"at": [1, 1]}}, {}, "Found 'a-1' twice"),
         ({"a": {"at": [1]}, "a-1": {}}, {}, "Found 'a-1' twice"),
         ({"a": {"at": [1e300]}}, {}, "becomes a file name"),
+        ({"a": {"at": []}}, {}, "Found none for run 'a'"),
+        ({"a": {}}, {"at": []}, "Found none for run 'a'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(table, training, message):

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from pipeline import changed
 from small_run import STUDY, influences_spec, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
@@ -14,29 +15,49 @@ from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.draws import flipped_labels
 
 
-def self_influence_oracle(features, weights):
-    """mean_c(A_c[i, i]) * mean_c(Q_c^0.5), dense."""
-    diagonals = []
-    for phi in features:
+def self_influence_oracle(features, weights, power):
+    """mean_c(A_c[i, i]) * mean_c(Q_c^power), dense; with the power .75 by curvature and norm."""
+    diagonals, products = [], []
+    for phi, q in zip(features, weights, strict=True):
         phi = phi.astype(float)
-        matrix = phi.T @ phi + 2 * np.mean((phi**2).sum(1)) * np.eye(phi.shape[1])
-        diagonals.append(np.einsum("ij,jk,ik->i", phi, np.linalg.inv(matrix), phi))
-    return np.mean(diagonals, axis=0) * np.mean(np.sqrt(weights), axis=0)
+        w = (q * (1 - q)) ** power if power == 0.75 else np.ones_like(q)
+        matrix = phi.T @ (w[:, None] * phi)
+        matrix += 2 * np.mean(w * (phi**2).sum(1)) * np.eye(phi.shape[1])
+        pairs = phi @ np.linalg.inv(matrix) @ phi.T
+        diagonals.append(np.diagonal(pairs))
+        products.append(np.diagonal(pairs) * q**power)
+        products[-1] /= np.linalg.norm(q[:, None] ** power * pairs)
+    if power == 0.75:
+        return np.mean(products, axis=0)
+    return np.mean(diagonals, axis=0) * np.mean(np.array(weights) ** power, axis=0)
 
 
-def test_self_influence_is_the_diagonal(run, tmp_path):
-    path = tmp_path / "self.h5"
+UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
+
+
+@pytest.mark.parametrize("settings", [{}, UNIT], ids=["ends", "along"])
+def test_self_influence_is_the_diagonal(run, tmp_path, settings):
+    path, power = tmp_path / "self.h5", settings.get("power", 0.5)
+    matrices = run.matrices()
+    spec = influences_spec(run)
+    if settings:
+        run.stages(tmp_path / "run", **settings)
+        matrices = [tmp_path / f"run/normal_matrix/{c}.h5" for c in run.checkpoints]
+        ways = {"curvature_power": power, "norm_power": power, "loss_weight_power": power}
+        spec = changed(spec, combine="unit_average", weighting="curvature", **ways)
     compute_self_influence(
         self_influence=path,
         features=run.features("train"),
-        normal_matrices=run.matrices(),
-        spec=influences_spec(run),
+        normal_matrices=matrices,
+        spec=spec,
         code="code",
         memory_mb=300,
     )
     table = pd.read_hdf(path, "train")
-    expected = self_influence_oracle(stored(run, "features"), loss_weights(run))
-    assert np.abs(table["self_influence"] - expected).max() < 1e-9 * expected.max()
+    expected = self_influence_oracle(stored(run, "features"), loss_weights(run), power)
+    # Curvatures are stored in float32.
+    bound = 1e-5 if settings else 1e-9
+    assert np.abs(table["self_influence"] - expected).max() < bound * expected.max()
     assert table["id"].tolist() == run.train.ids
 
 

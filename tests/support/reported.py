@@ -131,6 +131,7 @@ def facts(
         "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
         "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
         "loss_weight_power": power,
+        "combine": "product_of_averages",
     }
     targets = [{"id": i, "output": float(i), "output_sd": sd} for i in range(8)]
     source = replace(SOURCE, spec=spec)

@@ -60,7 +60,15 @@ class Run:
         self.scores = self.stages(folder / "run")
         self.retrained = [self.retrain(0, 4), self.retrain(5, SUBSETS - 1)]
 
-    def stages(self, results, damping=2, combine="product_of_averages", power=0.5, dim=PROJ_DIM):
+    def stages(
+        self,
+        results,
+        damping=2,
+        combine="product_of_averages",
+        power=0.5,
+        dim=PROJ_DIM,
+        weighting="plain",
+    ):
         return run_stages(
             results,
             STUDY,
@@ -71,6 +79,7 @@ class Run:
             damping=damping,
             combine=combine,
             power=power,
+            weighting=weighting,
         )
 
     def retrain(self, first, last, folder=None):

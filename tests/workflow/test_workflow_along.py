@@ -11,7 +11,7 @@ import torch
 from own_checkpoints import OWN, save_own_checkpoint
 from refusals import message
 from scipy.stats import spearmanr
-from workspace import REPOSITORY, Workspace
+from workspace import Workspace
 
 STUDY = """
 from small_digits import *
@@ -102,14 +102,17 @@ def test_a_training_leaves_the_models_of_its_times(along):
     assert "train_checkpoint" in (results / "report.html").read_text()
 
 
+def term(results, checkpoint):
+    """What one checkpoint adds to a unit average."""
+    with h5py.File(results / f"scores/few/{checkpoint}.h5") as file:
+        similarities = file["similarities/block0_values"][:].astype(float)
+        weights = file["loss_weights"][:].astype(float) ** 0.75
+        return similarities * weights[:, None] / file["train_norm"][()]
+
+
 def test_scores_are_unit_averages_of_all_checkpoints(along):
     results = along.path("results")
-    terms = []
-    for c in ALONG:
-        with h5py.File(results / f"scores/few/{c}.h5") as file:
-            similarities = file["similarities/block0_values"][:].astype(float)
-            weights = file["loss_weights"][:].astype(float) ** 0.75
-            terms.append(similarities * weights[:, None] / file["train_norm"][()])
+    terms = [term(results, c) for c in ALONG]
     found = pd.read_hdf(results / "scores/few.h5", "scores").to_numpy()
     assert np.abs(found - np.mean(terms, axis=0)).max() < 1e-6 * np.abs(found).max()
     with h5py.File(results / "scores/few.h5") as file:
@@ -150,8 +153,11 @@ def test_an_evaluation_says_what_being_along_gains(along):
     assert summary.loc["scores", "behind"] == 0
     lds = summary["lds"]
     np.testing.assert_allclose(summary["behind"], lds["scores"] - lds, atol=1e-12)
-    # The first three of the curve are one of each run, of different times.
     assert lds["scores"] == curve["lds"].iloc[-1]
+    # The first three are one of each run, of different times.
+    results = along.path("results")
+    first = np.mean([term(results, c) for c in ("a-5", "b-3", "c-5")], axis=0)
+    assert abs(curve["lds"][2] - lds_of(results, first)) < 1e-9
     assert abs(lds["ends_of_runs"] - lds_of_ends(along.path("results"))) < 1e-9
 
 
@@ -167,8 +173,12 @@ def lds_of_ends(results):
         similarities = similarities + phi @ np.linalg.solve(phi.T @ phi + shift, targets.T)
         with h5py.File(results / f"scores/few/{c}.h5") as file:
             weights = weights + file["loss_weights"][:].astype(float)[:, None] ** 0.5
+    return lds_of(results, similarities * weights)
+
+
+def lds_of(results, scores):
     masks, outputs = (pd.read_hdf(results / "retrained/0-3.h5", k) for k in ("masks", "outputs"))
-    sums = masks.to_numpy() @ (similarities * weights)
+    sums = masks.to_numpy() @ scores
     mean = outputs[CONFIG["experiments"]["few"]["targets"]].groupby(level=0).mean().to_numpy()
     return np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
 
@@ -254,9 +264,3 @@ def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
         "compute_scores": 2,
         "average_scores": 2,
     }
-
-
-def test_the_default_study_yields(tmp_path):
-    """What the README runs: `at` is there, and docs/which-checkpoints.md is about it."""
-    config = (REPOSITORY / "config/config.yaml").read_text()
-    assert "training: {epochs: 15, at: [3, 15]}" in config

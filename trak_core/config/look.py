@@ -48,6 +48,12 @@ def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
 def _check_files(specs: Specs, is_stored: bool) -> None:
     """Refuse checkpoints or retrained models that are not there."""
     if is_stored:
+        listed = [one.path for one in specs.checkpoints.values() if one.is_listed]
+        if listed:
+            raise InputError(
+                "Checkpoints in a store must be named one by one: jobs elsewhere can't look into a "
+                f"folder here. Found a folder of several, with {listed[0]}; name each in it."
+            )
         return
     here = f"(from {Path.cwd()})"
     if "training" not in specs.config:
@@ -173,5 +179,5 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
             n_checkpoints=len(specs.checkpoints),
             n_settings=len(settings),
             n_weightings=len({setting.weighting for setting in settings}),
-            n_powers=len({setting.loss_weight_power for setting in settings}),
+            n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
         ).check(memory_mb)

@@ -31,12 +31,14 @@ class Checkpoint:
         at: When in it, in any unit; None where it doesn't say, or where the run says nothing else.
         path: Where it lies; None where the pipeline trains it.
         arguments: Of the study's ``train``, its run's own; empty where it lies somewhere.
+        is_listed: Whether it was found by looking into a Trainer's folder.
     """
 
     run: str
     at: float | None = None
     path: str | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_listed: bool = False
 
 
 def checkpoint_table(
@@ -90,8 +92,11 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 
 
 def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
-    """Return whether not all are ends of runs: a run has several, or they say different times."""
-    times = {one.at for one in checkpoints.values()} - {None}
+    """Return whether a run has several, or they say different times.
+
+    Where the pipeline trains, no time is one too: the end.
+    """
+    times = {one.at for one in checkpoints.values() if one.at is not None or one.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
 
@@ -152,6 +157,11 @@ def _trained(
     if times is None:
         yield name, run
         return
+    if times == []:
+        raise InputError(
+            "`at` says at which times a training leaves checkpoints, one or several. Found none "
+            f"for run {name!r}. Leave it out for one at the end."
+        )
     for at in times if isinstance(times, list) else [times]:
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
@@ -178,7 +188,10 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
             f"step. Found {at!r} for checkpoint {name!r}; leave it out, or name one folder in it."
         )
     for number, folder in folders:
-        yield f"{name}-{number}", Checkpoint(run, _step(folder, number), str(folder))
+        yield (
+            f"{name}-{number}",
+            Checkpoint(run, _step(folder, number), str(folder), is_listed=True),
+        )
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:

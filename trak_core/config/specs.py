@@ -303,12 +303,18 @@ def _fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
     reasons = []
     if "combine" not in scoring:
         scoring["combine"] = str(usual_combine(along=along))
-        whence = "some checkpoints come from along a run" if along else "all are ends of runs"
+        whence = (
+            "some checkpoints come from along a run"
+            if along
+            else "no run has several checkpoints, nor do they say different times"
+        )
         reasons.append(f"combine is {scoring['combine']}, since {whence}")
     combine = scoring["combine"]
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
-        reasons.append(f"weighting is {scoring['weighting']}, the default with {combine}")
+        reasons.append(
+            f"weighting is {scoring['weighting']}, the default with {combine} of {model_output}"
+        )
     if "loss_weight_power" not in scoring:
         scoring["loss_weight_power"] = usual_power(combine, model_output)
         is_probability = TABLE[model_output].weight_is_probability

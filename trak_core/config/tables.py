@@ -1,4 +1,4 @@
-"""Targets, as a config or a table beside it names them."""
+"""Tables beside a config, and targets, as it or such a table names them."""
 
 import csv
 import re

@@ -64,10 +64,10 @@ def models_along(
                 return
             if at > asked[0]:
                 break
-    yielded = ", ".join(f"{at:g}" for at in seen[:12]) + (", ..." if len(seen) > 12 else "")
+    yielded = ", ".join(map(repr, seen[:12])) + (", ..." if len(seen) > 12 else "")
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time that `at` asks "
-        f"for. Found none at {asked[0]:g}; it yielded at {yielded or 'none'}."
+        f"for. Found none at {asked[0]!r}; it yielded at {yielded or 'none'}."
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report.facts import Facts
+from trak_core.spec import Combine
 
 # Fewer checkpoints are few; a loss weight below is near 0; with a condition number above, rounding
 # may show in a score's second digit, since features are float32, right to 6e-8.
@@ -47,6 +48,8 @@ def _lds(facts: Facts) -> list[StudyWarning]:
             found.append(StudyWarning("predicts_nothing", shown))
         simple = [row for row in measured.tables["summary"] if row["kind"] == "baseline"]
         better = [row for row in simple if row["lds"] > scores["lds"]]
+        # No rule but these scores with fewer checkpoints: chance alone may have it ahead.
+        better = [r for r in better if r["method"] != "ends_of_runs" or r["behind_high"] < 0]
         if better:
             found.append(StudyWarning("simpler_rule", shown | {"better": better}))
     return found
@@ -63,8 +66,9 @@ def _loss_weights(facts: Facts) -> list[StudyWarning]:
     if experiment.saturated <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
         return []
     power = experiment.source.spec["loss_weight_power"]
-    shown = {"part": experiment.saturated, "power": power}
-    return [StudyWarning("saturated", shown | {"along": facts.n_runs < len(facts.checkpoints)})]
+    along = experiment.source.spec["combine"] == Combine.UNIT_AVERAGE
+    shown = {"part": experiment.saturated, "power": power, "along": along}
+    return [StudyWarning("saturated", shown)]
 
 
 def _matrices(facts: Facts) -> list[StudyWarning]:

@@ -51,7 +51,7 @@ def self_influences(
 
     Returns:
         A table of id, label, prediction, output and self_influence, a row a sample; the loss
-        weights averaged over checkpoints, shape (n,); and the specification of a file of these,
+        weights averaged over ends of runs, shape (n,); and the specification of a file of these,
         which says how features were projected.
 
     Raises:
@@ -88,5 +88,7 @@ def self_influences(
             "self_influence": mean,
         })
         projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
-    mean_weights = np.stack(loss_weights).mean(axis=0, dtype=np.float64)
+        mean_weights = np.stack([file.vector("loss_weights") for file in shown]).mean(
+            axis=0, dtype=np.float64
+        )
     return table, mean_weights, spec.as_dict() | {"projection": projection}

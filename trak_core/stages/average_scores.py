@@ -137,7 +137,7 @@ def average_scores(
         checkpoint_scores: One file a checkpoint.
         features: Their training features, where only the solved targets were kept; else empty.
         spec: What decides the numbers: of all checkpoints.
-        defaults: What the config left to the model output, in words; empty for nothing.
+        defaults: What the config left open of scoring, in words; empty for nothing.
         top: Influences of either sign kept for each target.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.

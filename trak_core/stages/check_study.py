@@ -43,6 +43,11 @@ def _check_split(split: Split, output: ModelOutput, n_classes: int | None) -> No
 def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every run's arguments with what ``train`` takes."""
     signature = inspect.signature(study.function("train"))
+    if "at" in signature.parameters:
+        raise InputError(
+            f"{study.path}: train{signature} must call its argument `at` something else: in a "
+            "config `at` says at which times a training leaves checkpoints."
+        )
     for run, arguments in training.items():
         try:
             signature.bind(**arguments)
@@ -59,8 +64,9 @@ def _check_yields(study: Study) -> None:
     if not inspect.isgeneratorfunction(inspect.unwrap(study.function("train"))):
         raise InputError(
             f"{study.path}: for checkpoints from along a run (`at`), train() must yield (time, "
-            "model) as it goes, at every time that is asked for. Found a function without yield: "
-            "write `yield epoch, model` into its loop, in place of `return model` at its end."
+            "model) as it goes, at every time that is asked for. Found no yield in it: write "
+            "`yield epoch, model` into its loop, in place of `return model` at its end; or `yield "
+            "from`, if the loop is in a function that it calls."
         )
 
 

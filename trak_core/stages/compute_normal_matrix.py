@@ -45,7 +45,7 @@ def compute_normal_matrix(
         weights = [normal_weights(train, spec.curvature_power)]
         if spec.norm_power is not None:
             weights.append(powered(train.vector("loss_weights"), spec.norm_power) ** 2)
-            if spec.curvature_power is not None:
+            if (weights[0] != 1).any():
                 weights.append(np.ones(n_rows))
         block = normal_matrix_need(proj_dim, divides=spec.norm_power is not None).rows(memory_mb)
 
@@ -71,7 +71,7 @@ def compute_normal_matrix(
             spectrum = Spectrum.of(matrix)
             smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
             writer.vector("eigenvalues", spectrum.eigenvalues)
-            # Of the plain matrix Phi^T Phi is N itself.
+            # Where all rows weigh 1 Phi^T Phi is N itself.
             products = spectrum.norm_products(others[0], others[-1] if len(others) > 1 else matrix)
             writer.matrix("norm_products", names, names, dtype=np.float64)[:] = products
         else:

@@ -268,7 +268,7 @@ def evaluate_scores(
             n_checkpoints=len(parts),
             n_settings=len(settings),
             n_weightings=len({setting.weighting for setting in settings}),
-            n_powers=len({setting.loss_weight_power for setting in settings}),
+            n_powers=len({setting.loss_weight_power for setting in settings}) or bool(train),
         ).rows(memory_mb)
         scored = _Scored(spec, parts, truth.masks, own, block)
 

@@ -121,7 +121,8 @@ class FeatureRivals:
             train: Start, stop and features (rows, k) of every block of training samples.
             targets: Features, shape (m, k), float64.
         """
-        weightings = list(dict.fromkeys([*(s.weighting for s in self.settings), _TRACIN]))
+        asked = [_TRACIN] if self.gradient_dot is not None else []
+        weightings = list(dict.fromkeys([*(s.weighting for s in self.settings), *asked]))
         weights = [
             self.averages[power]
             if combine is Combine.PRODUCT_OF_AVERAGES

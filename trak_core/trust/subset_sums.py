@@ -39,7 +39,7 @@ def weighted_sums(
         for start, stop, features in blocks:
             rows = features.astype(np.float64)
             part = np.stack([(masks[:, start:stop] * w[start:stop]) @ rows for w in weights])
-            totals[:] = [totals[0] + part if totals else part]
+            totals[:] = [np.add(totals[0], part, out=part) if totals else part]
             yield rows, [one[start:stop] for one in squared]
 
     gramians: list[np.ndarray] = []
