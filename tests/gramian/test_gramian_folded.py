@@ -14,9 +14,14 @@ from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.segmentation import SEGMENTATION
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection import project
-from trak_core.scoring.exact import exact_similarities
+from trak_core.scoring.exact import DampedGramian
 from trak_core.scoring.scores import similarities
-from trak_core.scoring.solve import damped_solve, extreme_eigenvalues, normal_matrix
+from trak_core.scoring.solve import (
+    damped_solve,
+    extreme_eigenvalues,
+    mean_squared_norm,
+    weighted_gramians,
+)
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 
@@ -181,6 +186,11 @@ def primal(j, j_t, weights, damping):
     return j @ np.linalg.solve((j.T * weights) @ j + shift * np.eye(j.shape[1]), j_t.T), shift
 
 
+def _exact(gramian, cross, weights, damping):
+    damped = DampedGramian.of(gramian, weights, damping)
+    return damped.similarities(cross), damped.lambda_
+
+
 @pytest.mark.parametrize("damping", [0.01, 2.0])
 @pytest.mark.parametrize(
     "weights", [np.ones(9), RNG.random(9), np.array([0, 1, 0, 2, 3, 1, 1e-9, 1, 1])]
@@ -189,7 +199,7 @@ def primal(j, j_t, weights, damping):
 def test_exact_scores_equal_the_formula(n_params, weights, damping):
     j, j_t = J[:, :n_params], J_T[:, :n_params]
     expected, shift = primal(j, j_t, weights, damping)
-    found, lambda_ = exact_similarities(j @ j.T, j @ j_t.T, weights, damping)
+    found, lambda_ = _exact(j @ j.T, j @ j_t.T, weights, damping)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(lambda_, shift)
 
@@ -197,7 +207,7 @@ def test_exact_scores_equal_the_formula(n_params, weights, damping):
 def test_exact_scores_without_damping():
     """With fewer samples than parameters, the limit of ever less damping."""
     weights = 0.5 + RNG.random(9)
-    found, lambda_ = exact_similarities(J @ J.T, J @ J_T.T, weights, 0)
+    found, lambda_ = _exact(J @ J.T, J @ J_T.T, weights, 0)
     limit = J @ np.linalg.pinv((J.T * weights) @ J, rcond=1e-10) @ J_T.T
     np.testing.assert_allclose(found, limit, rtol=1e-8)
     assert lambda_ == 0
@@ -209,12 +219,12 @@ def test_exact_scores_without_damping():
 )
 def test_noise_is_refused_in_words(j, weights, damping):
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring\.damping`"):
-        exact_similarities(j @ j.T, j @ j.T, weights, damping)
+        _exact(j @ j.T, j @ j.T, weights, damping)
 
 
 def test_negative_damping():
     with pytest.raises(InputError, match=r"at least 0\. Found -1"):
-        exact_similarities(J @ J.T, J @ J_T.T, np.ones(9), -1)
+        _exact(J @ J.T, J @ J_T.T, np.ones(9), -1)
 
 
 @pytest.mark.parametrize("weights", [np.ones(11), np.linspace(0, 2, 11)])
@@ -222,7 +232,7 @@ def test_projected_scores_converge_to_the_exact_ones(case, weights):
     model, parameters, output, train, targets, j, j_t = case
     gramian = train_gramian(model, parameters, output, [train])
     cross = cross_gramian(model, parameters, output, [train], [targets])
-    exact, _ = exact_similarities(gramian, cross, weights, 2.0)
+    exact, _ = _exact(gramian, cross, weights, 2.0)
     errors = []
     for proj_dim in (64, 1024, 16384):
         spec = ProjectionSpec(
@@ -231,10 +241,10 @@ def test_projected_scores_converge_to_the_exact_ones(case, weights):
         scale = spec.scale
         phi, t = (scale * np.asarray(project(rows.astype(np.float32), spec)) for rows in (j, j_t))
         phi, t = phi.astype(np.float64), t.astype(np.float64)
-        found, shift = exact_similarities(phi @ phi.T, phi @ t.T, weights, 2.0)
+        found, shift = _exact(phi @ phi.T, phi @ t.T, weights, 2.0)
         if proj_dim == 64:  # where the pipeline's own way is cheap
-            matrix, mean, _ = normal_matrix([(phi, weights)])
-            assert shift == pytest.approx(2 * mean)
+            (matrix,) = weighted_gramians([(phi, [weights])])
+            assert shift == pytest.approx(2 * mean_squared_norm(matrix, len(phi)))
             solved = damped_solve(matrix, shift, extreme_eigenvalues(matrix), t.T)
             np.testing.assert_allclose(similarities(phi, solved), found, rtol=1e-9, atol=1e-12)
         errors.append(np.abs(found - exact).max() / np.abs(exact).max())

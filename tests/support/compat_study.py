@@ -108,8 +108,7 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
         compute_normal_matrix(
             normal_matrix=folder / f"{name}-matrix.h5",
             features=train,
-            spec=spec.of_train(),
-            weighting="plain",
+            spec=spec.of_normal_matrix(),
             code="code",
             memory_mb=100,
         )

@@ -1,6 +1,7 @@
 """Checkpoints from along runs, under Snakemake: what is trained and averaged, what runs again."""
 
 import copy
+import re
 import shutil
 
 import h5py
@@ -11,7 +12,7 @@ import torch
 from own_checkpoints import OWN, save_own_checkpoint
 from refusals import message
 from scipy.stats import spearmanr
-from workspace import Workspace
+from workspace import Workspace, jobs
 
 STUDY = """
 from small_digits import *
@@ -53,7 +54,16 @@ def train_along(folder):
     study = Workspace.make(folder, "small_digits.py", copy.deepcopy(CONFIG))
     study.path("along.py").write_text(STUDY)
     study.config["study"] = "along.py"
-    assert study.run("all") == {
+    status, output = study.snakemake("all")
+    assert status == 0, output
+    # What only measures the scores waits for what they come from.
+    started = re.findall(r"^Job \d+: (.*)", output, flags=re.M)
+    projected = [
+        i for i, job in enumerate(started) if re.match(r"Projecting.* of (train|few)", job)
+    ]
+    retrained = [i for i, job in enumerate(started) if job.startswith("Retraining")]
+    assert min(retrained) > max(projected)
+    assert jobs(output) == {
         # Runs with the same times share a rule; each is one job.
         "train_checkpoint": 2,
         "train_checkpoint_2": 1,

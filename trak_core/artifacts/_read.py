@@ -5,11 +5,10 @@ import json
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
-import pandas as pd
 
 from trak_core.artifacts._format import (
     KINDS,
@@ -24,6 +23,9 @@ from trak_core.artifacts._held import Held
 from trak_core.artifacts._layout import check_layout
 from trak_core.artifacts._objects import read_object
 from trak_core.artifacts._seal import seal_holds
+
+if TYPE_CHECKING:  # most jobs read no table
+    import pandas as pd
 
 
 def _text(attribute: Any) -> Any:
@@ -93,7 +95,7 @@ class Artifact:
         """Return one number."""
         return float(np.asarray(self._dataset(key)[()]))
 
-    def table(self, key: str) -> pd.DataFrame:
+    def table(self, key: str) -> "pd.DataFrame":
         """Return a table, as pandas reads it but without unpickling anything.
 
         Raises:
@@ -108,6 +110,8 @@ class Artifact:
             )
             raise _refused(self.path, self.kind, must, found)
         columns = json.loads(str(_text(places)))
+        import pandas as pd
+
         return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 

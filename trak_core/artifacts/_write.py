@@ -5,11 +5,10 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
-import pandas as pd
 
 from trak_core.artifacts._format import (
     VERSION,
@@ -22,6 +21,9 @@ from trak_core.artifacts._format import (
 from trak_core.artifacts._objects import write_object
 from trak_core.artifacts._seal import seal
 from trak_core.system.whole_file import does_not_fit, written_whole
+
+if TYPE_CHECKING:  # most jobs write no table
+    import pandas as pd
 
 _Place = tuple[str, str, int]
 _PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
@@ -62,7 +64,7 @@ class Writer:
     """An artifact being written; see ``create``."""
 
     file: h5py.File
-    tables: list[tuple[str, pd.DataFrame, list[str]]] = field(default_factory=list)
+    tables: list[tuple[str, "pd.DataFrame", list[str]]] = field(default_factory=list)
 
     def matrix(
         self,
@@ -126,7 +128,7 @@ class Writer:
         """Write one number."""
         self.file.create_dataset(key, data=value)
 
-    def table(self, key: str, rows: pd.DataFrame, searchable: Sequence[str]) -> None:
+    def table(self, key: str, rows: "pd.DataFrame", searchable: Sequence[str]) -> None:
         """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns.
 
         Raises:
@@ -140,7 +142,7 @@ class Writer:
         self.tables.append((key, rows, list(searchable)))
 
 
-def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) -> list[_Place]:
+def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]) -> list[_Place]:
     """Write a table by pandas.
 
     Returns:
@@ -148,6 +150,8 @@ def _put_table(path: Path, key: str, rows: pd.DataFrame, searchable: list[str]) 
         which a reader must not open.
     """
     # No compression: pandas passes checksums on only where one is named.
+    import pandas as pd
+
     with pd.HDFStore(path, "a", fletcher32=True) as store:
         store.put(
             key,
@@ -172,7 +176,7 @@ def _same(found: Any, written: np.ndarray) -> bool:
     return np.array_equal(found, written, equal_nan=written.dtype.kind == "f")
 
 
-def _reads_back(path: Path, key: str, rows: pd.DataFrame, columns: list[_Place]) -> bool:
+def _reads_back(path: Path, key: str, rows: "pd.DataFrame", columns: list[_Place]) -> bool:
     """Say whether a table reads as it was written: PyTables hides failed writes."""
     try:
         with h5py.File(path) as file:

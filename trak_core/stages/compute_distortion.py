@@ -116,7 +116,7 @@ def compute_distortion(
     spec: FeaturesSpec,
     code: str,
     device: str,
-    batch_size: int,
+    batch_size: int = 64,
     memory_mb: int,
     threads: int,
     most_samples: int = DISTORTION_SAMPLES,

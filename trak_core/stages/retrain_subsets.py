@@ -19,7 +19,7 @@ def retrain_subsets(
     first: int,
     last: int,
     code: str,
-    batch_size: int,
+    batch_size: int = 64,
     threads: int,
 ) -> None:
     """Retrain on random halves, numbers ``first`` to ``last``.

@@ -19,6 +19,7 @@ for rule_name, (place, flipped) in trainings.items():
                 f"<results>/benchmarks/{rule_name}/{{run}}.tsv"
             wildcard_constraints:
                 run=any_of(runs),
+            priority: 0 if flipped else scores_first
             conda:
                 environment
             threads: 1

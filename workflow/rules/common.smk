@@ -97,3 +97,7 @@ def code_of(stage):
 def job_mb(wildcards, attempt):
     # Interpreter, torch and a study's own data come on top of the arrays.
     return attempt * (compute["memory_mb"] + 1500)
+
+
+# Of the rules that scores and figures come from: before trainings that only measure them.
+scores_first = 10

@@ -9,6 +9,7 @@ rule compute_features:
         "<results>/benchmarks/compute_features/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n == 1]),
+    priority: scores_first
     conda:
         environment
     threads: compute["threads"]
@@ -16,7 +17,7 @@ rule compute_features:
         gpu=gpu,
         mem_mb=job_mb,
         device=compute["device"],
-        batch_size=compute["batch_size"],
+        batch_size=compute.get("batch_size"),
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_features"),
@@ -55,6 +56,7 @@ rule join_shards:
         "<results>/benchmarks/join_shards/{checkpoint}/{split}.tsv"
     wildcard_constraints:
         split=any_of([split for split, n in specs.shards.items() if n > 1]),
+    priority: scores_first
     conda:
         environment
     threads: 1
@@ -77,6 +79,7 @@ rule compute_normal_matrix:
         "<results>/logs/compute_normal_matrix/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_normal_matrix/{checkpoint}.tsv"
+    priority: scores_first
     conda:
         environment
     threads: compute["threads"]
@@ -103,6 +106,7 @@ rule compute_scores:
         "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
+    priority: scores_first
     conda:
         environment
     # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.

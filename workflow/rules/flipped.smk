@@ -8,6 +8,7 @@ use rule compute_features as compute_features_flipped with:
         "<results>/logs/compute_features_flipped/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_features_flipped/{checkpoint}.tsv"
+    priority: 0
     params:
         signature=None,
         spec=features_spec_flipped,
@@ -25,6 +26,7 @@ use rule compute_normal_matrix as compute_normal_matrix_flipped with:
         "<results>/logs/compute_normal_matrix_flipped/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_normal_matrix_flipped/{checkpoint}.tsv"
+    priority: 0
     params:
         spec=lambda wildcards: specs.flipped_normal_matrix(
             wildcards.checkpoint

@@ -7,6 +7,7 @@ rule compute_gramian:
         "<results>/logs/compute_gramian/{checkpoint}/{split}.log",
     benchmark:
         "<results>/benchmarks/compute_gramian/{checkpoint}/{split}.tsv"
+    priority: scores_first
     conda:
         environment
     threads: compute["threads"]
@@ -14,7 +15,7 @@ rule compute_gramian:
         gpu=gpu,
         mem_mb=job_mb,
         device=compute["device"],
-        batch_size=compute["batch_size"],
+        batch_size=compute.get("batch_size"),
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_gramian"),
@@ -38,6 +39,7 @@ rule compute_exact_scores:
         "<results>/logs/compute_exact_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
+    priority: scores_first
     conda:
         environment
     # More would crash OpenBLAS's Cholesky factorization from 16,384 samples on.

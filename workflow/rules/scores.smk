@@ -13,6 +13,7 @@ rule average_scores:
         "<results>/logs/average_scores/{experiment}.log",
     benchmark:
         "<results>/benchmarks/average_scores/{experiment}.tsv"
+    priority: scores_first
     conda:
         environment
     threads: 1
@@ -39,6 +40,7 @@ rule draw_influences:
         "<results>/logs/draw_influences/{experiment}.log",
     benchmark:
         "<results>/benchmarks/draw_influences/{experiment}.tsv"
+    priority: scores_first
     conda:
         environment
     threads: 1
@@ -49,7 +51,7 @@ rule draw_influences:
         digest=specs.study_digest,
         study_file=config["study"],
     message:
-        "Drawing the influences on experiment {wildcards.experiment}"
+        "Drawing the influences on experiment {wildcards.experiment}: {output.figure}"
     script:
         "../scripts/stage.py"
 
