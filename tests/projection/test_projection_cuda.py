@@ -57,6 +57,7 @@ def small_and_poisoned(monkeypatch):
     monkeypatch.setattr(slices, "_FILL", 1)
     monkeypatch.setattr(tensor_core, "FLUSH", 256)
     monkeypatch.setattr(hadamard, "INNER", 128)
+    monkeypatch.setattr(hadamard, "FLUSH", 4)
     monkeypatch.setattr(sjlt, "MOST_COLUMNS", 8)
     monkeypatch.setattr(self_test, "require_right_matrix", lambda *_: None)
     if not HAS_GPU:

@@ -116,7 +116,7 @@ def compute_distortion(
     spec: FeaturesSpec,
     code: str,
     device: str,
-    batch_size: int = 64,
+    batch_size: int,
     memory_mb: int,
     threads: int,
     most_samples: int = DISTORTION_SAMPLES,

@@ -22,7 +22,7 @@ def compute_embeddings(
     spec: FeaturesSpec,
     code: str,
     device: str,
-    batch_size: int = 64,
+    batch_size: int,
     threads: int,
 ) -> None:
     """Write what enters the model's last linear layer, for every sample of both pools.

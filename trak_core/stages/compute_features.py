@@ -29,8 +29,6 @@ from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
-_AT_ONCE, _BYTES_AT_ONCE = 64, 2**26
-
 
 def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
     """Return the rows in the dtype they are stored in; float16 must hold them."""
@@ -65,7 +63,7 @@ def compute_features(
     n_shards: int = 1,
     code: str,
     device: str,
-    batch_size: int | None = None,
+    batch_size: int,
     memory_mb: int,
     threads: int,
 ) -> None:
@@ -84,8 +82,7 @@ def compute_features(
         n_shards: How many there are; 1 for the whole split.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
-        batch_size: Samples differentiated at once, at most; None for 64, or as many more as take 64
-            MiB, where what is done once a batch takes longest.
+        batch_size: Samples differentiated at once, at most.
         memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
             don't fit. On CUDA its free memory counts.
         threads: For torch and the projection.
@@ -117,8 +114,7 @@ def compute_features(
     ids = data.ids[start:stop]
     few, n_classes = loaded.few(data, start, stop)
     needed = sample_memory(model, parameters, output, few)
-    usual = max(_AT_ONCE, needed.most(_BYTES_AT_ONCE))
-    chunk = min(batch_size or usual, samples_that_fit(needed, loaded.device, memory_mb))
+    chunk = min(batch_size, samples_that_fit(needed, loaded.device, memory_mb))
     loaded.check_apart(few, chunk)
     method = gradient_method(model, parameters, output, few)
     taken = needed.of(chunk) / 2**20

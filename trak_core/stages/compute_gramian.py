@@ -89,7 +89,7 @@ def compute_gramian(
     targets: Sequence[int | str] | None = None,
     code: str,
     device: str,
-    batch_size: int = 64,
+    batch_size: int,
     memory_mb: int,
     threads: int,
 ) -> None:

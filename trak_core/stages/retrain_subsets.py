@@ -19,7 +19,7 @@ def retrain_subsets(
     first: int,
     last: int,
     code: str,
-    batch_size: int = 64,
+    batch_size: int,
     threads: int,
 ) -> None:
     """Retrain on random halves, numbers ``first`` to ``last``.

@@ -42,7 +42,7 @@ def retrain_without(
     scores_spec: ScoresSpec | None = None,
     targets: Sequence[Any] = (),
     code: str,
-    batch_size: int = 64,
+    batch_size: int,
     threads: int,
 ) -> None:
     """Retrain without the most helpful samples of some targets; or on everything and at random.

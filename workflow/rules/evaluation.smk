@@ -22,7 +22,7 @@ rule retrain_subsets:
     threads: 1
     resources:
         mem_mb=job_mb,
-        batch_size=compute.get("batch_size"),
+        batch_size=compute["batch_size"],
     params:
         code=code_of("retrain_subsets"),
         study_file=config["study"],
@@ -49,7 +49,7 @@ rule compute_embeddings:
         gpu=gpu,
         mem_mb=job_mb,
         device=compute["device"],
-        batch_size=compute.get("batch_size"),
+        batch_size=compute["batch_size"],
     params:
         code=code_of("compute_embeddings"),
         signature=checkpoint_signature,

@@ -15,7 +15,7 @@ rule compute_gramian:
         gpu=gpu,
         mem_mb=job_mb,
         device=compute["device"],
-        batch_size=compute.get("batch_size"),
+        batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_gramian"),

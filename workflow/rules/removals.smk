@@ -10,7 +10,7 @@ rule retrain_without_random:
     threads: 1
     resources:
         mem_mb=job_mb,
-        batch_size=compute.get("batch_size"),
+        batch_size=compute["batch_size"],
     params:
         code=code_of("retrain_without"),
         study_file=config["study"],

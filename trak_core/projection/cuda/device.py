@@ -42,6 +42,29 @@ def device_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if SIMULATED else cuda.jit(device=True, forceinline=True)(function)
 
 
+def unrolled(n: int) -> Callable[..., Any]:
+    """Return the decorator of a loop's body, a device function ``f(i, *arguments)``.
+
+    What it makes is called as ``f(*arguments)`` and stands for f at i = 0 ... n - 1, written out
+    one after the other. So every i is a constant, and an array that it leads to can stay in
+    registers; what becomes of a loop is the compiler's choice, and differs between versions.
+    """
+
+    def decorate(body):
+        if not SIMULATED:
+            from trak_core.projection.cuda.ptx import repeated
+
+            return repeated(device_function(body), n)
+
+        def loop(*arguments):
+            for i in range(n):
+                body(i, *arguments)
+
+        return loop
+
+    return decorate
+
+
 def round_keys(seed: int) -> tuple[np.uint32, ...]:
     """Return the two keys of each of Philox's ten rounds, as arguments for a kernel."""
     low, high = seed & 0xFFFFFFFF, seed >> 32

@@ -3,7 +3,7 @@
 One block of threads makes one transform of n = min(proj_dim, 8192) numbers of a row at a time. Each
 thread holds 16 of them, adds and subtracts them in registers over four bits of their index, swaps
 them with the others through shared memory, and goes on with the next bits; the sums over a slice
-stay in registers too.
+stay in registers too. Short blocks are many: their sums are added up in two stages.
 
 For k > 8192 an index splits into u, its upper bits, and the lower ones. The transform is linear:
 the outputs with upper bits z are the transform of the sum over u of (-1)^popcount(u & z) D x_u.
@@ -37,6 +37,7 @@ ALIGNMENT = 1
 INNER = 8192  # the longest transform of one block of threads: 34 KiB of shared memory
 _THREADS = 128  # of a block, at least where the transform is shorter than 16 times this
 _SIGNS_OUT = 2**31  # where the calls of E_b begin
+FLUSH = 256  # blocks after which sums go into totals, if a block is shorter: a slice holds more
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,13 @@ def _rounds(shape):
 
 
 @cache
-def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
-    """Return the kernel for one proj_dim, with transforms of length ``inner``."""
+def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool, flush: int) -> Any:
+    """Return the kernel for one proj_dim, with transforms of length ``inner``.
+
+    ``flush`` is a power of two.
+    """
     shape = _Shape(proj_dim)
+    in_stages = proj_dim < flush
     n_outer = proj_dim // inner
     held, n_threads, n_rows_held = shape.held, shape.n_threads, shape.n_rows
     n_values, n_all = 1 << held, n_threads * n_rows_held
@@ -161,8 +166,10 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
         signs = cuda.shared.array(n_words, dtype=uint32)  # of D, then of E
         x = cuda.local.array(n_values, dtype=float32)
         sums = cuda.local.array(n_values, dtype=float32)
+        totals = cuda.local.array(n_values, dtype=float32)
         for v in range(n_values):
             sums[v] = float32(0)
+            totals[v] = float32(0)
         row_held = cuda.threadIdx.x // n_threads
         thread = uint32(cuda.threadIdx.x - row_held * n_threads)
         base = uint32(row_held * padded)
@@ -210,10 +217,14 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool) -> Any:
                 j = uint32(uint32(thread << uint32(held)) | uint32(v))
                 word = signs[uint32(uint32(4 * n_in) + uint32(j >> uint32(5)))]
                 sums[v] += flip(x[v], word, j & uint32(31))
+            if in_stages and block & (flush - 1) == flush - 1:
+                for v in range(n_values):
+                    totals[v] += sums[v]
+                    sums[v] = float32(0)
         if row < n_rows:
             line = (int64(cuda.blockIdx.y) * n_rows + row) * proj_dim + z * inner
             for v in range(n_values):
-                partials[line + (int32(thread) << held) + v] = sums[v]
+                partials[line + (int32(thread) << held) + v] = totals[v] + sums[v]
 
     return _hadamard_kernel
 
@@ -228,7 +239,8 @@ class HadamardLauncher:
     def kernel(self, n_rows: int) -> Any:
         """Return the kernel; the number of rows does not matter."""
         del n_rows
-        return hadamard_kernel(self.spec.proj_dim, _Shape(self.spec.proj_dim).inner, self.bfloat16)
+        proj_dim = self.spec.proj_dim
+        return hadamard_kernel(proj_dim, _Shape(proj_dim).inner, self.bfloat16, FLUSH)
 
     def n_blocks(self, n_rows: int) -> int:
         """Return how many blocks of threads one slice keeps busy."""

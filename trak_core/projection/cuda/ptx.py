@@ -28,6 +28,26 @@ def _unpack(context, builder, signature, struct):
     return context.make_tuple(builder, signature.return_type, fields)
 
 
+def repeated(body: Any, n: int) -> Any:
+    """Return what calls a device function with first arguments 0 ... n - 1, without a loop."""
+
+    @intrinsic
+    def calls(typing_context, *arguments):
+        function = body._numba_type_
+        call = function.get_call_type(typing_context, (types.int64, *arguments), {})
+
+        def generate(context, builder, signature, values):
+            del signature
+            rest = [builder.extract_value(values[0], i) for i in range(len(arguments))]
+            for i in range(n):
+                context.get_function(function, call)(builder, (_INT64(i), *rest))
+            return context.get_dummy_value()
+
+        return types.void(types.StarArgTuple(arguments)), generate
+
+    return calls
+
+
 def _matrix_product(dtype: str) -> Callable[..., Any]:
     text = (
         f"mma.sync.aligned.m16n8k16.row.col.f32.{dtype}.{dtype}.f32 "
@@ -71,6 +91,18 @@ def and_xor(typing_context, a, mask, b):
 
     word = types.uint32
     return word(word, word, word), generate
+
+
+@intrinsic
+def anew(typing_context, word):
+    """Return the word as if it were another each time: what is made of it is not kept for later."""
+    del typing_context, word
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        return _assemble(builder, _INT32, arguments, "mov.b32 $0, $1;", "=r,r", side_effect=True)
+
+    return types.uint32(types.uint32), generate
 
 
 @intrinsic

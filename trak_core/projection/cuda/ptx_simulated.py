@@ -89,6 +89,11 @@ def and_xor(a, mask, b):
     return np.uint32((a & mask) ^ b)
 
 
+def anew(word):
+    """Return the word."""
+    return word
+
+
 def shared_address(array):
     """Return the address of the block's one shared array: 0."""
     _thread()._manager.shared = array.view(np.uint8)

@@ -22,7 +22,6 @@ from typing import Any
 from trak_core.projection.cuda.device import (
     SIMULATED,
     cuda,
-    device_function,
     float32,
     int32,
     int64,
@@ -32,6 +31,7 @@ from trak_core.projection.cuda.device import (
     uint16,
     uint32,
     uint64,
+    unrolled,
 )
 from trak_core.projection.cuda.launch import Chunk, launch
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -93,56 +93,88 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     row_bytes = 2 * _STAGE + 16
     stage_bytes = rows * row_bytes
     n_shared = stage_bytes + 8  # two stages of 16-bit numbers, and room to align them
-    n_copies = rows * _STAGE // 8 // n_threads
     per_row = _STAGE // 8
-    n_sums, n_words, n_gradients = (
-        4 * column_tiles * sample_tiles,
-        2 * column_tiles,
-        4 * sample_tiles,
-    )
+    n_copies = rows * per_row // n_threads
+    n_sums = 4 * column_tiles * sample_tiles
+    n_words, n_gradients = 2 * column_tiles, 4 * sample_tiles
 
-    @device_function
-    def copy_stage(shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
+    # Nothing that leads to sums, words or gradients is a loop: they have to stay in registers.
+
+    @unrolled(n_copies)
+    def copy_stage(i, shared, memory, row_stride, origin, first_row, n_rows, begin, end, g):
         """Begin to copy 256 coordinates from g on; what lies outside becomes 0."""
-        for i in range(n_copies):
-            e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
-            row, part = e // uint32(per_row), e & uint32(per_row - 1)
-            first = g + int64(part) * 8
-            n_bytes = uint32(0)
-            source = memory
-            if first_row + int64(row) < n_rows and begin <= first and first < end:
-                n_bytes = uint32(2 * min(int64(8), end - first))
-                source = memory + uint64(
-                    2 * ((first_row + int64(row)) * row_stride + first - origin)
-                )
-            to = uint32(shared + uint32(row * uint32(row_bytes)) + uint32(part * uint32(16)))
-            ptx.copy_async(to, source, n_bytes)
+        e = uint32(cuda.threadIdx.x) + uint32(i * n_threads)
+        row, part = e // uint32(per_row), e & uint32(per_row - 1)
+        first = g + int64(part) * 8
+        n_bytes = uint32(0)
+        source = memory
+        if first_row + int64(row) < n_rows and begin <= first and first < end:
+            n_bytes = uint32(2 * min(int64(8), end - first))
+            source = memory + uint64(2 * ((first_row + int64(row)) * row_stride + first - origin))
+        to = uint32(shared + uint32(row * uint32(row_bytes)) + uint32(part * uint32(16)))
+        ptx.copy_async(to, source, n_bytes)
 
-    @device_function
-    def add_products(quarter, address, words, gradients, sums):
+    @unrolled(n_sums)
+    def clear(i, numbers):
+        numbers[i] = float32(0)
+
+    @unrolled(n_sums)
+    def move_on(i, sums, totals):
+        totals[i] += sums[i]
+        sums[i] = float32(0)
+
+    @unrolled(column_tiles // 2)
+    def make_words(h, call, low, high, stream, keys, words):
+        w = philox(uint32(call + uint32(8 * h)), low, high, stream, keys)
+        words[4 * h] = w[0]
+        words[4 * h + 1] = w[1]
+        words[4 * h + 2] = w[2]
+        words[4 * h + 3] = w[3]
+
+    @unrolled(sample_tiles)
+    def load(n, address, gradients):
+        x = ptx.load_matrices(uint32(address + uint32(n * 8 * row_bytes)))
+        gradients[4 * n] = x[0]
+        gradients[4 * n + 1] = x[1]
+        gradients[4 * n + 2] = x[2]
+        gradients[4 * n + 3] = x[3]
+
+    @unrolled(sample_tiles)
+    def add_product(n, m, s, a0, a1, a2, a3, gradients, sums):
+        i = 4 * (m * sample_tiles + n)
+        b0, b1 = gradients[4 * n + 2 * s], gradients[4 * n + 2 * s + 1]
+        d = mma(a0, a1, a2, a3, b0, b1, sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+        sums[i] = d[0]
+        sums[i + 1] = d[1]
+        sums[i + 2] = d[2]
+        sums[i + 3] = d[3]
+
+    @unrolled(2 * column_tiles)
+    def add_step(step, quarter, words, gradients, sums):
+        """Add the products of 16 columns and 16 coordinates."""
+        m, s = step >> 1, step & 1
+        bit = 4 * quarter + 2 * s
+        upper, lower = words[2 * m], words[2 * m + 1]
+        a0 = ptx.and_xor(uint32(upper << uint32(15 - bit)), sign, one)
+        a1 = ptx.and_xor(uint32(lower << uint32(15 - bit)), sign, one)
+        a2 = ptx.and_xor(uint32(upper << uint32(14 - bit)), sign, one)
+        a3 = ptx.and_xor(uint32(lower << uint32(14 - bit)), sign, one)
+        add_product(m, s, a0, a1, a2, a3, gradients, sums)
+
+    @unrolled(4)
+    def add_quarter(quarter, address, words, gradients, sums):
         """Add the products of coordinates 32 * quarter to 32 * quarter + 31 of a block of 128."""
-        for n in range(sample_tiles):
-            x = ptx.load_matrices(uint32(address + uint32(n * 8 * row_bytes + quarter * 64)))
-            gradients[4 * n] = x[0]
-            gradients[4 * n + 1] = x[1]
-            gradients[4 * n + 2] = x[2]
-            gradients[4 * n + 3] = x[3]
-        for m in range(column_tiles):
-            upper, lower = words[2 * m], words[2 * m + 1]
-            for s in range(2):
-                bit = 4 * quarter + 2 * s
-                a0 = ptx.and_xor(uint32(upper << uint32(15 - bit)), sign, one)
-                a1 = ptx.and_xor(uint32(lower << uint32(15 - bit)), sign, one)
-                a2 = ptx.and_xor(uint32(upper << uint32(14 - bit)), sign, one)
-                a3 = ptx.and_xor(uint32(lower << uint32(14 - bit)), sign, one)
-                for n in range(sample_tiles):
-                    i = 4 * (m * sample_tiles + n)
-                    b0, b1 = gradients[4 * n + 2 * s], gradients[4 * n + 2 * s + 1]
-                    d = mma(a0, a1, a2, a3, b0, b1, sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                    sums[i] = d[0]
-                    sums[i + 1] = d[1]
-                    sums[i + 2] = d[2]
-                    sums[i + 3] = d[3]
+        load(uint32(address + uint32(quarter * 64)), gradients)
+        add_step(quarter, words, gradients, sums)
+
+    @unrolled(n_sums)
+    def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
+        """Write the sum of one row and column, the first of which a thread holds being given."""
+        m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
+        row = first_row + 8 * n + (i & 1)
+        j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)
+        if row < n_rows and j < proj_dim:
+            partials[line + row * proj_dim + j] = totals[i] + sums[i]
 
     @kernel(n_threads, tile.n_blocks)
     def _tensor_core_kernel(
@@ -173,9 +205,8 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
         totals = cuda.local.array(n_sums, dtype=float32)
         words = cuda.local.array(n_words, dtype=uint32)
         gradients = cuda.local.array(n_gradients, dtype=uint32)
-        for i in range(n_sums):
-            sums[i] = float32(0)
-            totals[i] = float32(0)
+        clear(sums)
+        clear(totals)
         call = uint32((first_column >> 2) + group)
         matrix_row = uint32((lane & 7) * row_bytes + (lane >> 3) * 16)
 
@@ -197,36 +228,19 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
                     q = uint64(4 * ((g >> 7) + block) + member)
                     low = uint32(q & uint64(0xFFFFFFFF))
                     high = uint32(uint32(q >> uint64(32)) | uint32(_TAG << 24))
-                    for h in range(column_tiles // 2):
-                        w = philox(uint32(call + uint32(8 * h)), low, high, stream, keys)
-                        words[4 * h] = w[0]
-                        words[4 * h + 1] = w[1]
-                        words[4 * h + 2] = w[2]
-                        words[4 * h + 3] = w[3]
+                    # Or else what Philox first makes of the column would fill registers for good.
+                    make_words(ptx.anew(call), low, high, stream, keys, words)
                     address = uint32(shared + uint32(half * uint32(stage_bytes)) + matrix_row)
                     address = uint32(address + uint32(block * 256))
-                    add_products(0, address, words, gradients, sums)
-                    add_products(1, address, words, gradients, sums)
-                    add_products(2, address, words, gradients, sums)
-                    add_products(3, address, words, gradients, sums)
+                    add_quarter(address, words, gradients, sums)
             g += _STAGE
             if g & (flush - 1) == 0:
-                for i in range(n_sums):
-                    totals[i] += sums[i]
-                    sums[i] = float32(0)
+                move_on(sums, totals)
 
-        for n in range(sample_tiles):
-            for e in range(2):
-                row = first_row + 8 * n + 2 * member + e
-                if row < n_rows:
-                    line = (int64(cuda.blockIdx.y) * n_rows + row) * proj_dim
-                    for h in range(column_tiles // 2):
-                        for i in range(4):
-                            j = first_column + 32 * h + 4 * group + i
-                            if j < proj_dim:
-                                m = 2 * h + (i >> 1)
-                                s = 4 * (m * sample_tiles + n) + 2 * (i & 1) + e
-                                partials[line + j] = totals[s] + sums[s]
+        first_column += 4 * group
+        first_row += 2 * member
+        line = int64(cuda.blockIdx.y) * n_rows * proj_dim
+        write(first_row, n_rows, first_column, line, proj_dim, totals, sums, partials)
 
     return _tensor_core_kernel
 
