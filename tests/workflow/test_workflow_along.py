@@ -274,3 +274,9 @@ def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
         "compute_scores": 2,
         "average_scores": 2,
     }
+
+
+def test_the_report_is_a_target_of_its_own(study):
+    assert study.would_run("report") == {}
+    study.path("results/report.html").unlink()
+    assert study.would_run("report") == {"write_report": 1}
