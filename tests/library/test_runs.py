@@ -124,7 +124,7 @@ def test_a_trainers_state_that_is_none_is_named(tmp_path, state):
         ({"a": {"run": "r"}}, None, "with `path`, and perhaps `run` and `at`"),
         ({"a": "a.pt"}, {"epochs": 3}, "must be a mapping of training arguments.*with `training`"),
         ({"a": {"at": [1, "2"]}}, {}, "a number from 0 on.*'2'"),
-        ({"a": {"at": [1, 1]}}, {}, "Found 'a-1' twice"),
+        ({"a": {"at": [1, 1.0]}}, {}, "list each time once. Found 1.0 twice for run 'a'"),
         ({"a": {"at": [1]}, "a-1": {}}, {}, "Found 'a-1' twice"),
         ({"a": {"at": [1e300]}}, {}, "becomes a file name"),
         ({"a": {"at": []}}, {}, "Found none for run 'a'"),

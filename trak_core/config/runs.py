@@ -162,7 +162,11 @@ def _trained(
             "`at` says at which times a training leaves checkpoints, one or several. Found none "
             f"for run {name!r}. Leave it out for one at the end."
         )
-    for at in times if isinstance(times, list) else [times]:
+    several = times if isinstance(times, list) else [times]
+    twice = [at for i, at in enumerate(several) if at in several[:i]]
+    if twice:
+        raise InputError(f"`at` must list each time once. Found {twice[0]} twice for run {name!r}.")
+    for at in several:
         yield f"{name}-{_checked_time(at, name):.15g}", replace(run, at=at)
 
 

@@ -64,7 +64,10 @@ def models_along(
                 return
             if at > asked[0]:
                 break
-    yielded = ", ".join(map(repr, seen[:12])) + (", ..." if len(seen) > 12 else "")
+    shown = [repr(at) for at in seen]
+    if len(shown) > 12:
+        shown[6:-3] = ["..."]
+    yielded = ", ".join(shown)
     raise InputError(
         f"{study.path}: train({arguments}) must yield (time, model) at each time that `at` asks "
         f"for. Found none at {asked[0]!r}; it yielded at {yielded or 'none'}."

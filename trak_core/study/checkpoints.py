@@ -55,7 +55,8 @@ def _weight_files(checkpoint: Path) -> list[Path]:
                 return [path]
             return [path, *(checkpoint / shard for shard in _shards(path))]
     raise InputError(
-        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}. Found "
+        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or "
+        "folders checkpoint-<step> that do, as a Trainer leaves them. Found "
         f"{', '.join(sorted(p.name for p in checkpoint.iterdir())) or 'nothing'}."
     )
 
