@@ -173,12 +173,13 @@ def _trained(
 def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
     """Yield the checkpoint at a path, or those that a Trainer saved there."""
     given = {"path": value} if isinstance(value, str) else value
-    unknown = sorted(given.keys() - set(_KEYS)) if isinstance(given, Mapping) else []
+    unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
+        found = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
             "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
-            f"with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
-            f"Found {value!r} for checkpoint {name!r}, without `training`."
+            "with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
+            f"Found {found} for checkpoint {name!r}, without `training`."
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
     run = name if run is None else str(run)

@@ -24,7 +24,7 @@ def weighted_gramians(
     result depends on how rows are cut into blocks only by the rounding of float64 sums.
 
     Args:
-        blocks: Features (rows, k), any float dtype, and one or several sets of weights (rows,),
+        blocks: Features (rows, k), any float dtype, and any number of sets of weights (rows,),
             non-negative.
 
     Returns:
@@ -36,7 +36,9 @@ def weighted_gramians(
     Source: spec of the scores, "The formula".
     """
     totals: list[np.ndarray] = []
+    n_rows = 0
     for features, weights in blocks:
+        n_rows += len(features)
         for i, one in enumerate(weights):
             # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
             rows = features * np.sqrt(one, dtype=np.float64)[:, None]
@@ -45,7 +47,7 @@ def weighted_gramians(
                 totals[i] += part
             else:
                 totals.append(part)
-    if not totals:
+    if not n_rows:
         raise InputError("The normal matrix needs at least one training sample. Found none.")
     for total in totals:
         # dsyrk leaves zeros above; one other matrix is there at a time.

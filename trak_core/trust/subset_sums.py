@@ -5,7 +5,6 @@ training samples and solved targets X_c (k, m) the sums are ((M * w) Phi_c) X_c:
 is made once, and serves every way to solve for the targets.
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -42,11 +41,7 @@ def weighted_sums(
             totals[:] = [np.add(totals[0], part, out=part) if totals else part]
             yield rows, [one[start:stop] for one in squared]
 
-    gramians: list[np.ndarray] = []
-    if squared:
-        gramians = weighted_gramians(summed())
-    else:
-        deque(summed(), maxlen=0)
+    gramians = weighted_gramians(summed())
     return totals[0], gramians
 
 
