@@ -188,6 +188,30 @@ def study_modules(study: Path) -> dict[_Name, Path]:
     return files
 
 
+def study_imports(study: Path) -> list[str]:
+    """Find what a study imports that doesn't lie beside it: importing it ahead changes nothing.
+
+    Nothing where the study sets variables of its environment, since libraries look at these when
+    they are imported.
+
+    Returns:
+        Dotted names, sorted.
+
+    Raises:
+        InputError: See ``study_modules``.
+    """
+    files = study_modules(study)
+    if any(word in _look(path)[1] for path in files.values() for word in ("'environ'", "'putenv'")):
+        return []
+    found = {
+        name
+        for own, path in files.items()
+        for name in _imported_names(path, own if _is_package(path) else own[:-1])
+    }
+    beside = {name[0] for name in files}
+    return sorted(".".join(name) for name in found if name and name[0] not in beside)
+
+
 def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 

@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,9 @@ def test_everything_goes_to_the_log(tmp_path):
     result = run("import os; print('python'); os.system('echo child; echo error >&2')", log)
     assert result.returncode == 0
     assert result.stdout == result.stderr == ""
-    assert sorted(log.read_text().split()) == ["child", "error", "python"]
+    *said, last = log.read_text().splitlines()
+    assert sorted(said) == ["child", "error", "python"]
+    assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
 
 
 def test_an_input_error_is_one_message(tmp_path):

@@ -49,6 +49,19 @@ def test_texts_of_users_show_as_they_are(page, markup, results):
     assert "onerror=alert(2)>" not in markup.replace("onerror=alert(2)&gt;", "")
 
 
+def test_a_first_report_says_what_is_still_measured(results, page):
+    asked = {"evaluation": {"subsets": {"count": 20, "seeds": 2}}, "distortion": {}}
+    first = Page(write(results, asked=asked))
+    check_alone(first)
+    assert "The first report, from scores alone" in first.text
+    assert "It is not measured yet." in first.text
+    assert first.text.count("follows in report.html") == 3
+    assert "These errors are not measured yet" in first.text
+    assert "has no evaluation:" not in first.text
+    assert "first report" not in page.text
+    assert "has no evaluation:" in page.text
+
+
 def test_the_same_artifacts_give_the_same_bytes(results, markup):
     assert write(results) == markup
 

@@ -98,11 +98,22 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(head + rows)
-    found = {t.rule: t for t in read_timings(tmp_path, {"c0", "c1", "train", "mine"})}
+    logs = tmp_path / "logs"
+    for name, text in {
+        "compute_features/c0/train.log": "of a job that failed\n",
+        "average_scores/mine.log": "what it said\npeak memory: 64 MiB\n",  # a fork's
+    }.items():
+        path = logs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    known = {"c0", "c1", "train", "mine"}
+    found = {t.rule: t for t in read_timings(tmp_path, logs, known)}
     features = found["compute_features"]
     assert (features.n_jobs, features.seconds, features.longest_seconds) == (2, 6.5, 4)
     assert features.peak_mib == 100.5
     assert found["retrain_subsets"].peak_mib is None
-    assert found["average_scores"].peak_mib is None
+    assert found["average_scores"].peak_mib == 64
     assert (found["find_flipped"].n_jobs, found["find_flipped"].peak_mib) == (2, 30)
-    assert read_timings(tmp_path / "nothing", set()) == []
+    before = read_timings(tmp_path, tmp_path / "nothing", known)
+    assert {t.rule: t.peak_mib for t in before}["average_scores"] is None
+    assert read_timings(tmp_path / "nothing", logs, set()) == []

@@ -79,6 +79,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
     assert study.run("all") == {
         "average_scores": 1,
         "draw_influences": 1,
+        "write_report_first": 1,
         "retrain_subsets": 2,
         "compute_embeddings": 2,
         "evaluate_scores": 1,

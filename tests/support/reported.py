@@ -75,8 +75,8 @@ def config_of(results):
     }
 
 
-def write(results, study=None, exact=False, **more):
-    config = config_of(results)
+def write(results, study=None, exact=False, asked=None, **more):
+    config = config_of(results) | (asked or {})
     report = results / "report.html"
     matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
     files = dict.fromkeys(

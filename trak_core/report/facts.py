@@ -197,6 +197,17 @@ class Facts:
     distortions: Sequence[Distortion] = ()
 
     @property
+    def awaits_evaluation(self) -> bool:
+        """Whether the config asks for an evaluation that is not there yet."""
+        measured = self.evaluations or self.removals or self.flipped or self.self_influence
+        return bool(self.config.get("evaluation")) and not measured
+
+    @property
+    def awaits_distortion(self) -> bool:
+        """Whether the config asks for distortions that are not there yet."""
+        return "distortion" in self.config and not self.distortions
+
+    @property
     def checkpoints(self) -> list[str]:
         """Ids of the checkpoints, in order."""
         return self.experiments[0].checkpoints

@@ -50,7 +50,7 @@ def write_report(
 
     Args:
         report: The HTML file to write, in the results folder; Snakemake's measurements are read
-            from ``benchmarks`` beside it.
+            from ``benchmarks`` beside it, and jobs' own from ``logs``.
         scores: Of each experiment.
         normal_matrices: Of each checkpoint; empty without a projection.
         distortion: Of each checkpoint; this and the following are empty where not asked for.
@@ -80,7 +80,7 @@ def write_report(
         config=config,
         experiments=experiments,
         matrices=[read_matrix(path, results) for path in normal_matrices],
-        timings=read_timings(results / "benchmarks", known),
+        timings=read_timings(results / "benchmarks", results / "logs", known),
         evaluations={path.stem: read_evaluation(path, results) for path in evaluations},
         removals={path.stem: read_removals(path, results) for path in removals},
         flipped=[read_flipped(path, results) for path in flipped],

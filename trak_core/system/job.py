@@ -6,10 +6,14 @@ import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from trak_core.errors import InputError
 from trak_core.system.faults import came_from_no_memory, no_room
+
+# Snakemake's own measurements are of the process that it started, which may wait for another.
+PEAK = "peak memory: "
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
@@ -51,11 +55,21 @@ def _say(message: str, terminal: int) -> None:
                 return
 
 
+def _peak_mib() -> float | None:
+    """Return the most resident memory of this process so far; None where Linux doesn't say."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        (line,) = (line for line in lines if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 1024
+    return None
+
+
 @contextmanager
 def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
-    SIGTERM becomes an ordinary end: what was begun is deleted, and the log says so.
+    SIGTERM becomes an ordinary end: what was begun is deleted, and the log says so. The last line
+    of a job that ended well is its peak memory.
 
     Args:
         path: The log file, emptied first.
@@ -71,6 +85,9 @@ def logged_to(path: str) -> Generator[None, None, None]:
     os.dup2(log, 2)
     try:
         yield
+        peak = _peak_mib()
+        if peak is not None:
+            print(f"{PEAK}{peak:.0f} MiB", flush=True)
     except Exception as error:
         message = _explained(error)
         if message is None:

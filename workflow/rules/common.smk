@@ -16,7 +16,8 @@ from trak_core.config.look import check_sources, look_over
 from trak_core.config.schema import check_config
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, stat_signature
+from trak_core.provenance import code_digest, stat_signature, study_imports
+from trak_core.system.forked import can_fork, start_fork_server
 
 # Jobs are processes of their own: they import the trak_core that this file imports, which they find
 # by themselves where it is installed.
@@ -89,8 +90,12 @@ wildcard_constraints:
     shard=r"\d+",
 
 
+stages_run = set()
+
+
 def code_of(stage):
     """The stage, by which its job is run, and a hash of the code that it reaches."""
+    stages_run.add(stage)
     return f"{stage} {code_digest(f'trak_core.stages.{stage}')}"
 
 

@@ -27,6 +27,28 @@ rule write_report:
         study_file=config["study"],
         config=specs.reported,
     message:
-        "Writing the report"
+        "Writing the report: {output.report}"
     script:
         "../scripts/stage.py"
+
+
+if measured_files:
+
+    # Before what is measured, whose trainings take most of a run.
+    use rule write_report as write_report_first with:
+        input:
+            expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
+            scores=rules.write_report.input.scores,
+            normal_matrices=rules.write_report.input.normal_matrices,
+            distortion=[],
+            evaluations=[],
+            removals=[],
+            flipped=[],
+            self_influence=[],
+        output:
+            report="<results>/first_report.html",
+        log:
+            "<results>/logs/write_report_first.log",
+        priority: scores_first
+        message:
+            "Writing the first report: {output.report}"

@@ -111,3 +111,7 @@ flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
+measured_files = [
+    *(distortion_files + evaluation_files + removals_files),
+    *(flipped_files + self_influence_files),
+]

@@ -1,8 +1,10 @@
 """The door of every job: its param `code` says the stage, and what it names is what that takes."""
 
-from trak_core.system.job import logged_to
+from trak_core.system.forked import done_by_fork
 
-with logged_to(snakemake.log[0]):
+if not done_by_fork(snakemake):
     from trak_core.system.door import run
+    from trak_core.system.job import logged_to
 
-    run(snakemake)
+    with logged_to(snakemake.log[0]):
+        run(snakemake)

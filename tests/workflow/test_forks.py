@@ -1,0 +1,163 @@
+"""Jobs as forks of a process that has imported everything: same files, and nothing that stays."""
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from running import Running, small_study
+from workspace import snakemake
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
+
+# What each job says of itself: how it was started, and what it draws without a seed.
+TELLS = """
+import os, sys
+is_fork = sys.argv[0].endswith("fork_server.py")
+print("fork" if is_fork else "own")
+print("draws", np.random.rand())
+"""
+
+
+THREAD = """
+import threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    made = small_study(tmp_path / "study")
+    made.config["compute"] = {"batch_size": 64, "device": "cpu"}
+    return made
+
+
+def tell(study, more=""):
+    path = study.path("diabetes.py")
+    path.write_text(path.read_text() + TELLS + more)
+
+
+def told(study):
+    """What the two jobs that load the study said, by the words that they said it with."""
+    logs = [study.path(f"results/logs/compute_features/c0/{s}.log") for s in ("train", "few")]
+    texts = [log.read_text() for log in logs]
+    return [
+        [re.search(rf"^{words}", t, re.MULTILINE)[0] for t in texts]
+        for words in ("(fork|own)$", "draws .*")
+    ]
+
+
+def servers():
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "trak_core.system.fork_server" in process.cmdline():
+                found.append(process)
+    return found
+
+
+def servers_in(folder):
+    """Processes of one run: all have its environment."""
+    return [one for one in servers() if one.environ().get("STUDY_OF_TEST") == str(folder)]
+
+
+@pytest.fixture
+def marked(study, monkeypatch):
+    monkeypatch.setenv("STUDY_OF_TEST", str(study.folder))
+    return study
+
+
+def gone(folder):
+    """Wait until nothing is left of a run."""
+    for _ in range(100):
+        if not servers_in(folder):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_forked_jobs_leave_the_same_files(marked):
+    """Snakemake and its jobs as a user has them; `--no-hooks` starts every job by itself."""
+    tell(marked)
+    arguments = ("--cores", "2", "--configfile", "study.yaml", "--snakefile", marked.snakefile)
+    status, output = marked.snakemake("--dry-run")
+    assert status == 0, output
+    status, output = snakemake(marked.folder, *arguments, "scores", python=sys.executable)
+    assert status == 0, output
+    forked = marked.artifacts()
+    assert gone(marked.folder)
+    who, draws = told(marked)
+    assert who == ["fork", "fork"]
+    assert len(set(draws)) == 2
+    status, output = marked.snakemake("--no-hooks", "--forceall", "scores")
+    assert status == 0, output
+    assert told(marked)[0] == ["own", "own"]
+    assert marked.artifacts() == forked
+
+
+@pytest.mark.parametrize(
+    ("beside", "compute"),
+    [
+        # A thread would be gone in a fork, and what it holds never be let go.
+        (THREAD, {}),
+        # Libraries look at how many threads they may have when they are imported.
+        ("", {"threads": 2}),
+    ],
+)
+def test_some_jobs_cannot_be_forks(study, beside, compute, tmp_path, monkeypatch):
+    installed = tmp_path / "installed"
+    installed.mkdir()
+    (installed / "beside.py").write_text(beside)
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+    study.config["compute"] |= compute
+    tell(study, "import beside\n")
+    assert study.run()["compute_features"] == 2
+    assert told(study)[0] == ["own", "own"]
+
+
+def test_an_error_reads_as_that_of_any_job(study):
+    # Only there: the look over the study before the first job would find it.
+    tell(study, "if is_fork: raise ValueError('of mine')\n")
+    output = study.fail()
+    assert "ValueError: of mine" in output
+    log = study.path("results/logs/compute_features/c0/train.log").read_text()
+    assert log.startswith("fork\n")
+    assert "must end without an error. Found ValueError: of mine" in log
+
+
+def test_a_crash_is_a_failed_job(study):
+    tell(study, "if is_fork: os.kill(os.getpid(), 11)\n")
+    output = study.fail()
+    assert "Error in rule compute_features" in output
+    assert not study.path("results/features").exists() or not list(
+        study.path("results/features").rglob("*.h5")
+    )
+
+
+@pytest.mark.parametrize("victim", ["snakemake", "server"])
+def test_nothing_stays_when_snakemake_or_the_server_is_killed(marked, victim):
+    tell(marked, "import time\nsys.stdout.flush()\ntime.sleep(100 * is_fork)\n")
+    run = Running(marked, "scores")
+    log = marked.path("results/logs/compute_features/c0")
+    run.wait_for(lambda: [one for one in log.glob("*.log") if "fork" in one.read_text()])
+    (server,) = [one for one in servers_in(marked.folder) if one.ppid() == run.process.pid]
+    if victim == "server":
+        server.kill()
+        assert run.finish() == 1
+        assert "The process that forks for jobs has ended" in run.output
+    else:
+        run.process.kill()
+        run.process.wait()
+    assert gone(marked.folder)
+    (told_to_stop,) = [one.read_text() for one in log.glob("*.log")]
+    assert "told to stop (SIGTERM)" in told_to_stop
+    assert not list(marked.path("results").rglob("*.part"))
+
+
+def test_the_client_imports_no_library():
+    code = "import sys, trak_core.system.forked; print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "numpy", "h5py", "numba", "pandas"} & set(found.stdout.split())

@@ -1,0 +1,220 @@
+"""A process that has imported what jobs need, and forks for each: most of a short job is imports.
+
+    python -m trak_core.system.fork_server SOCKET MODULE...
+
+It lives as long as its standard input, which is Snakemake's, and its forks as long as it. A fork
+gets a job's folder, environment, paths of modules and standard streams; what libraries look at when
+they are imported must be the same, or else the job starts by itself (``trak_core.system.forked``).
+So must every job if an import left threads running, or CUDA in use: a fork would have them half.
+
+Linux alone: it has the calls, and libraries that may be forked.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import os
+import pickle  # ruff: ignore[suspicious-pickle-import] -- between our own processes
+import select
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trak_core.system.door import run
+from trak_core.system.job import logged_to
+
+# Of the environment, what a shell or Snakemake sets anew for every job, and no library is made by.
+OWN = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
+YES, NO = b"y", b"n"
+# What follows once a job has ended: its status as Popen's, and a request's length.
+STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A job, and the process that it would be.
+
+    Attributes:
+        folder: Working folder.
+        environment: All variables.
+        paths: Where modules are looked for.
+        job: Snakemake's object of a script, pickled.
+    """
+
+    folder: str
+    environment: dict[str, str]
+    paths: list[str]
+    job: bytes
+
+
+def _import(name: str) -> None:
+    """Import a module, or what one has under this name; what fails here says so in the job."""
+    with suppress(Exception):
+        first, *rest = name.split(".")
+        found: Any = importlib.import_module(first)
+        for number, part in enumerate(rest):
+            found = getattr(found, part, None)
+            if found is None:
+                found = importlib.import_module(".".join([first, *rest[: number + 1]]))
+
+
+def _can_fork() -> bool:
+    torch = sys.modules.get("torch")
+    is_used = torch is not None and torch.cuda.is_initialized()
+    return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
+
+
+def _received(connection: socket.socket) -> tuple[Request, Sequence[int]]:
+    """Return a request and its standard streams."""
+    head, streams, *_ = socket.recv_fds(connection, LENGTH.size, 3)
+    (missing,) = LENGTH.unpack(head)
+    parts = []
+    while missing:
+        parts.append(connection.recv(missing))
+        missing -= len(parts[-1])
+        if not parts[-1]:
+            raise EOFError("a job's process has gone")
+    return pickle.loads(b"".join(parts)), streams  # ruff: ignore[suspicious-pickle-usage] -- ours
+
+
+def _be(request: Request, streams: Sequence[int], server: int) -> None:
+    """Become the job's process, and do its work."""
+    # The work ends with the server, whatever ends that.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != server:
+        os._exit(1)
+    os.setpgid(0, 0)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(request.folder)
+    # The others are the same, or were set by what is imported.
+    for name in OWN & request.environment.keys():
+        os.environ[name] = request.environment[name]
+    sys.path[:] = request.paths
+    tempfile.tempdir = None
+    # Or all would draw the same where a study sets no seed; Python's own generator sees to itself.
+    sys.modules["numpy"].random.seed()
+    job = pickle.loads(request.job)  # ruff: ignore[suspicious-pickle-usage] -- Snakemake's own
+    with logged_to(job.log[0]):
+        run(job)
+
+
+def _work(request: Request, streams: Sequence[int], server: int) -> None:
+    """Be the job's process from its start to its end; never returns."""
+    status = 0
+    try:
+        _be(request, streams, server)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    # What Python does at its end, but for taking apart what the server's imports made.
+    with suppress(BaseException):
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 255)
+
+
+def _looked_at(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in OWN}
+
+
+def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
+    """Fork for jobs, pass on signals to them, and tell how they ended.
+
+    Args:
+        listener: Where jobs ask.
+        environment: That imports saw.
+    """
+    is_able = _can_fork()
+    server = os.getpid()
+    # Of each job: its process, to be watched, and where it was asked for.
+    jobs: dict[int, tuple[int, socket.socket]] = {}
+    watched = {sys.stdin.fileno(): None, listener.fileno(): None}
+    while True:
+        sources = [*watched, *jobs, *(one.fileno() for _, one in jobs.values())]
+        ready = set(select.select(sources, [], [])[0])
+        if sys.stdin.fileno() in ready:
+            return
+        for handle, (process, connection) in list(jobs.items()):
+            if handle in ready:
+                _, status = os.waitpid(process, 0)
+                with suppress(OSError):
+                    connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
+                connection.close()
+                os.close(handle)
+                del jobs[handle]
+            elif connection.fileno() in ready:
+                numbers = b""
+                with suppress(OSError):
+                    numbers = connection.recv(8)
+                # Who asked has gone: nobody waits for this job any more.
+                for number in numbers or [signal.SIGKILL]:
+                    with suppress(OSError):
+                        os.killpg(process, number)
+        if listener.fileno() not in ready:
+            continue
+        connection, _ = listener.accept()
+        try:
+            request, streams = _received(connection)
+        except (OSError, EOFError, pickle.PickleError, struct.error):
+            connection.close()
+            continue
+        if not is_able or _looked_at(request.environment) != _looked_at(environment):
+            connection.sendall(NO)
+            connection.close()
+        else:
+            process = os.fork()
+            if process == 0:
+                listener.close()
+                connection.close()
+                _work(request, streams, server)
+            with suppress(OSError):
+                os.setpgid(process, process)
+            connection.sendall(YES)
+            jobs[os.pidfd_open(process)] = process, connection
+        for stream in streams:
+            os.close(stream)
+
+
+def main() -> None:
+    """Listen, import, and serve until standard input ends."""
+    path, *modules = sys.argv[1:]
+    environment = dict(os.environ)
+    # Snakemake sees to its own end, and this process sees that.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
+        listener.bind(path)
+        listener.listen(1024)
+        for name in modules:
+            _import(name)
+        # Or every fork would copy what a collection looks at.
+        gc.collect()
+        gc.freeze()
+        _serve(listener, environment)
+    Path(path).unlink(missing_ok=True)
+    # What Python would clean up takes a second, and jobs end with this process.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
