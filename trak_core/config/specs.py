@@ -76,6 +76,12 @@ class Specs:
         return ordered({k: v for k, v in self.config.items() if k != "compute"})
 
     @property
+    def reported_first(self) -> dict[str, Any]:
+        """What of that decides scores: how they are measured is in the last report."""
+        measured = {"evaluation", "distortion"} & set(self.reported)
+        return ordered(self.reported | dict.fromkeys(measured, "see report.html"))
+
+    @property
     def runs(self) -> dict[str, list[str]]:
         """Runs, sorted, with the ids of their checkpoints in the order they were saved."""
         return runs_of(self.checkpoints)

@@ -184,8 +184,8 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
         else:
             process = os.fork()
             if process == 0:
-                listener.close()
-                connection.close()
+                for one in (listener, connection, *(other for _, other in jobs.values())):
+                    one.close()
                 _work(request, streams, server)
             with suppress(OSError):
                 os.setpgid(process, process)
@@ -205,8 +205,12 @@ def main() -> None:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
         listener.bind(path)
         listener.listen(1024)
+        terminal = os.dup(2)
+        os.dup2(1, 2)  # a job's log is where an import says something
         for name in modules:
             _import(name)
+        os.dup2(terminal, 2)
+        os.close(terminal)
         # Or every fork would copy what a collection looks at.
         gc.collect()
         gc.freeze()

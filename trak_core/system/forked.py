@@ -60,7 +60,6 @@ def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
         env=os.environ | _ONE_THREAD,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
     )
     atexit.register(lambda: server.stdin and server.stdin.close())
 

@@ -50,5 +50,7 @@ if measured_files:
         log:
             "<results>/logs/write_report_first.log",
         priority: scores_first
+        params:
+            config=specs.reported_first,
         message:
             "Writing the first report: {output.report}"
