@@ -2,7 +2,7 @@
 
 A folder of ``PeftModel.save_pretrained`` holds the adapter's weights and, in its config, the
 settings that say what they mean: the same numbers under another ``lora_alpha`` are another model.
-peft itself names the weights and puts them in. It is imported only here, and only for such a folder.
+peft itself names the weights and puts them in. It is imported for such a folder alone.
 """
 
 import json
@@ -71,7 +71,7 @@ class Adapter:
         active = model.active_adapters
         if len(active) != 1:
             raise InputError(
-                f"{folder}: of the PeftModel that make_model() returns, one adapter must be active: "
+                f"{folder}: of the PeftModel by make_model(), one adapter must be active; "
                 f"it gets the checkpoint's weights. Found {', '.join(active) or 'none'} of "
                 f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`."
             )
@@ -136,9 +136,9 @@ class Adapter:
         }
         # A newer peft's settings: off, they change nothing.
         unknown = {
-            key: f"{key} {found[key]!r}, which this version of peft doesn't know"
-            for key in sorted(found.keys() - mine.keys() - _OF_TRAINING)
-            if found[key]
+            key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
+            for key, value in found.items()
+            if value and key not in mine and key not in _OF_TRAINING
         }
         of_keys = [text for key, text in differing.items() if key in _OF_KEYS]
         rest = [text for key, text in (differing | unknown).items() if key not in _OF_KEYS]
