@@ -95,7 +95,7 @@ class Adapter:
     def _own(self, get: Any, *, with_embeddings: bool) -> dict[str, Tensor]:
         return get(self.model, adapter_name=self.name, save_embedding_layers=with_embeddings)
 
-    def put(self, stored: dict[str, Tensor]) -> None:
+    def put(self, stored: Mapping[str, Tensor]) -> None:
         """Put in weights that fit ``weights``.
 
         Raises:
@@ -103,7 +103,8 @@ class Adapter:
         """
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(self.model, stored, adapter_name=self.name)
+        # Some versions of peft rename the keys of what they are given.
+        set_peft_model_state_dict(self.model, dict(stored), adapter_name=self.name)
         own = self.weights(stored)
         lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
         if lost:
