@@ -10,7 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trak_core.errors import InputError
-from trak_core.gradients import select_parameters
+from trak_core.gradients import (
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    gradients_one_by_one,
+    select_parameters,
+)
+from trak_core.model_outputs.table import TABLE
 from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint, weights_sha256
 
 peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")
@@ -96,6 +103,23 @@ def test_an_adapter_is_what_peft_makes_of_it(kind, name, tmp_path):
         load_checkpoint(model, folder)
         assert not model.training
         assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_pass_gives_the_gradients_of_every_kind(kind):
+    base, config, settings = KINDS[kind]
+    model = lora.train(lora.adapted(base(), config(**settings)))
+    parameters, output = select_parameters(model, None), TABLE["language_modelling"].load()
+    ids = lora.texts(6)
+    batch = {"input_ids": ids, "labels": ids}
+    assert gradient_method(model, parameters, output, batch) is gradients_at_once
+    found, expected = (
+        formed_gradients(method, model, parameters, output, batch).gradients
+        for method in (gradients_at_once, gradients_one_by_one)
+    )
+    for key, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_of_two_adapters_the_active_one_is_loaded(saved):

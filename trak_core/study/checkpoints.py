@@ -315,7 +315,9 @@ def weights_sha256(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     """
     found = {"sha256": checkpoint_sha256(checkpoint)}
     if _adapter_config(checkpoint) is not None:
-        found["model_sha256"] = state_dict_sha256(model.state_dict())
+        # Modules may keep what is no tensor there.
+        weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+        found["model_sha256"] = state_dict_sha256(weights)
     return found
 
 
