@@ -8,6 +8,7 @@ peft itself names the weights and puts them in. It is imported for such a folder
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,14 +87,12 @@ class Adapter:
         """
         from peft import get_peft_model_state_dict
 
-        own = self._own(get_peft_model_state_dict, with_embeddings=False)
-        if stored.keys() - own.keys() and hasattr(self.model, "get_input_embeddings"):
-            with_embeddings = self._own(get_peft_model_state_dict, with_embeddings=True)
-            return {k: v for k, v in with_embeddings.items() if k in own or k in stored}
-        return own
-
-    def _own(self, get: Any, *, with_embeddings: bool) -> dict[str, Tensor]:
-        return get(self.model, adapter_name=self.name, save_embedding_layers=with_embeddings)
+        own_under = partial(get_peft_model_state_dict, self.model, adapter_name=self.name)
+        own = own_under(save_embedding_layers=False)
+        if stored.keys() <= own.keys() or not hasattr(self.model, "get_input_embeddings"):
+            return own
+        more = own_under(save_embedding_layers=True)
+        return {key: value for key, value in more.items() if key in own or key in stored}
 
     def put(self, stored: Mapping[str, Tensor]) -> None:
         """Put in weights that fit ``weights``.
