@@ -96,6 +96,31 @@ def test_hugging_face_folders(state, tmp_path, suffix, sharded):
     assert checkpoint_sha256(tmp_path) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", ["gpt2", "bert"])
+def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
+    """GPT-2's output layer is tied to its embeddings, and stored once."""
+    models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
+    saved, model = (getattr(models, make)().to(dtype) for _ in range(2))
+    saved.save_pretrained(tmp_path, max_shard_size="4KB")
+    shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
+    assert len(shards) > 2
+    load_checkpoint(model, tmp_path)
+    for key, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value)
+    before = checkpoint_sha256(tmp_path)
+    shards[-1].rename(tmp_path / "elsewhere")
+    for read in (read_state_dict, checkpoint_sha256):
+        with pytest.raises(
+            InputError, match=rf"index\.json: every file .* Found no {shards[-1].name}"
+        ):
+            read(tmp_path)
+    shards[-1].write_bytes((tmp_path / "elsewhere").read_bytes()[:-1])
+    assert checkpoint_sha256(tmp_path) != before
+    with pytest.raises(InputError, match=rf"{shards[-1].name}: a checkpoint must be a state dict"):
+        read_state_dict(tmp_path)
+
+
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON"])
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)

@@ -527,11 +527,48 @@ def test_frozen_parameters_are_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     assert list(select_parameters(model, None)) == ["1.weight", "1.bias"]
-    with pytest.raises(InputError, match=r"'0\.\*', which matches none of 1\.weight, 1\.bias"):
-        select_parameters(model, ["0.*"])
+    # A pattern that matches others as well means those alone.
+    assert list(select_parameters(model, ["*.weight"])) == ["1.weight"]
+    assert not model[0].weight.requires_grad
     model.requires_grad_(False)
-    with pytest.raises(InputError, match="Found none"):
+    with pytest.raises(InputError, match=r"Found none of 4\. Name in the config's `parameters`"):
         select_parameters(model, None)
+
+
+def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    parameters = select_parameters(model, ["0.*", "*.bias"])
+    assert list(parameters) == ["0.weight", "0.bias", "2.bias"]
+    x, y = torch.randn(4, 3), torch.randn(4)
+    found = formed_gradients(gradients_at_once, model, parameters, REGRESSION, (x, y))
+    model.requires_grad_(True)
+    expected = formed_gradients(
+        gradients_one_by_one, model, select_parameters(model, ["0.*", "2.bias"]), REGRESSION, (x, y)
+    )
+    for key, gradient in expected.gradients.items():
+        torch.testing.assert_close(found.gradients[key], gradient)
+    model.requires_grad_(False)
+    assert list(select_parameters(model, ["0.w*"])) == ["0.weight"]
+    assert [p.requires_grad for p in model.parameters()] == [True, False, False, False]
+
+
+def test_patterns_of_nothing_and_of_integers_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with pytest.raises(InputError, match=r"'lora', which matches none of 0\.weight, 0\.bias, 1\.w"):
+        select_parameters(model, ["0.*", "lora"])
+    with pytest.raises(InputError, match=r"none of 0\.0\.weight, .*, 1\.1\.bias, \.\.\.\."):
+        select_parameters(
+            nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)),
+            ["lora"],
+        )
+    quantized = torch.zeros(3, 3, dtype=torch.int8)
+    model[0].weight = nn.Parameter(quantized, requires_grad=False)
+    assert "0.weight" not in select_parameters(model, None)
+    with pytest.raises(
+        InputError, match=r"floating-point numbers\. Found 0\.weight torch\.int8, as"
+    ):
+        select_parameters(model, ["*.bias", "0.weight"])
 
 
 def test_regression_gradient():

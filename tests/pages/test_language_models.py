@@ -22,3 +22,12 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     assert found == ["trainer-20", "trainer-40", "trainer-60"]
     targets = pd.read_hdf(results / "scores/five.h5", "targets")
     assert (targets["output_sd"] == 0).all()  # one run, one end
+    # The adapters of a LoRA fine-tune, which alone are differentiated.
+    results = workspace.path("results-lora")
+    found = sorted(path.name for path in (results / "features").iterdir())
+    assert found == ["lora-12", "lora-24"]
+    log = (results / "logs/compute_features/lora-24/train.log").read_text()
+    n_layers, r, width = 2, 4, 64
+    n_params = n_layers * r * (width + 3 * width + width + 4 * width)
+    assert f" {n_params} parameters to 512 " in log.replace(",", "")
+    assert "Notice" not in log

@@ -21,7 +21,7 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.models.named_output import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import FeaturesSpec
-from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint
+from trak_core.study.checkpoints import load_checkpoint, weights_sha256
 from trak_core.study.study import TRAIN, Split, Study
 
 # Samples that are looked at before the expensive work.
@@ -116,7 +116,7 @@ class LoadedModel:
             "parameters_digest": parameters_digest({
                 n: p.shape for n, p in self.parameters.items()
             }),
-            "checkpoint": {"id": spec.checkpoint, "sha256": checkpoint_sha256(checkpoint)},
+            "checkpoint": {"id": spec.checkpoint} | weights_sha256(self.model, checkpoint),
         }
         if TABLE[spec.model_output].needs_pairs:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
+from trak_core.study.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (
@@ -44,21 +45,55 @@ def _shards(index: Path) -> list[str]:
 
 
 def _weight_files(checkpoint: Path) -> list[Path]:
+    """Return the files that a checkpoint's numbers come from, those that are no weights first."""
     if not checkpoint.exists():
         raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
     if not checkpoint.is_dir():
+        if checkpoint.name in ADAPTER_WEIGHTS:
+            raise InputError(
+                f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
+                "the weights alone; name their folder."
+            )
         return [checkpoint]
-    for name in _FOLDER_FILES:
-        path = checkpoint / name
-        if path.is_file():
-            if path.suffix != ".json":
-                return [path]
-            return [path, *(checkpoint / shard for shard in _shards(path))]
-    raise InputError(
-        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or "
-        "folders checkpoint-<step> that do, as a Trainer leaves them. Found "
-        f"{', '.join(sorted(p.name for p in checkpoint.iterdir())) or 'nothing'}."
+    whole, adapter = (
+        next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
+        for names in (_FOLDER_FILES, ADAPTER_WEIGHTS)
     )
+    config = _adapter_config(checkpoint)
+    if whole and not (adapter or config):
+        if whole.suffix != ".json":
+            return [whole]
+        return [whole, *_existing(whole, _shards(whole))]
+    if adapter and config and not whole:
+        return [config, adapter]
+    found = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
+    if adapter or config:
+        raise InputError(
+            f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
+            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {found}. Save "
+            "the adapter again by PeftModel.save_pretrained, into a folder of its own."
+        )
+    raise InputError(
+        f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
+        f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
+        f"do, as a Trainer leaves them. Found {found}."
+    )
+
+
+def _adapter_config(checkpoint: Path) -> Path | None:
+    """Return the config of an adapter, None for a checkpoint of all weights."""
+    config = checkpoint / ADAPTER_CONFIG
+    return config if config.is_file() else None
+
+
+def _existing(index: Path, names: list[str]) -> list[Path]:
+    gone = [name for name in names if not (index.parent / name).is_file()]
+    if gone:
+        raise InputError(
+            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
+            f"Found no {_listed(gone)}. Copy the whole folder again."
+        )
+    return [index.parent / name for name in names]
 
 
 def _check_zip(path: Path) -> None:
@@ -117,8 +152,8 @@ def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
     """Read the weights of a checkpoint, on the CPU.
 
     Args:
-        checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, or a Hugging
-            Face folder, sharded or not.
+        checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging
+            Face folder, sharded or not, or a folder of an adapter of PEFT's.
 
     Returns:
         Names to tensors.
@@ -203,37 +238,87 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
             f"{'; '.join(problems)}. Does make_model() build the model that was saved?"
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    bad = [k for k, v in fitting.items() if k in parameters and not torch.isfinite(v).all()]
+    _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
+    model.load_state_dict(fitting, strict=False)
+    model.eval()
+
+
+def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
+    bad = [key for key, value in weights.items() if not torch.isfinite(value).all()]
     if bad:
         raise InputError(
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
             f"{_listed(bad)}. Take an earlier checkpoint, or train again."
         )
-    model.load_state_dict(fitting, strict=False)
-    model.eval()
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
     """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
+
+    A folder of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one
+    must be there, with its shape, and nothing else. The base's stay as they are.
 
     Args:
         model: Changed in place.
         checkpoint: See ``read_state_dict``; what fits, see ``load_state_dict``.
 
     Raises:
-        InputError: If it cannot be read, or does not fit.
+        InputError: If it cannot be read, or does not fit; of an adapter also if the model has
+            other settings than it was saved with, under which its weights mean something else.
     """
-    load_state_dict(model, read_state_dict(checkpoint), str(checkpoint))
+    state, config = read_state_dict(checkpoint), _adapter_config(checkpoint)
+    if config is None:
+        load_state_dict(model, state, str(checkpoint))
+    else:
+        _load_adapter(Adapter.of(model, checkpoint), state, config)
+        model.eval()
+
+
+def _load_adapter(adapter: Adapter, state: dict[str, Tensor], config: Path) -> None:
+    settings, of_keys = adapter.other_settings(config)
+    misfits = _misfits(state, adapter.weights(state))
+    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
+    if settings or problems:
+        other = settings + of_keys if problems else settings
+        problems += [f"of another setting: {_listed(other)}"] if other else []
+        raise InputError(
+            f"{config.parent}: an adapter's weights and settings must be those of the PeftModel "
+            f"that make_model() returns. Found {'; '.join(problems)}. Build it with the config of "
+            "the training, `PeftConfig.from_pretrained(folder)`, on the same base."
+        )
+    _check_finite(state, str(config.parent))
+    adapter.put(state)
 
 
 def checkpoint_sha256(checkpoint: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weight files, in order, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a checkpoint's weight files, in order, as 64 hexadecimal digits.
+
+    An adapter's config comes before its weights: both decide its numbers.
+    """
     digest = hashlib.sha256()
     for path in _weight_files(checkpoint):
         with path.open("rb") as file:
             while block := file.read(2**22):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def weights_sha256(model: nn.Module, checkpoint: Path) -> dict[str, str]:
+    """Return what tells a checkpoint's weights from others: ``sha256``, of its files.
+
+    An adapter's files hold a few weights of many: ``model_sha256`` is of all that the model has
+    with it, so that files made on different bases are never taken together.
+
+    Args:
+        model: With the checkpoint's weights.
+        checkpoint: Where they came from.
+    """
+    found = {"sha256": checkpoint_sha256(checkpoint)}
+    if _adapter_config(checkpoint) is not None:
+        # Modules may keep what is no tensor there.
+        weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+        found["model_sha256"] = state_dict_sha256(weights)
+    return found
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:

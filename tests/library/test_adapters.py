@@ -1,0 +1,363 @@
+"""Folders of PEFT's adapters as checkpoints, beside what peft itself makes of them."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    gradients_one_by_one,
+    select_parameters,
+)
+from trak_core.model_outputs.table import TABLE
+from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint, weights_sha256
+
+peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")
+lora = pytest.importorskip("lora_models")
+
+LLAMA = ("q_proj", "v_proj")
+# A base and settings: what peft stores in ways of its own.
+KINDS = {
+    "LoRA": (lora.llama, peft.LoraConfig, {"target_modules": LLAMA}),
+    "all linear layers": (lora.llama, peft.LoraConfig, {"target_modules": "all-linear"}),
+    "peft's own choice of layers": (lora.llama, peft.LoraConfig, {}),
+    "GPT-2": (lora.gpt2, peft.LoraConfig, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+    "ranks and alphas by layer": (
+        lora.llama,
+        peft.LoraConfig,
+        {"target_modules": LLAMA, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
+    ),
+    "DoRA, rsLoRA": (
+        lora.llama,
+        peft.LoraConfig,
+        {"target_modules": LLAMA, "use_dora": True, "use_rslora": True},
+    ),
+    "PiSSA": (lora.llama, peft.LoraConfig, {"target_modules": LLAMA, "init_lora_weights": "pissa"}),
+    "whole modules": (
+        lora.llama,
+        peft.LoraConfig,
+        {"target_modules": LLAMA, "modules_to_save": ["lm_head", "embed_tokens"]},
+    ),
+    "embeddings": (lora.llama, peft.LoraConfig, {"target_modules": [*LLAMA, "embed_tokens"]}),
+    "some tokens": (
+        lora.llama,
+        peft.LoraConfig,
+        {"target_modules": LLAMA, "trainable_token_indices": [3, 5]},
+    ),
+    "biases": (
+        lora.gpt2,
+        peft.LoraConfig,
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"},
+    ),
+    "IA3": (
+        lora.llama,
+        peft.IA3Config,
+        {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
+    ),
+}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=lora.texts(5)).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A LoRA adapter of a Llama, trained and saved."""
+    return lora.save(lora.train(lora.adapted(lora.llama())), tmp_path_factory.mktemp("adapter"))
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """The same, to be spoilt."""
+    return shutil.copytree(saved, tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("name", ["default", "mine"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_what_peft_makes_of_it(kind, name, tmp_path):
+    base, config, settings = KINDS[kind]
+    trained = lora.train(lora.adapted(base(), config(**settings), name))
+    # peft saves an adapter of another name in a folder of that name.
+    lora.save(trained, tmp_path)
+    folder = tmp_path if name == "default" else tmp_path / name
+    expected = logits(lora.loaded(base(), folder))
+    assert torch.equal(expected, logits(trained))
+    for model in (
+        lora.adapted(base(), config(**settings)),
+        lora.adapted(base(), config(**settings), "other"),
+        lora.loaded(base(), folder, adapter_name="third"),
+    ):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(0.1)  # nothing is right by chance
+        load_checkpoint(model, folder)
+        assert not model.training
+        assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_pass_gives_the_gradients_of_every_kind(kind):
+    base, config, settings = KINDS[kind]
+    model = lora.train(lora.adapted(base(), config(**settings)))
+    parameters, output = select_parameters(model, None), TABLE["language_modelling"].load()
+    ids = lora.texts(6)
+    batch = {"input_ids": ids, "labels": ids}
+    assert gradient_method(model, parameters, output, batch) is gradients_at_once
+    found, expected = (
+        formed_gradients(method, model, parameters, output, batch).gradients
+        for method in (gradients_at_once, gradients_one_by_one)
+    )
+    for key, gradient in expected.items():
+        assert gradient.any()
+        torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_of_two_adapters_the_active_one_is_loaded(saved):
+    model = lora.adapted(lora.llama())
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=LLAMA))
+    model.set_adapter("other")
+    before = {k: v.clone() for k, v in model.state_dict().items() if ".default." in k}
+    load_checkpoint(model, saved)
+    assert torch.equal(logits(model), logits(lora.loaded(lora.llama(), saved)))
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+
+
+def test_a_resized_vocabulary_comes_with_its_embeddings(tmp_path):
+    def base():
+        model = lora.llama()
+        model.resize_token_embeddings(lora.VOCABULARY + 2, mean_resizing=False)
+        return model
+
+    trained = lora.train(lora.adapted(base()))
+    trained.get_input_embeddings().weight.data.add_(1)  # in the folder, not in the base
+    lora.save(trained, tmp_path, save_embedding_layers=True)
+    model = lora.adapted(base())
+    load_checkpoint(model, tmp_path)
+    assert torch.equal(logits(model), logits(trained))
+    with pytest.raises(
+        InputError, match=r"of another shape: \S*embed_tokens\.weight \(22, 16\) for"
+    ):
+        load_checkpoint(lora.adapted(lora.llama()), tmp_path)
+
+
+def test_a_pickled_adapter_and_one_in_half_precision(saved, folder):
+    model, expected = lora.adapted(lora.llama()), logits(lora.loaded(lora.llama(), saved))
+    state = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    torch.save(state, folder / "adapter_model.bin")
+    load_checkpoint(model, folder)
+    assert torch.equal(logits(model), expected)
+    (folder / "adapter_model.bin").unlink()
+    save_file({k: v.bfloat16() for k, v in state.items()}, folder / "adapter_model.safetensors")
+    load_checkpoint(model, folder)
+    assert torch.equal(logits(model), logits(lora.loaded(lora.llama(), folder)))
+
+
+def test_settings_that_decide_no_numbers_may_differ(saved):
+    config = peft.LoraConfig(
+        r=4,
+        target_modules=r".*self_attn\.[qv]_proj",
+        lora_dropout=0.5,
+        init_lora_weights="gaussian",
+    )
+    model = lora.adapted(lora.llama(), config)
+    load_checkpoint(model, saved)
+    assert torch.equal(logits(model), logits(lora.loaded(lora.llama(), saved)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"lora_alpha": 16}, r"Found of another setting: lora_alpha 8 for 16\. Build it"),
+        ({"use_rslora": True}, r"Found of another setting: use_rslora False for True\. "),
+        ({"alpha_pattern": {"q_proj": 1}}, r"alpha_pattern \{\} for \{'q_proj': 1\}"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights 'the base stays' for 'pissa'"),
+        (
+            {"r": 2},
+            r"of another shape: \S*q_proj\.lora_A\.weight \(4, 16\) for \(2, 16\).* r 4 for 2",
+        ),
+        (
+            {"target_modules": ["q_proj"]},
+            r"unknown to the model: \S*v_proj\.lora_A\.weight.*; of another setting: target_",
+        ),
+        (
+            {"target_modules": ["q_proj", "v_proj", "k_proj"]},
+            r"Found missing in the checkpoint: \S*k_proj\.lora_A\.weight.*: target_modules \['q_",
+        ),
+        (
+            {"use_dora": True},
+            r"missing in the checkpoint: \S*lora_magnitude_vector.*use_dora False f",
+        ),
+        ({"modules_to_save": ["lm_head"]}, r"missing in the checkpoint: \S*lm_head\.weight"),
+    ],
+)
+def test_settings_that_decide_numbers_must_be_those_of_the_training(saved, settings, found):
+    config = peft.LoraConfig(**{"r": 4, "target_modules": LLAMA, **settings})
+    with pytest.raises(InputError, match=found) as error:
+        load_checkpoint(lora.adapted(lora.llama(), config), saved)
+    assert str(error.value).startswith(f"{saved}: an adapter's weights and settings must be those")
+    assert "`PeftConfig.from_pretrained(folder)`" in str(error.value)
+
+
+def test_another_kind_of_adapter(saved):
+    config = peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    with pytest.raises(InputError, match=r"config\.json: .* Found peft_type LORA for IA3\. Build"):
+        load_checkpoint(lora.adapted(lora.llama(), config), saved)
+
+
+def edit(folder, **settings):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_settings_that_this_version_of_peft_does_not_know(folder):
+    edit(folder, use_tomorrow=False, tomorrow_config=None)
+    load_checkpoint(lora.adapted(lora.llama()), folder)
+    edit(folder, use_tomorrow=True)
+    with pytest.raises(
+        InputError, match=r"use_tomorrow True, which this version of peft doesn't know"
+    ):
+        load_checkpoint(lora.adapted(lora.llama()), folder)
+
+
+def test_settings_that_an_older_version_of_peft_did_not_save(folder):
+    path = folder / "adapter_config.json"
+    old = ("peft_type", "r", "lora_alpha", "target_modules", "bias", "inference_mode")
+    path.write_text(json.dumps({key: json.loads(path.read_text())[key] for key in old}))
+    model = lora.adapted(lora.llama())
+    load_checkpoint(model, folder)
+    assert torch.equal(logits(model), logits(lora.loaded(lora.llama(), folder)))
+
+
+def changed(folder, change):
+    path = folder / "adapter_model.safetensors"
+    state = load_file(path)
+    change(state, min(state))
+    save_file(state, path)
+
+
+def cut(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def written(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+CONFIG = r"adapter_config\.json: an adapter's config must be JSON, .* Reading it failed: "
+SPOILT = {
+    "no config": (
+        gone("adapter_config.json"),
+        r"adapter: a folder of an adapter must hold adapter_config\.json and .* Found README\.md",
+    ),
+    "no weights": (gone("adapter_model.safetensors"), r"must hold adapter_config\.json and one of"),
+    "a whole model beside it": (
+        written("model.safetensors", ""),
+        r"and no weights of a whole model",
+    ),
+    "a config that is no JSON": (written("adapter_config.json", "{"), CONFIG + "Expecting"),
+    "a config of something else": (
+        written("adapter_config.json", "{}"),
+        CONFIG + "it has no `peft_type`",
+    ),
+    "settings of no meaning": (
+        lambda folder: edit(folder, layers_pattern="a"),
+        r"adapter_config\.json: peft must be able to read an adapter's config\. It failed: ",
+    ),
+    "a cut file": (cut, r"adapter_model\.safetensors: a checkpoint must be a state dict saved by"),
+    "a weight missing": (
+        lambda folder: changed(folder, lambda state, key: state.pop(key)),
+        r"Found missing in the checkpoint: \S*layers\.0\.self_attn\.q_proj\.lora_A\.weight\. Build",
+    ),
+    "a weight too many": (
+        lambda folder: changed(folder, lambda state, key: state.update(other=torch.zeros(1))),
+        r"Found unknown to the model: other\. Build",
+    ),
+    "integers": (
+        lambda folder: changed(folder, lambda state, key: state.update({key: state[key].int()})),
+        r"of another type: \S*lora_A\.weight torch\.int32, torch\.strided for torch\.float32",
+    ),
+    "NaN": (
+        lambda folder: changed(folder, lambda state, key: state[key].fill_(float("nan"))),
+        r"adapter: a checkpoint's weights must be finite\. Found NaN or infinity in \S*lora_A",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_folder_is_refused(folder, name):
+    spoil, found = SPOILT[name]
+    spoil(folder)
+    with pytest.raises(InputError, match=found):
+        load_checkpoint(lora.adapted(lora.llama()), folder)
+
+
+def test_weights_without_their_folder_are_refused(saved):
+    with pytest.raises(InputError, match=r"Found the weights alone; name their folder"):
+        load_checkpoint(lora.adapted(lora.llama()), saved / "adapter_model.safetensors")
+
+
+def test_models_that_an_adapter_is_not_for(saved):
+    with pytest.raises(
+        InputError, match=r"must return a peft\.PeftModel: .* Found LlamaForCausalLM"
+    ):
+        load_checkpoint(lora.llama(), saved)
+    model = lora.adapted(lora.llama())
+    model.add_adapter("other", peft.LoraConfig(r=4, target_modules=LLAMA))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(
+        InputError, match=r"one adapter must be active; .* Found default, other of d"
+    ):
+        load_checkpoint(model, saved)
+
+
+def test_without_peft_it_is_asked_for(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(
+        InputError, match=r"peft must be installed\. Importing it failed: .* `python "
+    ):
+        load_checkpoint(torch.nn.Linear(1, 1), saved)
+
+
+def test_the_digest_covers_weights_and_settings_and_the_model_beneath(folder):
+    def digests(base):
+        model = lora.adapted(base)
+        load_checkpoint(model, folder)
+        return weights_sha256(model, folder)
+
+    first, other = digests(lora.llama()), lora.llama()
+    assert first == digests(lora.llama())
+    assert first["sha256"] == checkpoint_sha256(folder)
+    (folder / "README.md").write_text("other words")
+    assert first["sha256"] == checkpoint_sha256(folder)
+    other.lm_head.weight.data[0, 0] += 1
+    assert digests(other)["sha256"] == first["sha256"]
+    assert digests(other)["model_sha256"] != first["model_sha256"]
+    edit(folder, lora_dropout=0.5)
+    assert checkpoint_sha256(folder) != first["sha256"]
+    changed(folder, lambda state, key: state[key].mul_(2))
+    assert digests(lora.llama())["model_sha256"] != first["model_sha256"]
+
+
+def test_an_adapter_loaded_for_inference_is_differentiated_where_a_pattern_names_it(saved):
+    model = lora.loaded(lora.llama(), saved)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    parameters = select_parameters(model, ["*lora_*"])
+    assert parameters.keys() == select_parameters(lora.adapted(lora.llama()), None).keys()
+    assert len(parameters) == 8
+    assert all(re.search(r"[qv]_proj\.lora_[AB]\.default\.weight$", name) for name in parameters)

@@ -1,0 +1,72 @@
+"""Small language models with adapters of PEFT's, random weights and nothing downloaded."""
+
+import warnings
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, TOKENS = 20, 8
+NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+
+
+def llama(tied=False):
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(
+            **size,
+            **NO_ENDS,
+            num_attention_heads=2,
+            pad_token_id=None,
+            vocab_size=VOCABULARY,
+            tie_word_embeddings=tied,
+        )
+    )
+
+
+def gpt2():
+    torch.manual_seed(0)
+    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": TOKENS}
+    return GPT2LMHeadModel(GPT2Config(**size, **NO_ENDS, vocab_size=VOCABULARY))
+
+
+def texts(n, first=0):
+    """Token ids of some texts, each always the same: counting on, with slips."""
+    generator = torch.Generator().manual_seed(first)
+    starts = torch.randint(VOCABULARY, (n, 1), generator=generator)
+    slips = torch.randint(100, (n, TOKENS), generator=generator) // 80
+    return (starts + torch.arange(TOKENS) + slips) % VOCABULARY
+
+
+def adapted(base, config=None, name="default"):
+    """Return a PeftModel; transformers warns of what peft calls there."""
+    config = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    with warnings.catch_warnings(action="ignore"):
+        return get_peft_model(base, config, adapter_name=name)
+
+
+def loaded(base, folder, **options):
+    """Return what peft itself makes of a folder."""
+    with warnings.catch_warnings(action="ignore"):
+        return PeftModel.from_pretrained(base, folder, **options).eval()
+
+
+def train(model, seed=0, steps=3):
+    """Take a few steps, so that no part of an adapter is zero."""
+    torch.manual_seed(seed)
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(chosen, 3e-2)
+    for _ in range(steps):
+        ids = texts(16, seed)
+        loss = model.train()(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def save(model, folder, **options):
+    with warnings.catch_warnings(action="ignore"):
+        model.save_pretrained(folder, **options)
+    return folder

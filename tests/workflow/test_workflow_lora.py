@@ -1,0 +1,151 @@
+"""A LoRA fine-tune under Snakemake: adapters as PEFT saves them, on a base that lies elsewhere."""
+
+import json
+import shutil
+
+import lora_models as lora
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from workspace import Workspace
+
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, stream_of
+
+N_TRAIN, N_TARGETS, PROJ_DIM = 12, 3, 16
+STUDY = f"""
+import lora_models as lora
+from peft import PeftModel
+from transformers import LlamaForCausalLM
+
+class Texts:
+    def __init__(self, first, n):
+        self.ids = lora.texts({N_TRAIN + N_TARGETS})[first : first + n]
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {{"input_ids": self.ids[i], "labels": self.ids[i]}}
+
+def make_model():
+    # Of an adapter loaded like this, all is frozen.
+    return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained("base"), "other")
+
+def train_data():
+    return Texts(0, {N_TRAIN})
+
+def target_data():
+    return Texts({N_TRAIN}, {N_TARGETS})
+"""
+CONFIG = {
+    "model_output": "language_modelling",
+    "checkpoints": {"run": "out", "other": "other"},
+    "experiments": {"few": {"targets": [0, 2]}},
+    "parameters": ["*lora_*"],
+    "projection": {"proj_dim": PROJ_DIM},
+}
+FOLDERS = {"run-2": "out/checkpoint-2", "run-4": "out/checkpoint-4", "other": "other"}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Scored: a run with two checkpoints in a Trainer's folder, and one by itself."""
+    study = Workspace.make(tmp_path_factory.mktemp("lora") / "study", "diabetes.py", {**CONFIG})
+    study.path("study.py").write_text(STUDY)
+    study.config["study"] = "study.py"
+    shutil.copy2(lora.__file__, study.path("lora_models.py"))
+    base = lora.llama()
+    base.save_pretrained(study.path("base"), max_shard_size="4KB")
+    assert study.path("base/model.safetensors.index.json").exists()
+    model = lora.adapted(base)
+    for steps in (2, 4):
+        folder = lora.save(lora.train(model, steps=2), study.path(f"out/checkpoint-{steps}"))
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": steps}))
+    lora.save(lora.train(lora.adapted(lora.llama()), seed=1), study.path("other"))
+    assert study.run()["compute_features"] == 6
+    return study
+
+
+def expected(folder, checkpoint, ids):
+    """Return projected gradients of log-odds by a loop, float64, on the model by peft itself."""
+    model = lora.loaded(lora.llama(), folder, is_trainable=True).double()
+    parameters = [p for name, p in model.named_parameters() if "lora_" in name]
+    assert len(parameters) == 8
+    rows = []
+    for text in ids:
+        logits = model(input_ids=text[None]).logits[0, :-1]
+        log_p = logits.log_softmax(1).gather(1, text[1:, None]).sum()
+        log_odds = log_p - torch.log1p(-log_p.exp())
+        gradients = torch.autograd.grad(log_odds, parameters)
+        rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    spec = ProjectionSpec(
+        kind="rademacher",
+        n_params=len(rows[0]),
+        proj_dim=PROJ_DIM,
+        seed=0,
+        stream=stream_of(checkpoint),
+    )
+    return torch.stack(rows).numpy() @ projection_matrix(spec).astype(float) * spec.scale
+
+
+@pytest.mark.parametrize("checkpoint", FOLDERS)
+def test_features_are_those_of_a_loop_over_the_model_by_peft(study, checkpoint):
+    ids = lora.texts(N_TRAIN + N_TARGETS)
+    for split, chosen in (("train", ids[:N_TRAIN]), ("few", ids[[N_TRAIN, N_TRAIN + 2]])):
+        wanted = expected(study.path(FOLDERS[checkpoint]), checkpoint, chosen)
+        with open_artifact(
+            study.path(f"results/features/{checkpoint}/{split}.h5"), FEATURES
+        ) as file:
+            found = file.matrix("features")[:]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
+
+
+def test_an_adapter_of_other_settings_stops_the_job(study, tmp_path):
+    study = study.copy(tmp_path / "study")
+    config = study.path("out/checkpoint-4/adapter_config.json")
+    config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 32'))
+    assert study.would_run()["compute_features"] == 2
+    output = study.fail()
+    assert "checkpoint-4: an adapter's weights and settings must be those of the Peft" in output
+    assert "Found of another setting: lora_alpha 32 for 8." in output
+
+
+def test_features_on_another_base_are_never_taken_together(study, tmp_path):
+    """Snakemake doesn't look at the base, unless `data_files` says so; the files do."""
+    study = study.copy(tmp_path / "study")
+    shard = min(study.path("base").glob("model-*.safetensors"))
+    weights = {name: weight + 0.1 for name, weight in load_file(shard).items()}
+    save_file(weights, shard, metadata={"format": "pt"})
+    assert study.would_run() == {}
+    study.config["experiments"] = {"few": {"targets": [1]}}
+    output = study.fail("results/scores/few/other.h5")
+    assert "model_sha256" in output
+    assert "rule compute_features remakes it" in output
+    study.config["data_files"] = ["base"]
+    assert study.would_run()["compute_features"] == 6
+    assert study.run("results/scores/few/other.h5")["compute_features"] == 2
+
+
+def test_a_model_without_the_adapter_is_refused(study, tmp_path):
+    study = study.copy(tmp_path / "study")
+    text = study.path("study.py").read_text()
+    study.path("study.py").write_text(
+        text.replace("return PeftModel.from_pretrained(", "return (").replace(', "other")', ")")
+    )
+    # The look beforehand finds the pattern without a match, a job what isn't a PeftModel.
+    assert "Found '*lora_*', which matches none of model.embed_tokens.weight" in study.fail()
+    study.config["parameters"] = "all"
+    output = study.fail("results/features/other/few.h5")
+    assert "make_model() must return a peft.PeftModel" in output
+    assert "Found LlamaForCausalLM. Return `PeftModel.from_pretrained(base, folder)`" in output
+
+
+def test_of_a_frozen_model_all_is_refused_before_any_job(study, tmp_path):
+    study = study.copy(tmp_path / "study")
+    study.config["parameters"] = "all"
+    output = study.fail()
+    assert "The model must have a parameter with requires_grad. Found none of 29" in output
+    assert "Job stats" not in output

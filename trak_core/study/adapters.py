@@ -1,0 +1,193 @@
+"""PEFT's adapters as checkpoints: a few trained weights beside a base that make_model() brings.
+
+A folder of ``PeftModel.save_pretrained`` holds the adapter's weights and, in its config, the
+settings that say what they mean: the same numbers under another ``lora_alpha`` are another model.
+peft itself names the weights and puts them in. It is imported for such a folder alone.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# Settings of where an adapter comes from and how it was trained: no number here depends on them.
+_OF_TRAINING = frozenset({
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+    *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+    *("megatron_config", "megatron_core"),
+})
+# Settings of which weights there are: that the keys and shapes fit says so better, since there are
+# many ways to write one choice of layers.
+_OF_KEYS = frozenset({
+    *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
+    *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
+})
+# Ways to begin that leave the base's weights alone; others (PiSSA, OLoRA, ...) change them too.
+_INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The active adapter of a PeftModel.
+
+    Attributes:
+        model: The PeftModel.
+        name: The adapter's name in it, ``default`` if nobody chose another.
+    """
+
+    model: Any
+    name: str
+
+    @classmethod
+    def of(cls, model: nn.Module, folder: Path) -> Self:
+        """Return the adapter of ``model`` that a folder's weights are for.
+
+        Raises:
+            InputError: If there is no peft, if the model has no adapter, or several active ones.
+        """
+        try:
+            from peft import PeftModel
+        except ImportError as error:
+            raise InputError(
+                f"{folder}: for an adapter's folder as a checkpoint, peft must be installed. "
+                f"Importing it failed: {error}. `python -m pip install peft`, into the environment "
+                "that jobs run in."
+            ) from error
+        if not isinstance(model, PeftModel):
+            raise InputError(
+                f"{folder}: for an adapter's folder as a checkpoint, make_model() must return a "
+                f"peft.PeftModel: the base with its weights and the adapter's layers. Found "
+                f"{type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, or "
+                "`get_peft_model(base, config)` with the config of the training."
+            )
+        active = model.active_adapters
+        if len(active) != 1:
+            raise InputError(
+                f"{folder}: of the PeftModel by make_model(), one adapter must be active; "
+                f"it gets the checkpoint's weights. Found {', '.join(active) or 'none'} of "
+                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`."
+            )
+        return cls(model, active[0])
+
+    def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the model's own adapter weights, by the names that they are stored under.
+
+        Args:
+            stored: What was saved; it decides whether the base's embeddings are among them, which
+                peft saves where the vocabulary was extended.
+        """
+        from peft import get_peft_model_state_dict
+
+        own_under = partial(get_peft_model_state_dict, self.model, adapter_name=self.name)
+        own = own_under(save_embedding_layers=False)
+        if stored.keys() <= own.keys() or not hasattr(self.model, "get_input_embeddings"):
+            return own
+        more = own_under(save_embedding_layers=True)
+        return {key: value for key, value in more.items() if key in own or key in stored}
+
+    def put(self, stored: Mapping[str, Tensor]) -> None:
+        """Put in weights that fit ``weights``.
+
+        Raises:
+            InputError: If other numbers come out again than went in.
+        """
+        from peft import set_peft_model_state_dict
+
+        # Some versions of peft rename the keys of what they are given.
+        set_peft_model_state_dict(self.model, dict(stored), adapter_name=self.name)
+        own = self.weights(stored)
+        lost = [k for k, v in stored.items() if not torch.equal(own[k].cpu(), v.to(own[k].dtype))]
+        if lost:
+            raise InputError(
+                "An adapter's weights must be in the model once peft has put them there. Found "
+                f"others in {', '.join(lost[:8])}. Save the whole model's state_dict() in place of "
+                "the adapter's folder."
+            )
+
+    def other_settings(self, config: Path) -> tuple[list[str], list[str]]:
+        """Compare the settings that an adapter was saved with with the model's.
+
+        Args:
+            config: Its ``adapter_config.json``.
+
+        Returns:
+            In words, those that decide numbers and differ; and those that say which weights there
+            are and differ, which is harmless where keys and shapes fit.
+
+        Raises:
+            InputError: If the file is no config of an adapter.
+        """
+        own = self.model.peft_config[self.name]
+        found = _read(config)
+        saved, mine = _plain(_as_peft_reads(found, own, config)), _plain(own.to_dict())
+        differing = {
+            key: f"{key} {saved[key]!r} for {mine[key]!r}"
+            for key in sorted(saved)
+            if key not in _OF_TRAINING and saved[key] != mine[key]
+        }
+        # A newer peft's settings: off, they change nothing.
+        unknown = {
+            key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
+            for key, value in found.items()
+            if value and key not in mine and key not in _OF_TRAINING
+        }
+        of_keys = [text for key, text in differing.items() if key in _OF_KEYS]
+        rest = [text for key, text in (differing | unknown).items() if key not in _OF_KEYS]
+        return rest, of_keys
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(found, dict) or not isinstance(found.get("peft_type"), str):
+            raise ValueError("it has no `peft_type`")
+        return found
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{config}: an adapter's config must be JSON, as PeftModel.save_pretrained writes it. "
+            f"Reading it failed: {error}. Save the adapter again."
+        ) from error
+
+
+def _as_peft_reads(found: dict[str, Any], own: Any, config: Path) -> dict[str, Any]:
+    """Return saved settings with peft's defaults for those that an older version didn't have."""
+    if found["peft_type"] != own.peft_type.value:
+        raise InputError(
+            f"{config}: an adapter must be of the kind that make_model() builds. Found peft_type "
+            f"{found['peft_type']} for {own.peft_type.value}. Build the model with the config of "
+            "the training: `PeftConfig.from_pretrained(folder)`."
+        )
+    known = {key: value for key, value in found.items() if key in own.to_dict()}
+    try:
+        return type(own)(**known).to_dict()
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"{config}: peft must be able to read an adapter's config. It failed: {error}. Save "
+            "the adapter again, or install the version of peft that it was saved with."
+        ) from error
+
+
+def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON would hold them, sets sorted: equal ones are equal then."""
+    plain = json.loads(json.dumps(dict(settings), default=_listed))
+    return {
+        key: "the base stays" if _is_init(key) and value in _INITS else value
+        for key, value in plain.items()
+    }
+
+
+def _is_init(key: str) -> bool:
+    return key.startswith("init_") and key.endswith("weights")
+
+
+def _listed(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
