@@ -24,6 +24,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
 from trak_core.study.study import Split, Study
+from trak_core.system.quiet import quiet_libraries
 
 _LABEL_SECONDS = 10.0
 
@@ -160,6 +161,7 @@ def main() -> None:
     # The study's own prints go where notices go: the answer is alone on standard output.
     answer = os.dup(1)
     os.dup2(2, 1)
+    quiet_libraries()
     request = json.load(sys.stdin)
     try:
         sizes = check_study(**(request | {"study_file": Path(request["study_file"])}))

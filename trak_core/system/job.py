@@ -10,6 +10,7 @@ from types import FrameType
 
 from trak_core.errors import InputError
 from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.system.quiet import quiet_libraries
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
@@ -55,6 +56,7 @@ def _say(message: str, terminal: int) -> None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
+    But for progress bars and warnings of the future of other libraries, which come with no news.
     SIGTERM becomes an ordinary end: what was begun is deleted, and the log says so.
 
     Args:
@@ -69,6 +71,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    quiet_libraries()
     try:
         yield
     except Exception as error:
