@@ -123,7 +123,7 @@ def test_a_study_gives_the_files_of_a_local_run(cluster, local, tmp_path):
         "rule_write_report": 1,
     }, output
     found, expected = study.artifacts(), local.artifacts()
-    assert len(found) == 9 + 1 + 1
+    assert len(found) == 9 + 1 + 1 + 1
     assert [name for name in found if found[name] != expected[name]] == []
     assert not list(study.path("results").rglob(".*.part"))
     assert study.run("all") == {}

@@ -26,6 +26,40 @@ def test_everything_goes_to_the_log(tmp_path):
     assert re.fullmatch(r"peak memory: [1-9]\d* MiB", last)
 
 
+WARNED = """import os, warnings, numpy, trak_core
+    warnings.simplefilter('always')
+    for name, module in (('python', os), ('numpy', numpy), ('ours', trak_core)):
+        for kind in (DeprecationWarning, FutureWarning, PendingDeprecationWarning, UserWarning):
+            warnings.warn_explicit(f'by {name}', kind, module.__file__, 1)
+    warnings.warn('by the study', FutureWarning)
+    print(*(os.environ[f'HF_{n}_DISABLE_PROGRESS_BARS'] for n in ('HUB', 'DATASETS')))
+"""
+
+
+def test_what_libraries_tell_their_developers_is_left_out(tmp_path, monkeypatch):
+    """Bars, and warnings of a future version about their own code; what the user set stays."""
+    monkeypatch.delenv("PYTHONWARNINGS", raising=False)
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "0")
+    assert run(WARNED, tmp_path / "a.log").returncode == 0
+    text = (tmp_path / "a.log").read_text()
+    found = re.findall(r"(\w+): by (\w+)", text)
+    ours = ["DeprecationWarning", "FutureWarning", "PendingDeprecationWarning", "UserWarning"]
+    assert found == [
+        ("UserWarning", "python"),
+        ("UserWarning", "numpy"),
+        *((kind, "ours") for kind in ours),
+        ("FutureWarning", "the"),
+    ]
+    assert text.endswith("1 0\n")
+
+
+def test_who_asks_for_warnings_gets_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONWARNINGS", "default")
+    assert run(WARNED, tmp_path / "a.log").returncode == 0
+    assert "FutureWarning: by numpy" in (tmp_path / "a.log").read_text()
+
+
 def test_an_input_error_is_one_message(tmp_path):
     body = "from trak_core.errors import InputError; raise InputError('what to do')"
     result = run(body, tmp_path / "a.log")

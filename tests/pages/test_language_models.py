@@ -1,7 +1,9 @@
 """The page on language models is followed: its study, its command, its code."""
 
+import h5py
 import pandas as pd
 from pages import blocks, follow
+from report_page import Page
 from workspace import Workspace
 
 
@@ -9,10 +11,17 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/language-models.md"
     printed, attributes = follow(page, workspace.folder, monkeypatch)
-    explained, *influences = printed.splitlines()
-    assert explained.startswith("explained: ")
+    influences = printed.splitlines()
     signs = [line[0] for line in influences]
     assert signs == ["+"] * 3 + ["-"] * 3
+    answer = Page(workspace.path("results-manual/answers/five.html").read_text())
+    for line in influences:
+        text = line.split(" ", 1)[1]
+        assert len(text) > 10
+        assert text in answer.text
+    assert "target 40 tokens" in answer.text
+    with h5py.File(workspace.path("results-manual/scores/five.h5")) as file:
+        assert file.attrs["columns"].decode().startswith("label: how many tokens count")
     log = workspace.path("results-manual/logs/train_checkpoint/seed0.log").read_text()
     assert "epoch 4: loss" in log
     # The Trainer's own folders: what the page shows, and the steps they were saved at.

@@ -19,6 +19,7 @@ from pipeline import run_exact_stages, run_stages
 from trak_core import artifacts
 from trak_core.artifacts import KINDS, SCORES, ArtifactError, Kind, create, open_artifact, verify
 from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.draw_influences import draw_influences
 
 # Every kind of file: its name in trak_core.artifacts, and one that the stages wrote.
 FILES = {
@@ -33,6 +34,7 @@ FILES = {
     "RETRAINED": "retrained/0-3.h5",
     "EMBEDDINGS": "embeddings/c0.h5",
     "SELF_INFLUENCE": "self_influence.h5",
+    "ANSWERS": "answers/mine.h5",
     "EVALUATION": "evaluation/mine.h5",
     "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
@@ -80,6 +82,14 @@ def results(tmp_path_factory):
     run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
     run_exact_stages(folder / "exact", *what, model_output="regression")
     distort(folder, study, checkpoints["c0"])
+    draw_influences(
+        figure=folder / "figures/mine.png",
+        answer=folder / "answers/mine.html",
+        texts=folder / FILES["ANSWERS"],
+        scores=folder / "scores/mine.h5",
+        study_file=study,
+        code="code",
+    )
     write_evaluations(folder)
     return folder
 

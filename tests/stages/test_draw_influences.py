@@ -1,12 +1,16 @@
-"""An experiment's figure shows the samples as the page does: one drawing, one print."""
+"""An experiment's figure, answer and texts show the samples as the report does."""
 
 import io
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.image import imread
-from reported import DRAW, HOSTILE, STUDY, finished
+from report_page import Page
+from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, STUDY, check_alone, finished
 
+from trak_core.artifacts import verify
+from trak_core.errors import InputError
 from trak_core.report.examples import EACH, find_examples
 from trak_core.report.figure import influences_figure
 from trak_core.report.numbers import signed
@@ -20,11 +24,27 @@ def results(tmp_path_factory):
     return finished(tmp_path_factory.mktemp("figure"))
 
 
-@pytest.fixture(params=["", DRAW], ids=["printed", "drawn"])
+@pytest.fixture(params=["", DRAW, DESCRIBE], ids=["printed", "drawn", "described"])
 def study_file(request, tmp_path):
-    path = tmp_path / "study.py"
-    path.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + request.param)
+    return study_with(tmp_path, request.param)
+
+
+def study_with(folder, code):
+    path = folder / "study.py"
+    path.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + code)
     return path
+
+
+def draw(results, folder, study_file):
+    """What the job writes: figure, page and table."""
+    files = [folder / "mine.png", folder / "mine.html", folder / "mine.h5"]
+    draw_influences(
+        **dict(zip(("figure", "answer", "texts"), files, strict=True)),
+        scores=results / "scores/mine.h5",
+        study_file=study_file,
+        code="code",
+    )
+    return files
 
 
 def unspaced(text):
@@ -54,19 +74,21 @@ def test_a_figure_shows_what_the_page_shows(results, study_file):
             assert above.startswith(f"{unspaced(title)}label")
             assert above.endswith(more) or (more == "predicted" and more in above)
             if isinstance(sample, str):
-                assert unspaced(axes.texts[0].get_text()) == unspaced(sample)
+                # What fits into a tile.
+                shown, _, cut = unspaced(axes.texts[0].get_text()).rpartition("...")
+                assert unspaced(sample).startswith(shown) if shown else cut == unspaced(sample)
             else:
                 pixels = imread(io.BytesIO(sample.data), format=sample.kind)
                 assert np.array_equal(axes.images[0].get_array(), pixels)
 
 
-def test_the_same_scores_give_the_same_picture(results, study_file, tmp_path):
-    files = [tmp_path / name for name in ("one.png", "two.png")]
-    for file in files:
-        draw_influences(figure=file, scores=results / "scores/mine.h5", study_file=study_file)
-    one, two = (file.read_bytes() for file in files)
-    assert one == two
-    assert imread(io.BytesIO(one), format="png").ndim == 3
+def test_the_same_scores_give_the_same_files(results, study_file, tmp_path):
+    (tmp_path / "two").mkdir()
+    one = draw(results, tmp_path, study_file)
+    two = draw(results, tmp_path / "two", study_file)
+    for first, second in zip(one, two, strict=True):
+        assert first.read_bytes() == second.read_bytes()
+    assert imread(one[0], format="png").ndim == 3
 
 
 def test_text_of_users_is_no_formula(results, tmp_path):
@@ -76,5 +98,81 @@ def test_text_of_users_is_no_formula(results, tmp_path):
     for rows in ("[:20]", "[20:]"):
         text = text.replace(f"TensorDataset(x{rows}, y{rows})", f"list(zip(x_data{rows}, y{rows}))")
     study.write_text(text)
-    draw_influences(figure=tmp_path / "a.png", scores=results / "scores/mine.h5", study_file=study)
-    assert (tmp_path / "a.png").stat().st_size > 0
+    figure, *_ = draw(results, tmp_path, study)
+    assert figure.stat().st_size > 0
+
+
+def test_an_answer_is_one_page_with_all_that_it_needs(results, study_file, tmp_path):
+    _, answer, _ = draw(results, tmp_path, study_file)
+    page = Page(answer.read_text())
+    check_alone(page)
+    assert "Experiment mine: which training examples made these predictions?" in page.text
+    assert "Which of 20 training examples pushed the prediction of 4 targets up" in page.text
+    assert "projection rademacher, to 8 numbers; damping 0.5" in page.text
+    assert "not shown here" not in page.text
+    scores = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    for target, mine in scores.groupby("target_id"):
+        about = page.text[page.text.index(f"target {target} label") :].partition("target ")[2]
+        block = about.split("target ", 1)[0]
+        # Pictures take room, so that there are fewer.
+        kept = mine[mine["rank"] <= (EACH if "draw(" in study_file.read_text() else 10)]
+        for row in kept.itertuples():
+            assert signed(row.score) in block
+            assert f"train {row.train_id} label" in block
+
+
+def test_odd_texts_are_read_as_they_are(results, tmp_path):
+    study = Study.load(study_with(tmp_path, DESCRIBE))
+    _, answer, texts = draw(results, tmp_path, study.path)
+    markup = answer.read_text()
+    assert "<script" not in markup
+    page = Page(markup)
+    # Whole lines and longer texts than in the table.
+    assert "W" * 1000 + " ..." in page.text
+    shown = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]
+    assert all(a["dir"] == "auto" for a in shown)
+    verify(texts)
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    train = pd.read_hdf(texts, "train")
+    assert set(train["id"]) == set(top["train_id"])
+    expected = ODD_TEXTS | {"": ""}
+    split = study.split("train", None)
+    for sample_id, text in zip(train["id"], train["text"], strict=True):
+        said = study.describe(sample_id, split.samples[split.ids.index(sample_id)])
+        assert text == expected[said]
+        assert (text or "(an empty text)") in page.text or text.startswith("W")
+    targets = pd.read_hdf(texts, "targets", where='id == "plain"')
+    assert targets["text"].tolist() == [expected[list(ODD_TEXTS)[23 % len(ODD_TEXTS)]]]
+
+
+def test_a_study_without_describe_has_what_is_printed(results, tmp_path):
+    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, ""))
+    page = Page(answer.read_text())
+    for text in pd.read_hdf(texts, "train")["text"]:
+        assert text.startswith("[")
+        assert text in page.text
+
+
+def test_targets_left_out_of_an_answer_are_said_to_be(results, tmp_path, monkeypatch):
+    monkeypatch.setattr("trak_core.report.examples._TARGETS", 1)
+    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DESCRIBE))
+    page = Page(answer.read_text())
+    assert "3 targets more not shown here: scores/mine.h5 has the scores of all" in page.text
+    assert page.text.count("Most helpful") == 1
+    assert len(pd.read_hdf(texts, "targets")) == 4
+
+
+def test_pictures_have_their_texts_below(results, tmp_path):
+    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DRAW + DESCRIBE))
+    page = Page(answer.read_text())
+    check_alone(page)
+    assert len(page.all("img")) > 4
+    shown = [text for text in pd.read_hdf(texts, "targets")["text"] if text]
+    assert [text for text in shown if text not in page.text] == []
+
+
+def test_a_describe_that_fails_later_names_the_sample(results, tmp_path):
+    study = study_with(tmp_path, "\ndef describe(sample):\n    return None\n")
+    with pytest.raises(InputError, match=r"describe\(\) must return a str, .* NoneType for sample"):
+        draw(results, tmp_path, study)
+    assert not (tmp_path / "mine.png").exists()

@@ -13,7 +13,17 @@ import pytest
 import torch
 from matplotlib.pyplot import imread
 from report_page import Page
-from reported import DRAW, HOSTILE, STUDY, check_alone, config_of, finished, write
+from reported import (
+    DESCRIBE,
+    DRAW,
+    HOSTILE,
+    ODD_TEXTS,
+    STUDY,
+    check_alone,
+    config_of,
+    finished,
+    write,
+)
 
 from trak_core.artifacts import ArtifactError
 from trak_core.report.examples import EACH
@@ -139,6 +149,21 @@ def test_a_study_that_draws_has_pictures(results, tmp_path):
     for picture in pictures:
         kind, data = re.fullmatch(r"data:image/(\w+);base64,(.*)", picture["src"]).groups()
         assert imread(io.BytesIO(base64.b64decode(data)), format=kind).ndim == 3
+
+
+def test_a_study_that_describes_has_texts(results, tmp_path):
+    study = tmp_path / "described.py"
+    study.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + DESCRIBE)
+    markup = write(results, study=study)
+    assert "<script" not in markup
+    page = Page(markup)
+    check_alone(page)
+    shown = [i for i, (name, a) in enumerate(page.elements) if a.get("class") == "words"]
+    assert len(shown) > 4
+    found = [text for text in ODD_TEXTS.values() if text in page.text]
+    assert len(found) > len(ODD_TEXTS) / 2
+    assert "W" * 201 not in page.text
+    assert not re.search(r"label \S+ \[\S+, ", page.text)
 
 
 def test_scores_of_an_earlier_version_are_refused(results, tmp_path):

@@ -8,10 +8,13 @@ import pytest
 import torch
 from matplotlib.pyplot import imread
 
+from trak_core.model_outputs.table import TABLE
 from trak_core.report.examples import targets_shown
 from trak_core.report.numbers import number, plural, signed
 from trak_core.report.samples import drawn, printed
+from trak_core.report.texts import readable
 from trak_core.report.timings import read_timings
+from trak_core.report.words import of_target, of_training_sample
 
 
 def decoded(picture):
@@ -79,6 +82,39 @@ def test_numbers_read_well(value, text):
 def test_scores_have_their_sign():
     found = [signed(value) for value in (0.0123, 0.0, -4.56)]
     assert found == ["+0.012", "0", "\N{MINUS SIGN}4.6"]
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "train"),
+    [
+        ("image_classification", "label 8, predicted 20.5", "label 8"),
+        ("text_classification", "label 8, predicted 20.5", "label 8"),
+        ("regression", "label 8, predicted 20.5", "label 8"),
+        ("language_modelling", "tokens 8, right 20.5", "tokens 8"),
+        ("segmentation", "pixels 8, right 20.5", "pixels 8"),
+        ("clip", "told apart 20.5", ""),
+    ],
+)
+def test_numbers_of_tokens_and_pixels_are_not_called_labels(output, target, train):
+    about = TABLE[output]
+    assert of_target({"label": 8, "prediction": 20.5}, about) == target
+    assert of_training_sample({"train_label": 8}, about) == train
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("four", "four"),
+        ("fives", "five ..."),
+        ("one\n\n\n\ntwo", "one ..."),
+        ("\0" * 70 + "pad", "pad"),
+        ("\0" * 90 + "pad", " ..."),
+        ("\ta", " ..."),
+    ],
+)
+def test_the_beginning_of_a_text(text, shown):
+    assert readable(text, 4) == shown
 
 
 def test_plurals():

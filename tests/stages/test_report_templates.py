@@ -28,5 +28,5 @@ def test_nothing_but_the_style_is_taken_for_markup():
     found = {path.name: path.read_text() for path in TEMPLATES.rglob("*.j2")}
     assert len(found) > 10
     taken = {name: n for name, text in found.items() if (n := len(re.findall(r"\|\s*safe", text)))}
-    assert taken == {"page.html.j2": 1}
+    assert taken == {"head.html.j2": 1}
     assert not [name for name, text in found.items() if "autoescape" in text]

@@ -209,6 +209,7 @@ def _averaged(results, spec, checkpoint_scores, features, top, memory_mb) -> Pat
         features=features,
         spec=spec,
         defaults="",
+        columns=TABLE[spec.features.model_output].columns,
         top=top,
         code="code",
         memory_mb=memory_mb,

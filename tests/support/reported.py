@@ -47,6 +47,31 @@ def draw(axes, sample):
 """
 
 
+# What pages, pictures and tables of text might trip over, and what is left of each.
+ODD_TEXTS = {
+    "": "(an empty text)",
+    "pad\0ded\0\0": "padded",
+    "$x^{$ \\frac {{ 7 * 7 }} {% raw %}": "$x^{$ \\frac {{ 7 * 7 }} {% raw %}",
+    "</span><script>alert(3)</script>&amp;<!--": "</span><script>alert(3)</script>&amp;<!--",
+    "\u202eturned \u2067round": "turned round",
+    "مرحبا بالعالم": "مرحبا بالعالم",
+    "W" * 5000: "W" * 200 + " ...",
+    "one\r\n\n\n\n\ttwo  \n": "one two",
+    "half \ud83d of a pair": "half \N{REPLACEMENT CHARACTER} of a pair",
+    "\x1b[31mred\x1b[0m": "[31mred[0m",
+    "漢字 👩\u200d👧": "漢字 👩\u200d👧",
+    "nan": "nan",
+}
+
+DESCRIBE = f"""
+ODD = {list(ODD_TEXTS)!r}
+
+def describe(sample):
+    here = int((x == sample[0]).all(1).nonzero()[0])
+    return ODD[here % len(ODD)]
+"""
+
+
 def finished(folder):
     """Scores of a study with two checkpoints, four targets, and everything a report reads."""
     study = folder / "a<b>&'study.py"

@@ -85,6 +85,15 @@ STUDIES = {
         ("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
         r"Calling the model with one sample of shapes \(1, 10\) failed: RuntimeError",
     ),
+    "describe fails": (
+        ("def make_model", "def describe(sample):\n    return sample['text']\n\n\ndef make_model"),
+        r"train_data\(\): .*describe\(\) of sample 0 must end without an error\. Found TypeError"
+        r": .*line \d+, in describe",
+    ),
+    "describe returns a number": (
+        ("def make_model", "def describe(sample):\n    return len(sample)\n\n\ndef make_model"),
+        r"describe\(\) must return a str, .* Found int for sample 0",
+    ),
     "import fails": (
         ("import torch\n", "import torch\nimport no_such_module\n"),
         r"the study's file must end without an error\. Found ModuleNotFoundError: .*"

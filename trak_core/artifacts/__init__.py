@@ -10,6 +10,7 @@ ordinary chunked dataset, ``<key>/block0_values``; they are written block by blo
 from trak_core.artifacts._belong import check_splits, check_together
 from trak_core.artifacts._foreign import read_frame
 from trak_core.artifacts._format import (
+    ANSWERS,
     CHECKPOINT_SCORES,
     DISTORTION,
     EMBEDDINGS,
@@ -33,6 +34,7 @@ from trak_core.artifacts._read import Artifact, open_artifact, verify
 from trak_core.artifacts._write import Writer, create
 
 __all__ = [
+    "ANSWERS",
     "CHECKPOINT_SCORES",
     "DISTORTION",
     "EMBEDDINGS",

@@ -78,6 +78,7 @@ DISTORTION = Kind(
 )
 RETRAINED = Kind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = Kind("trak-embeddings", ("train", "targets"), "compute_embeddings")
+ANSWERS = Kind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = Kind("trak-self-influence", ("train",), "compute_self_influence")
 EVALUATION = Kind("trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores")
 FLIPPED = Kind("trak-evaluation", ("train", "detection"), "find_flipped")
@@ -85,7 +86,7 @@ REMOVALS = Kind("trak-evaluation", ("summary", "targets"), "compare_removals")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS),
     *(EVALUATION, FLIPPED, REMOVALS),
 )
 

@@ -158,6 +158,8 @@ def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]
             rows,
             format="table",
             data_columns=searchable,
+            # pandas 2 reads back what equals it as missing: not a text, nor an id, has one.
+            nan_rep="\x1a",
             index=False,
             track_times=False,
             complib="zlib",

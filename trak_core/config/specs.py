@@ -55,6 +55,11 @@ class Specs:
     defaults: str = ""
 
     @property
+    def columns(self) -> str:
+        """What tables say of samples, in plain words."""
+        return TABLE[self.config["model_output"]].columns
+
+    @property
     def is_exact(self) -> bool:
         """Whether scores come without a projection."""
         return self.config["projection"] == EXACT

@@ -23,6 +23,9 @@ class About:
         name: In plain words, with an article.
         unit: Of its numbers.
         meaning: What a larger one says, after "the larger f, ".
+        label: What tables hold of a sample as ``label``, in a word; empty where that says nothing.
+        prediction: Likewise, as ``prediction``.
+        columns: Both, for who reads the tables.
         load: Returns the model output. Where ``needs_pairs``, of embeddings of the others' images
             and texts, (others, d) each, and the factor of inner products.
         labels_are_classes: Whether a sample has one label out of a few.
@@ -39,6 +42,9 @@ class About:
     name: str
     unit: str
     meaning: str
+    label: str = "label"
+    prediction: str = "predicted"
+    columns: str = "label: the sample's own; prediction: what the model says in its place"
     load: "Callable[..., ModelOutput]"
     labels_are_classes: bool = False
     weight_is_probability: bool
@@ -96,6 +102,9 @@ TABLE: dict[str, About] = {
         name="the log-odds of the whole text",
         unit=_LOG_ODDS,
         meaning="the likelier the model finds the text",
+        label="tokens",
+        prediction="right",
+        columns="label: how many tokens count; prediction: how many of them the model gets right",
         load=_language_modelling,
         weight_is_probability=True,
     ),
@@ -111,6 +120,9 @@ TABLE: dict[str, About] = {
         name="the mean log-odds of the pixels' labels",
         unit=f"{_LOG_ODDS}, of one pixel",
         meaning="the surer the model is of the pixels' own labels",
+        label="pixels",
+        prediction="right",
+        columns="label: how many pixels count; prediction: how many of them the model gets right",
         load=_segmentation,
         weight_is_probability=True,
     ),
@@ -119,6 +131,10 @@ TABLE: dict[str, About] = {
         unit="two log-odds, log(p / (1 - p)), added up: of the text among texts for this image, "
         "and of the image among images for this text; 0 is a coin toss",
         meaning="the better image and text fit each other, beside others",
+        label="",
+        prediction="told apart",
+        columns="label: 1; prediction: 1 where the pair is likelier than all others together, both "
+        "ways, else 0",
         load=_clip,
         weight_is_probability=True,
         needs_pairs=True,

@@ -40,6 +40,7 @@ class Experiment:
         targets: One a target: id, label, prediction, output, output_sd.
         strongest: The first rows of ``top_influences`` (train_id, train_label, score) by target
             and sign, for the targets that are shown.
+        influential: Ids of all training samples in ``top_influences``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Experiment:
     defaults: str
     targets: Sequence[Row]
     strongest: Mapping[tuple[Any, int], Sequence[Row]]
+    influential: Sequence[Any] = ()
 
     @property
     def checkpoints(self) -> list[str]:

@@ -65,6 +65,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Exper
         defaults=defaults,
         targets=_rows(targets),
         strongest=strongest,
+        influential=influences["train_id"].unique().tolist(),
     )
 
 

@@ -1,4 +1,4 @@
-"""One sample for the eye: drawn by the study, or printed."""
+"""One sample for the eye: drawn by the study, or printed where that says nothing of it."""
 
 import base64
 import io
@@ -26,12 +26,14 @@ class Picture:
         data: The file's bytes.
         width: In CSS pixels.
         height: Likewise.
+        text: What stands below it: what the study's ``describe`` says, if it has one.
     """
 
     kind: str
     data: bytes
     width: int
     height: int
+    text: str = ""
 
     @property
     def src(self) -> str:

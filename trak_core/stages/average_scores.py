@@ -126,6 +126,7 @@ def average_scores(
     features: Sequence[Path],
     spec: ScoresSpec,
     defaults: str,
+    columns: str,
     top: int,
     code: str,
     memory_mb: int,
@@ -138,6 +139,7 @@ def average_scores(
         features: Their training features, where only the solved targets were kept; else empty.
         spec: What decides the numbers: of all checkpoints.
         defaults: What the config left open of scoring, in words; empty for nothing.
+        columns: What labels and predictions are, in words.
         top: Influences of either sign kept for each target.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.
@@ -187,6 +189,7 @@ def average_scores(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"
             ),
+            columns=columns,
             defaults=defaults or "none: the config says everything",
             n_checkpoints=len(parts),
             n_runs=len(ends),

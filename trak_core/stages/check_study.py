@@ -23,7 +23,8 @@ from trak_core.gradients import as_batch, check_labels, count_classes, n_params,
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
-from trak_core.study.study import Split, Study
+from trak_core.study.study import Split, Study, users_code
+from trak_core.system.quiet import quiet_libraries
 
 _LABEL_SECONDS = 10.0
 
@@ -144,6 +145,10 @@ def check_study(
             _check_weighting(weighting, model_output, output)
             n_classes = count_classes(model, output, split.batch(0, 1), device)
             _check_split(split, output, n_classes)
+            if study.has("describe"):
+                with users_code(f"reading sample {split.ids[0]}"):
+                    sample = split.samples[0]
+                study.describe(split.ids[0], sample)
         except InputError as error:
             raise InputError(f"{study_file}, {where}: {error}") from error
         if shards[name] > len(split.ids):
@@ -160,6 +165,7 @@ def main() -> None:
     # The study's own prints go where notices go: the answer is alone on standard output.
     answer = os.dup(1)
     os.dup2(2, 1)
+    quiet_libraries()
     request = json.load(sys.stdin)
     try:
         sizes = check_study(**(request | {"study_file": Path(request["study_file"])}))

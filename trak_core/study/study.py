@@ -8,6 +8,7 @@ Its functions, each without arguments unless said otherwise:
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
     train(**arguments)       optional: trains and returns a model; arguments come from the config
     draw(axes, sample)       optional: draws one sample into matplotlib axes
+    describe(sample)         optional: returns one sample as a text to read
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
 named arguments, and the label as `labels`. Image-text pairs have no label.
@@ -257,6 +258,22 @@ class Study:
                 f"{type(model).__name__}."
             )
         return model
+
+    def describe(self, sample_id: int | str, sample: Any) -> str:
+        """Return the study's own words for a sample, as they are.
+
+        Raises:
+            InputError: If describe() fails, or returns anything but a str.
+        """
+        function = self.function("describe")
+        with users_code(f"{self.path}: describe() of sample {sample_id}"):
+            text = function(sample)
+        if not isinstance(text, str):
+            raise InputError(
+                f"{self.path}: describe() must return a str, the sample as a text to read. Found "
+                f"{type(text).__name__} for sample {sample_id}."
+            )
+        return text
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return the training samples, or the targets of an experiment.

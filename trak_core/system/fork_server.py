@@ -31,6 +31,7 @@ from typing import Any
 
 from trak_core.system.door import run
 from trak_core.system.job import logged_to
+from trak_core.system.quiet import quiet_libraries
 
 # Of the environment, what a shell or Snakemake sets anew for every job, and no library is made by.
 OWN = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
@@ -205,6 +206,7 @@ def main() -> None:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
         listener.bind(path)
         listener.listen(1024)
+        quiet_libraries()
         terminal = os.dup(2)
         os.dup2(1, 2)  # a job's log is where an import says something
         for name in modules:

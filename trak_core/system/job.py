@@ -11,6 +11,7 @@ from types import FrameType
 
 from trak_core.errors import InputError
 from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.system.quiet import quiet_libraries
 
 # Snakemake's own measurements are of the process that it started, which may wait for another.
 PEAK = "peak memory: "
@@ -68,6 +69,7 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
+    But for progress bars and warnings of the future of other libraries, which come with no news.
     SIGTERM becomes an ordinary end: what was begun is deleted, and the log says so. The last line
     of a job that ended well is its peak memory.
 
@@ -83,6 +85,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    quiet_libraries()
     try:
         yield
         peak = _peak_mib()

@@ -24,6 +24,7 @@ rule average_scores:
         code=code_of("average_scores"),
         spec=scores_spec,
         defaults=specs.defaults,
+        columns=specs.columns,
         top=scoring["top"],
     message:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
@@ -36,6 +37,8 @@ rule draw_influences:
         scores="<results>/scores/{experiment}.h5",
     output:
         figure="<results>/figures/{experiment}.png",
+        answer="<results>/answers/{experiment}.html",
+        texts="<results>/answers/{experiment}.h5",
     log:
         "<results>/logs/draw_influences/{experiment}.log",
     benchmark:
@@ -51,7 +54,7 @@ rule draw_influences:
         digest=specs.study_digest,
         study_file=config["study"],
     message:
-        "Drawing the influences on experiment {wildcards.experiment}: {output.figure}"
+        "Drawing the influences on experiment {wildcards.experiment}: {output.answer}"
     script:
         "../scripts/stage.py"
 
