@@ -59,8 +59,12 @@ def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
         cwd=folder,
         env=os.environ | _ONE_THREAD,
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
     )
+    assert server.stdout is not None
+    # It listens before it imports: jobs that come meanwhile wait for it.
+    server.stdout.read(1)
+    server.stdout.close()
     atexit.register(lambda: server.stdin and server.stdin.close())
 
 
