@@ -122,9 +122,8 @@ def compute_features(
     print(f"{chunk} samples at once, about {taken:.3g} MiB together", flush=True)
     if samples.lengths is not None:
         most = min(batch_size, room.most(needed.shortest))
-        print(
-            f"texts of {needed.shortest} to {needed.longest} tokens: of the shortest {most} at once"
-        )
+        lengths = f"{needed.shortest} to {needed.longest} tokens"
+        print(f"texts of {lengths}: {most} of the shortest at once", flush=True)
 
     def computed(first: int, last: int) -> list[Tensor]:
         """Return the features of some samples to be stored, and what goes with each sample."""
@@ -151,8 +150,8 @@ def compute_features(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
         )
         chunks = in_chunks(computed, len(ids), samples.batches_of(batch_size, room))
-        taken = with_progress(chunks, len(ids), "samples")
-        for first, last, (stored, *columns) in samples.in_order(taken):
+        done = with_progress(chunks, len(ids), "samples")
+        for first, last, (stored, *columns) in samples.in_order(done):
             rows[first:last] = stored.numpy()
             # Not a list of parts: small tensors that stay between large ones that go waste memory.
             kept = kept or [column.new_empty(len(ids)) for column in columns]

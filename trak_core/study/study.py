@@ -10,7 +10,7 @@ Its functions, each without arguments unless said otherwise:
     draw(axes, sample)       optional: draws one sample into matplotlib axes
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
-named arguments, and the label as `labels`. Image-text pairs have no label. All samples have the same
+named arguments, and the label as `labels`. Image-text pairs have no label. Samples have the same
 shapes, but texts of a language model: these may differ in their number of tokens.
 """
 
