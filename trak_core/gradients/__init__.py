@@ -6,9 +6,11 @@ pass (``gradients_at_once``), or sample by sample where a model's graph can't be
 goes to a consumer, ``models.projected`` for one.
 """
 
+from trak_core.gradients._alike import Shapes, shapes_of
 from trak_core.gradients._apart import check_samples_apart
 from trak_core.gradients._at_once import gradients_at_once
 from trak_core.gradients._batch import Batch, Samples, as_batch
+from trak_core.gradients._by_length import MemoryByLength, Room, memory_by_length
 from trak_core.gradients._call import call
 from trak_core.gradients._chunks import SampleMemory, in_chunks, sample_memory, samples_that_fit
 from trak_core.gradients._columns import columns_of
@@ -19,6 +21,7 @@ from trak_core.gradients._finite import (
     refuse_not_finite,
 )
 from trak_core.gradients._formed import formed_gradients
+from trak_core.gradients._joined import joined
 from trak_core.gradients._labels import check_labels, count_classes
 from trak_core.gradients._method import GradientMethod, gradient_method
 from trak_core.gradients._one_by_one import gradients_one_by_one
@@ -35,9 +38,12 @@ from trak_core.gradients._per_sample import (
 __all__ = [
     "Batch",
     "GradientMethod",
+    "MemoryByLength",
     "PerSample",
+    "Room",
     "SampleMemory",
     "Samples",
+    "Shapes",
     "as_batch",
     "as_blocks",
     "beside_gradient",
@@ -56,10 +62,13 @@ __all__ = [
     "graph_to",
     "in_chunks",
     "in_evaluation_mode",
+    "joined",
+    "memory_by_length",
     "n_params",
     "per_sample",
     "refuse_not_finite",
     "sample_memory",
     "samples_that_fit",
     "select_parameters",
+    "shapes_of",
 ]

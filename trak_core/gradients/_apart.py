@@ -96,7 +96,7 @@ def _first_difference(found: Iterable[_Call], expected: Iterable[_Call], allowed
 
 def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
     """Return the layer in which a batch's first sample differs from itself alone."""
-    alone, failed = _calls(model, batch.rows(slice(0, 1)))
+    alone, failed = _calls(model, _alone(batch, 0))
     if failed is not None:
         return failed
     together, _ = _calls(model, batch)
@@ -106,6 +106,11 @@ def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
 
     rows = ((name, first_rows(given), first_rows(result)) for name, given, result in together)
     return _first_difference(rows, alone, allowed)
+
+
+def _alone(batch: Batch, i: int) -> Batch:
+    """Return one sample as it is in the batch, padding and all."""
+    return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
@@ -118,7 +123,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 
     Raises:
         InputError: If f of a sample depends on the others, or changes from call to call; it names
-            the layer where that begins.
+            the layer where that begins. If f of a text depends on its padding.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -137,7 +142,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 "Switch its randomness off where `module.training` is False."
             )
         try:
-            parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
+            parts = [_run(model, output, _alone(batch, i)) for i in range(len(batch))]
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             alone, reason = None, f"it fails: {(str(error).splitlines() or [''])[0]}"
         else:
@@ -152,6 +157,24 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 "`track_running_stats=True`; a loss or normalization across the batch has no "
                 "per-sample gradient."
             )
+        if batch.lengths is not None:
+            _check_padding(model, output, batch, together, tolerance)
+
+
+def _check_padding(
+    model: nn.Module, output: ModelOutput, batch: Batch, padded: Tensor, tolerance: Tensor
+) -> None:
+    """Compare f of padded texts with f of the texts as they are."""
+    parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
+    as_it_is = torch.cat([value for value, _ in parts])
+    if not _close(padded, as_it_is, tolerance):
+        difference = float((padded - as_it_is).abs().nan_to_num(torch.inf).max())
+        raise InputError(
+            "The model output of a text must not depend on padding: texts of different lengths are "
+            f"padded on the right. Found that f differs by up to {difference:.2g} between texts "
+            "padded and as they are. A model whose tokens see those that follow must take an input "
+            "`attention_mask`, and leave out what it says; or give texts of one length."
+        )
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: Tensor) -> bool:

@@ -18,24 +18,54 @@ class Batch:
         args: The model's positional arguments.
         kwargs: Its named arguments.
         labels: Shape (batch, ...); ones where the model output needs no label.
+        lengths: Tokens of each text, shape (batch,), where shorter ones are padded on the right;
+            else None.
+        along: Names of the inputs (see ``tensors``) that are padded with the labels: those with a
+            row a token, in the second dimension.
     """
 
     args: tuple[Tensor, ...]
     kwargs: dict[str, Tensor]
     labels: Tensor
+    lengths: Tensor | None = None
+    along: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with a function applied to every tensor."""
+        """Return the batch with a function applied to every tensor, which keeps lengths true."""
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
-        return Batch(tuple(map(function, self.args)), kwargs, function(self.labels))
+        lengths = None if self.lengths is None else function(self.lengths)
+        args = tuple(map(function, self.args))
+        return Batch(args, kwargs, function(self.labels), lengths, self.along)
 
     def rows(self, which: slice | Tensor) -> "Batch":
-        """Return some of the samples."""
-        return self.mapped(lambda tensor: tensor[which])
+        """Return some of the samples, padded no further than the longest of them."""
+        chosen = self.mapped(lambda tensor: tensor[which])
+        if chosen.lengths is None or not len(chosen):
+            return chosen
+        return chosen.cut(int(chosen.lengths.max()))
+
+    def cut(self, length: int) -> "Batch":
+        """Return texts that have ``lengths`` without the tokens from ``length`` on."""
+        assert self.lengths is not None
+        inputs = {
+            name: tensor[:, :length] if name in self.along else tensor
+            for name, tensor in self.tensors()
+        }
+        lengths = self.lengths.clamp(max=length)
+        return self.with_inputs(inputs, self.labels[:, :length], lengths)
+
+    def with_inputs(
+        self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
+    ) -> "Batch":
+        """Return a batch whose inputs are told apart in the same way; see ``tensors``."""
+        tensors = list(inputs.values())
+        n_args = len(self.args)
+        kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
+        return Batch(tuple(tensors[:n_args]), kwargs, labels, lengths, self.along)
 
     def given_to(self, model: nn.Module) -> object:
         """Return what the model returns; it gets copies, for it may write into its inputs."""

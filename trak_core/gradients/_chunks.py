@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import TypeVar
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.gradients._batch import Samples, as_batch
+from trak_core.gradients._batch import Batch, Samples, as_batch
+from trak_core.gradients._joined import joined
 from trak_core.gradients._per_sample import differentiating
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.contributions import PIECE
@@ -75,10 +77,8 @@ def sample_memory(
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # Two samples, so that it can be seen which gradients arrive as rows; and storages of their own,
-    # since what is kept is counted by whole storages.
-    pair = as_batch(samples, output).mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
-    pair = pair.mapped(torch.clone)
+    # Two samples, so that it can be seen which gradients arrive as rows.
+    pair = _pair(as_batch(samples, output))
     with (
         differentiating(model, parameters.values()),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
@@ -95,6 +95,43 @@ def sample_memory(
     return SampleMemory(activations, gradients)
 
 
+def _pair(batch: Batch) -> Batch:
+    """Return the first sample twice, in storages of their own: what is kept is counted by those.
+
+    Of a text that others are padded beside, the second is shorter: models take other ways then.
+    """
+    if batch.lengths is None:
+        pair = batch.mapped(lambda tensor: tensor[:1].expand(2, *tensor.shape[1:]))
+    else:
+        one = batch.rows(slice(0, 1))
+        pair = joined([one, one.cut(max(1, one.labels.shape[1] - 1))])
+    return pair.mapped(torch.clone)
+
+
+def budget_bytes(device: torch.device, memory_mb: int) -> int:
+    """Return what a batch may take: on CUDA four fifths of the free memory, else ``memory_mb``."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+    return memory_mb * 2**20
+
+
+def check_fits(needed: SampleMemory, device: torch.device, memory_mb: int) -> None:
+    """Make sure that one sample fits; see ``samples_that_fit``.
+
+    Raises:
+        InputError: If it does not.
+    """
+    budget = budget_bytes(device, memory_mb)
+    if needed.of(1) > budget:
+        is_cuda = device.type == "cuda"
+        what = "The GPU's free memory" if is_cuda else "compute.memory_mb"
+        remedy = "Use a larger GPU" if is_cuda else "Raise it"
+        raise InputError(
+            f"{what} must hold the gradient of one sample: about {-(-needed.of(1) // 2**20)} MiB. "
+            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`."
+        )
+
+
 def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
     """Return how many samples fit, at least one.
 
@@ -106,29 +143,19 @@ def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int)
     Raises:
         InputError: If one sample does not fit.
     """
-    if device.type == "cuda":
-        budget = torch.cuda.mem_get_info(device)[0] * 4 // 5
-        what, remedy = "The GPU's free memory", "Use a larger GPU"
-    else:
-        budget = memory_mb * 2**20
-        what, remedy = "compute.memory_mb", "Raise it"
-    if needed.of(1) > budget:
-        raise InputError(
-            f"{what} must hold the gradient of one sample: about {-(-needed.of(1) // 2**20)} MiB. "
-            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`."
-        )
-    return needed.most(budget)
+    check_fits(needed, device, memory_mb)
+    return needed.most(budget_bytes(device, memory_mb))
 
 
 def in_chunks(
-    compute: Callable[[int, int], T], n_samples: int, chunk: int
+    compute: Callable[[int, int], T], n_samples: int, chunk: int | Callable[[int], int]
 ) -> Iterator[tuple[int, int, T]]:
     """Compute chunks of samples, and halve the chunk for good whenever memory runs out.
 
     Args:
         compute: From start and stop to a result.
         n_samples: How many there are.
-        chunk: How many at once at first.
+        chunk: How many at once at first; or from where on to how many, at least one.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
@@ -136,9 +163,10 @@ def in_chunks(
     Raises:
         InputError: If memory runs out for a single sample.
     """
-    start = 0
+    start, share = 0, Fraction(1)
     while start < n_samples:
-        stop = min(start + chunk, n_samples)
+        most = chunk(start) if callable(chunk) else chunk
+        stop = min(start + max(1, int(share * most)), n_samples)
         try:
             result = compute(start, stop)
         except Exception as error:
@@ -151,8 +179,9 @@ def in_chunks(
                     f"{found} Give the job more memory (on a cluster by "
                     "--set-resources RULE:mem_mb=...), or choose fewer `parameters`."
                 ) from error
-            chunk = (stop - start) // 2
-            print(f"Notice: out of memory; going on with {chunk} samples at once.", flush=True)
+            half = (stop - start) // 2
+            share = Fraction(half, most)
+            print(f"Notice: out of memory; going on with {half} samples at once.", flush=True)
         else:
             yield start, stop, result
             start = stop

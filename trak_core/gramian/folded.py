@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, Samples, as_batch, graph_to
+from trak_core.gradients import Batch, Samples, as_batch, graph_to, joined
 from trak_core.gramian.parameters import parameter_gramian
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.one_pass.rules import MixedSamplesError
@@ -94,22 +94,13 @@ def _starts(batches: Sequence[Batch]) -> list[int]:
     return starts
 
 
-def _joined(batches: Sequence[Batch]) -> Batch:
-    args = zip(*(batch.args for batch in batches), strict=True)
-    return Batch(
-        tuple(torch.cat(tensors) for tensors in args),
-        {name: torch.cat([batch.kwargs[name] for batch in batches]) for name in batches[0].kwargs},
-        torch.cat([batch.labels for batch in batches]),
-    )
-
-
 def _gramian_of(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     output: ModelOutput,
     batches: Sequence[Batch],
 ) -> np.ndarray:
-    batch = _joined(batches)
+    batch = joined(batches)
     with graph_to(model, parameters.values()):
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)

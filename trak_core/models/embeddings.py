@@ -12,7 +12,8 @@ from trak_core.gradients import Batch, call, in_evaluation_mode
 def embedded(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
-    Dimensions between the first and the last, such as the tokens of a text, are averaged over.
+    Dimensions between the first and the last, such as the tokens of a text, are averaged over;
+    of texts of different lengths their own tokens alone.
 
     Args:
         model: On the batch's device; used in evaluation mode and left as it was.
@@ -37,12 +38,20 @@ def embedded(model: nn.Module, batch: Batch) -> Tensor:
     finally:
         for hook in hooks:
             hook.remove()
-    if not seen or seen[0].ndim < 2 or len(seen[0]) != len(batch):
+    lengths = batch.lengths
+    is_good = bool(seen) and seen[0].ndim >= 2 and len(seen[0]) == len(batch)
+    if is_good and lengths is not None:
+        is_good = seen[0].shape[1:-1] in {(), batch.labels.shape[1:]}
+    if not is_good:
         found = f"one with inputs of shape {tuple(seen[0].shape)}" if seen else "none"
         raise InputError(
             "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
-            f"sample. Found {found} for {len(batch)} samples. Leave embedding_cosine out of "
+            "sample, or a token of texts that differ in length. "
+            f"Found {found} for {len(batch)} samples. Leave embedding_cosine out of "
             "evaluation.baselines."
         )
     rows = seen[0].float()
+    if lengths is not None and rows.ndim > 2:
+        counts = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+        return (rows * counts[..., None]).sum(dim=1) / lengths[:, None]
     return rows.reshape(len(rows), -1, rows.shape[-1]).mean(dim=1)

@@ -10,14 +10,18 @@ from torch import nn
 
 from trak_core.gradients import (
     Batch,
-    as_batch,
+    MemoryByLength,
     check_labels,
     check_samples_apart,
     count_classes,
+    joined,
+    memory_by_length,
     select_parameters,
 )
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
+from trak_core.models.arranged import Arranged, arranged
+from trak_core.models.kept import Kept
 from trak_core.models.named_output import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import FeaturesSpec
@@ -73,13 +77,21 @@ class LoadedModel:
         output = model_output(spec.model_output, model, pairs, device)
         return cls(study, model, parameters, output, device)
 
-    def batch(self, split: Split, start: int, stop: int) -> Batch:
-        """Return the samples from ``start`` to ``stop`` on the model's device."""
-        batch = as_batch(split.batch(start, stop), self.output)
-        return batch.mapped(lambda tensor: tensor.to(self.device))
+    def arranged(self, *splits: Split, window: int | None = None) -> list[Arranged]:
+        """Return the samples of splits in the order in which to take them; see ``arranged``."""
+        return arranged(splits, self.model, self.output, window)
 
-    def few(self, split: Split, start: int, stop: int) -> tuple[Batch, int | None]:
-        """Take the first few samples from ``start`` on and check their labels.
+    def batch(self, samples: Arranged, start: int, stop: int) -> Batch:
+        """Return the samples from ``start`` to ``stop`` on the model's device."""
+        return samples.batch(start, stop).mapped(lambda tensor: tensor.to(self.device))
+
+    def kept(self, samples: Arranged) -> Kept:
+        """Read all samples, to be kept in memory on the model's device."""
+        parts = [self.batch(samples, i, i + 1) for i in range(len(samples))]
+        return Kept(parts, samples.split.ids, samples.rows)
+
+    def few(self, samples: Arranged) -> tuple[Batch, int | None]:
+        """Take a few samples, of texts of different lengths the longest first, and check labels.
 
         Returns:
             The samples, and how many classes a label may be of (see ``count_classes``).
@@ -87,11 +99,16 @@ class LoadedModel:
         Raises:
             InputError: If the model cannot take them, or cannot have been trained with such labels.
         """
-        stop = min(start + _FEW, stop)
-        few = self.batch(split, start, stop)
-        n_classes = count_classes(self.model, self.output, few, self.device)
-        check_labels(few.labels, self.output, n_classes, split.ids[start:stop])
+        places = samples.few(_FEW)
+        few = joined([self.batch(samples, i, i + 1) for i in places])
+        with samples.blaming_the_longest():
+            n_classes = count_classes(self.model, self.output, few, self.device)
+        check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in places])
         return few, n_classes
+
+    def memory(self, few: Batch) -> MemoryByLength:
+        """Measure what differentiating a sample takes, by a few of them."""
+        return memory_by_length(self.model, self.parameters, self.output, few)
 
     def check_apart(self, few: Batch, at_once: int) -> None:
         """Make sure that samples don't count for each other, of as many as will be together.

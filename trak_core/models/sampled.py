@@ -7,6 +7,7 @@ from typing import TypeVar
 import numpy as np
 
 from trak_core.gradients import Batch, GradientMethod, formed_gradients, in_chunks
+from trak_core.models.kept import Kept
 from trak_core.models.loaded import LoadedModel
 from trak_core.models.projected import Features
 from trak_core.spec import ProjectionSpec
@@ -24,14 +25,12 @@ class SampledGradients:
     Attributes:
         loaded: What they are gradients of.
         samples: The samples.
-        ids: Their ids.
         method: From ``gradient_method``.
         chunk: Samples differentiated at once.
     """
 
     loaded: LoadedModel
-    samples: Batch
-    ids: Sequence[object]
+    samples: Kept
     method: GradientMethod
     chunk: int
 
@@ -63,7 +62,7 @@ class SampledGradients:
             self.method(*what, batch, sums)
             return [rows.cpu().numpy() for rows in sums.scaled()]
 
-        n = len(self.ids)
+        n = len(self.samples)
         features = np.empty((len(projections), n, projections[0].proj_dim), np.float32)
         chunks = self._each(projected, 0, n)
         for first, last, rows in with_progress(chunks, n, "samples projected"):
@@ -84,7 +83,7 @@ class SampledGradients:
             blocks = formed_gradients(self.method, *what, batch).blocks()
             return np.concatenate([block.float().cpu().numpy() for block in blocks], axis=1)
 
-        n = len(self.ids)
+        n = len(self.samples)
         peaks = np.empty((n, n))
         starts = range(0, n, held)
         if len(starts) > 1:

@@ -12,15 +12,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.gradients import as_batch, check_labels, count_classes, n_params, select_parameters
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    check_labels,
+    count_classes,
+    n_params,
+    select_parameters,
+    shapes_of,
+)
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.models.arranged import blaming
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
 from trak_core.study.study import Split, Study, users_code
@@ -29,16 +39,32 @@ from trak_core.system.quiet import quiet_libraries
 _LABEL_SECONDS = 10.0
 
 
-def _check_split(split: Split, output: ModelOutput, n_classes: int | None) -> None:
-    """Check the labels of as many samples as ten seconds allow; jobs check every one again."""
-    began = time.monotonic()
-    order = torch.randperm(len(split.ids), generator=torch.Generator().manual_seed(0)).tolist()
-    for i in order:
-        labels = as_batch(split.batch(i, i + 1), output).labels
-        check_labels(labels, output, n_classes, split.ids[i : i + 1])
-        if time.monotonic() - began > _LABEL_SECONDS:
-            print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
-            return
+def _check_split(
+    split: Split, model: nn.Module, output: ModelOutput, n_classes: int | None
+) -> None:
+    """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
+
+    Of texts of different lengths the longest that was seen goes through the model.
+    """
+    longest: list[tuple[object, Batch]] = []
+
+    def looked_at() -> Iterator[tuple[object, Batch]]:
+        began = time.monotonic()
+        generator = torch.Generator().manual_seed(0)
+        for i in torch.randperm(len(split.ids), generator=generator).tolist():
+            sample = as_batch(split.batch(i, i + 1), output)
+            yield split.ids[i], sample
+            check_labels(sample.labels, output, n_classes, split.ids[i : i + 1])
+            if not longest or sample.labels.numel() > longest[0][1].labels.numel():
+                longest[:] = [(split.ids[i], sample)]
+            if time.monotonic() - began > _LABEL_SECONDS:
+                print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
+                return
+
+    if shapes_of(looked_at(), output).differ:
+        ((sample_id, sample),) = longest
+        with blaming(sample_id, sample.labels.shape[1]):
+            count_classes(model, output, sample, torch.device("cpu"))
 
 
 def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
@@ -144,7 +170,7 @@ def check_study(
             output = named_output(model_output, model, split, device, n_others=1)
             _check_weighting(weighting, model_output, output)
             n_classes = count_classes(model, output, split.batch(0, 1), device)
-            _check_split(split, output, n_classes)
+            _check_split(split, model, output, n_classes)
             if study.has("describe"):
                 with users_code(f"reading sample {split.ids[0]}"):
                     sample = split.samples[0]

@@ -1,7 +1,6 @@
 """How far the projection keeps norms and inner products of gradients under one checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ from trak_core.config.budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, dist
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
+    SampleMemory,
     check_finite_gramian,
     check_labels,
     gradient_method,
     in_evaluation_mode,
     n_params,
-    sample_memory,
-    samples_that_fit,
 )
 from trak_core.gramian import train_gramian
+from trak_core.models.arranged import Arranged
 from trak_core.models.device import device_name, full_precision
+from trak_core.models.kept import Kept
 from trak_core.models.loaded import LoadedModel
 from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.models.sampled import SampledGradients
@@ -48,28 +48,34 @@ def _drawn(data: Split, n: int) -> Split:
 
 
 def _room(
-    loaded: LoadedModel, few: Batch, samples: Batch, batch_size: int, left_bytes: int
+    loaded: LoadedModel, samples: Arranged, few: Batch, batch_size: int, left_bytes: int
 ) -> tuple[int, int]:
     """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
-    left_bytes -= sum(tensor.nbytes for _, tensor in samples.tensors())
     kept_bytes = 4 * n_params(loaded.parameters)
-    one = sample_memory(loaded.model, loaded.parameters, loaded.output, few)
+    one = loaded.memory(few)
     # Two copies of a batch's whole gradients, and one that is kept.
-    formed = replace(one, activation_bytes=one.activation_bytes + 2 * kept_bytes, gradient_bytes=0)
-    beside = replace(formed, activation_bytes=formed.activation_bytes + kept_bytes)
-    left_mb = max(0, left_bytes // 2**20)
-    chunk = min(batch_size, samples_that_fit(beside, loaded.device, left_mb))
-    in_work = formed.of(chunk) if loaded.device.type == "cpu" else 0
+    formed, beside = (
+        one.mapped(
+            lambda memory, copies=copies: SampleMemory(
+                memory.activation_bytes + copies * kept_bytes, 0
+            )
+        )
+        for copies in (2, 3)
+    )
+    with samples.blaming_the_longest():
+        room = beside.room(loaded.device, max(0, left_bytes // 2**20))
+    chunk = min(batch_size, room.most(one.longest))
+    in_work = formed.of_longest.of(chunk) if loaded.device.type == "cpu" else 0
     return chunk, max(1, (left_bytes - in_work) // kept_bytes)
 
 
-def _gramian(loaded: LoadedModel, samples: Batch, ids: Sequence[object], chunk: int) -> np.ndarray:
+def _gramian(loaded: LoadedModel, samples: Kept, chunk: int) -> np.ndarray:
     """Return the exact inner products of gradients, by the engine."""
     half = max(1, chunk // 2)  # two blocks are in the model at a time
-    blocks = [samples.rows(slice(i, i + half)) for i in range(0, len(samples), half)]
+    blocks = [block for _, block in samples.blocks(0, half)]
     with in_evaluation_mode(loaded.model):
         gramian = train_gramian(loaded.model, loaded.parameters, loaded.output, blocks)
-    check_finite_gramian(gramian, ids, ids)
+    check_finite_gramian(gramian, samples.ids, samples.ids)
     return gramian
 
 
@@ -161,22 +167,26 @@ def compute_distortion(
     where = device_name(loaded.device)
     print(f"{n_drawn} training samples, {size} parameters, {n_streams} streams on {where}")
     data = _drawn(train, n_drawn)
-    few, n_classes = loaded.few(data, 0, n_drawn)
-    samples = loaded.batch(data, 0, n_drawn)
-    check_labels(samples.labels, loaded.output, n_classes, data.ids)
-    left_bytes = memory_mb * 2**20 - need.fixed_bytes
-    chunk, held = _room(loaded, few, samples, batch_size, left_bytes)
+    (samples,) = loaded.arranged(data)
+    few, n_classes = loaded.few(samples)
+    kept = loaded.kept(samples)
+    for part, sample_id in zip(kept.parts, kept.ids, strict=True):
+        check_labels(part.labels, loaded.output, n_classes, [sample_id])
+    left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
+    chunk, held = _room(loaded, samples, few, batch_size, left_bytes)
     loaded.check_apart(few, chunk)
-    gramian = _gramian(loaded, samples, data.ids, chunk)
-    rows = _not_zero(gramian, data.ids)
-    gramian, ids = gramian[np.ix_(rows, rows)], [data.ids[i] for i in rows.tolist()]
+    gramian = _gramian(loaded, kept, chunk)
+    rows = _not_zero(gramian, kept.ids)
     method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
-    samples = samples.rows(torch.from_numpy(rows))
-    gradients = SampledGradients(loaded, samples, ids, method, chunk)
+    gradients = SampledGradients(loaded, kept.take(rows.tolist()), method, chunk)
     features = gradients.features(projections, threads)
-    peaks = np.zeros_like(gramian)
+    peaks = np.zeros((len(rows), len(rows)))
     if own.lossless_block is not None:
         peaks = gradients.peakedness(own, held)
+    # From the order of computing to that of the study.
+    back = np.argsort(kept.places[rows])
+    rows, features, peaks = rows[back], features[:, back], peaks[np.ix_(back, back)]
+    gramian, ids = gramian[np.ix_(rows, rows)], [kept.ids[i] for i in rows.tolist()]
     predicted_sd = inner_product_sd(own.proj_dim, gramian, peaks)
     found = {
         "squared_norm": squared_norm_agreement(gramian, list(features), predicted_sd),

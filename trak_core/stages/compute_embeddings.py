@@ -3,15 +3,21 @@
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from trak_core.artifacts import EMBEDDINGS, create
+from trak_core.gradients import in_chunks
+from trak_core.models.arranged import Arranged
 from trak_core.models.device import device_name, find_device
 from trak_core.models.embeddings import embedded
 from trak_core.models.loaded import LoadedModel
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN
-from trak_core.system.progress import blocks_with_progress
+from trak_core.system.progress import with_progress
 from trak_core.system.software import software
+
+# Samples whose embeddings are kept where texts are ordered by length among themselves.
+_WINDOW = 1024
 
 
 def compute_embeddings(
@@ -47,9 +53,15 @@ def compute_embeddings(
     with create(embeddings, EMBEDDINGS, file_spec, provenance) as writer:
         for key, name in (("train", TRAIN), ("targets", "targets")):
             split = loaded.study.split(name, None)
+            (samples,) = loaded.arranged(split, window=_WINDOW)
+
+            def computed(first: int, last: int, samples: Arranged = samples) -> list[Tensor]:
+                return [embedded(loaded.model, loaded.batch(samples, first, last)).cpu()]
+
             values = None
-            for start, stop in blocks_with_progress(len(split.ids), batch_size, "samples"):
-                rows = embedded(loaded.model, loaded.batch(split, start, stop)).cpu().numpy()
+            blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))
+            taken = with_progress(blocks, len(samples), "samples")
+            for start, stop, (rows,) in samples.in_order(taken):
                 if values is None:
                     values = writer.matrix(key, split.ids, range(rows.shape[1]))
-                values[start:stop] = rows
+                values[start:stop] = rows.numpy()

@@ -9,14 +9,8 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.errors import InputError
-from trak_core.gradients import (
-    check_labels,
-    explain_not_finite,
-    gradient_method,
-    in_chunks,
-    sample_memory,
-    samples_that_fit,
-)
+from trak_core.gradients import check_labels, explain_not_finite, gradient_method, in_chunks
+from trak_core.models.arranged import part_of
 from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name
 from trak_core.models.loaded import LoadedModel
@@ -28,6 +22,9 @@ from trak_core.study.flipped import with_flipped_labels
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
+
+# What is kept of texts that are ordered by length among themselves; and how many at least.
+_WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 
 def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
@@ -111,41 +108,51 @@ def compute_features(
         f"{'' if 'kind' in spec.projection else ', by their number'}), gradients on {where}",
         flush=True,
     )
-    ids = data.ids[start:stop]
-    few, n_classes = loaded.few(data, start, stop)
-    needed = sample_memory(model, parameters, output, few)
-    chunk = min(batch_size, samples_that_fit(needed, loaded.device, memory_mb))
+    # Features of one window are in memory before they are written in the study's order.
+    window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
+    (samples,) = loaded.arranged(part_of(data, range(start, stop)), window=window)
+    few, n_classes = loaded.few(samples)
+    needed = loaded.memory(few)
+    with samples.blaming_the_longest():
+        room = needed.room(loaded.device, memory_mb)
+    chunk = min(batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)
     method = gradient_method(model, parameters, output, few)
-    taken = needed.of(chunk) / 2**20
+    taken = needed.of_longest.of(chunk) / 2**20
     print(f"{chunk} samples at once, about {taken:.3g} MiB together", flush=True)
+    if samples.lengths is not None:
+        most = min(batch_size, room.most(needed.shortest))
+        lengths = f"{needed.shortest} to {needed.longest} tokens"
+        print(f"texts of {lengths}: {most} of the shortest at once", flush=True)
 
-    def computed(first: int, last: int) -> tuple[np.ndarray, list[Tensor]]:
+    def computed(first: int, last: int) -> list[Tensor]:
         """Return the features of some samples to be stored, and what goes with each sample."""
-        batch = loaded.batch(data, start + first, start + last)
-        check_labels(batch.labels, output, n_classes, ids[first:last])
+        batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
+        check_labels(batch.labels, output, n_classes, ids)
         what = model, parameters, output, batch
         sums = Features.zeros(parameters, [projection], len(batch), threads)
         try:
             columns = method(*what, sums)
             (rows,) = sums.scaled()
         except NotFiniteError:
-            explain_not_finite(*what, ids[first:last])
+            explain_not_finite(*what, ids)
             raise
         if not columns[0].isfinite().all():
-            explain_not_finite(*what, ids[first:last])
+            explain_not_finite(*what, ids)
         numbers = torch.vmap(output.label_number)(batch.labels)
-        columns = [column.cpu() for column in (numbers, *columns)]
-        return _stored(rows.cpu().numpy(), spec.dtype, ids[first:last]), columns
+        stored = _stored(rows.cpu().numpy(), spec.dtype, ids)
+        return [torch.from_numpy(stored), *(column.cpu() for column in (numbers, *columns))]
 
     kept: list[Tensor] = []
+    ids = data.ids[start:stop]
     with create(features, kind, file_spec, provenance) as writer:
         rows = writer.matrix(
             "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
         )
-        chunks = in_chunks(computed, len(ids), chunk)
-        for first, last, (stored, columns) in with_progress(chunks, len(ids), "samples"):
-            rows[first:last] = stored
+        chunks = in_chunks(computed, len(ids), samples.batches_of(batch_size, room))
+        done = with_progress(chunks, len(ids), "samples")
+        for first, last, (stored, *columns) in samples.in_order(done):
+            rows[first:last] = stored.numpy()
             # Not a list of parts: small tensors that stay between large ones that go waste memory.
             kept = kept or [column.new_empty(len(ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):

@@ -1,83 +1,93 @@
 """Inner products of gradients under one checkpoint, without a projection."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create
 from trak_core.config.budget import gramian_need
 from trak_core.gradients import (
-    Batch,
-    SampleMemory,
+    Room,
     check_finite_gramian,
     check_labels,
     columns_of,
     in_chunks,
     in_evaluation_mode,
     refuse_not_finite,
-    sample_memory,
-    samples_that_fit,
 )
 from trak_core.gramian import cross_gramian, train_gramian
+from trak_core.models.arranged import Arranged
 from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name, find_device, full_precision
+from trak_core.models.kept import Kept
 from trak_core.models.loaded import LoadedModel
 from trak_core.spec import FeaturesSpec
-from trak_core.study.study import TRAIN, Split
+from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
 
-def _looked_at(loaded: LoadedModel, split: Split) -> tuple[Batch, Batch, SampleMemory]:
-    """Return all samples, their labels checked; a few of them; and what one takes in the model."""
-    few, n_classes = loaded.few(split, 0, len(split.ids))
-    samples = loaded.batch(split, 0, len(split.ids))
-    check_labels(samples.labels, loaded.output, n_classes, split.ids)
-    memory = sample_memory(loaded.model, loaded.parameters, loaded.output, few)
+def _room(loaded: LoadedModel, looks: Sequence[tuple[Arranged, Kept]], left_mb: int) -> Room:
+    """Check all labels, and return how many samples fit beside what is held."""
+    seen = []
+    for samples, kept in looks:
+        few, n_classes = loaded.few(samples)
+        for part, sample_id in zip(kept.parts, kept.ids, strict=True):
+            check_labels(part.labels, loaded.output, n_classes, [sample_id])
+        seen.append((loaded.memory(few), samples, few))
+    needed, samples, _ = max(seen, key=lambda one: (one[0].longest, one[0].of_longest.of(1)))
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
     largest = max(p.nbytes for p in loaded.parameters.values())
-    return samples, few, replace(memory, gradient_bytes=largest)
+    needed = needed.mapped(lambda memory: replace(memory, gradient_bytes=largest))
+    held = sum(kept.n_bytes for _, kept in looks)
+    with samples.blaming_the_longest():
+        room = needed.room(loaded.device, left_mb - held // 2**20)
+    for _, _, few in seen:
+        loaded.check_apart(few, room.most(needed.longest))
+    return room
 
 
-def _at_once(
-    loaded: LoadedModel, looks: Sequence[tuple[Batch, Batch, SampleMemory]], left_mb: int
-) -> int:
-    """Return how many samples fit beside what is held, once they are known not to mix."""
-    inputs = [tensor.nbytes for samples, _, _ in looks for _, tensor in samples.tensors()]
-    needed = max((memory for *_, memory in looks), key=lambda memory: memory.of(1))
-    fit = samples_that_fit(needed, loaded.device, left_mb - sum(inputs) // 2**20)
-    for _, few, _ in looks:
-        loaded.check_apart(few, fit)
-    return fit
-
-
-def _blocks(samples: Batch, start: int, size: int) -> list[Batch]:
-    stops = range(start, len(samples), size)
-    return [samples.rows(slice(i, i + size)) for i in stops]
-
-
-def _gramian(loaded: LoadedModel, train: Batch, targets: Batch | None, chunk: int) -> np.ndarray:
+def _gramian(
+    loaded: LoadedModel, train: Kept, targets: Kept | None, at_once: Callable[[int], int]
+) -> np.ndarray:
     """Return the Gramian, block of rows by block of rows; without targets, of train with itself."""
     what = loaded.model, loaded.parameters, loaded.output
-    gramian = np.empty((len(train), len(train if targets is None else targets)))
+    columns = train if targets is None else targets
+    gramian = np.empty((len(train), len(columns)))
 
     def fill(first: int, last: int) -> None:
-        rows, size = train.rows(slice(first, last)), last - first
-        if targets is not None:
-            gramian[first:last] = cross_gramian(*what, [rows], _blocks(targets, 0, size))
-            return
-        gramian[first:last, first:last] = train_gramian(*what, [rows])
-        if last < len(train):
-            right = cross_gramian(*what, [rows], _blocks(train, last, size))
-            gramian[first:last, last:] = right
-            gramian[last:, first:last] = right.T
+        rows, places = train.rows(slice(first, last)), train.places[first:last]
+        if targets is None:
+            gramian[np.ix_(places, places)] = train_gramian(*what, [rows])
+        for which, block in columns.blocks(last if targets is None else 0, last - first):
+            beside = columns.places[which]
+            part = cross_gramian(*what, [rows], [block])
+            gramian[np.ix_(places, beside)] = part
+            if targets is None:
+                gramian[np.ix_(beside, places)] = part.T
 
-    for _ in with_progress(in_chunks(fill, len(train), chunk), len(train), "training samples"):
+    n = len(train)
+    for _ in with_progress(in_chunks(fill, n, at_once), n, "training samples"):
         pass
     return gramian
+
+
+def _columns(
+    loaded: LoadedModel, samples: Arranged, kept: Kept, at_once: Callable[[int], int]
+) -> list[Tensor]:
+    """Return label numbers, model outputs and what goes with them, in the study's order."""
+
+    def of(first: int, last: int) -> list[Tensor]:
+        block = kept.rows(slice(first, last))
+        numbers = torch.vmap(loaded.output.label_number)(block.labels)
+        return [numbers, *columns_of(loaded.model, loaded.output, block)]
+
+    parts = [found for *_, found in samples.in_order(in_chunks(of, len(kept), at_once))]
+    return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
 def compute_gramian(
@@ -124,21 +134,27 @@ def compute_gramian(
     need.check(memory_mb)
     where = device_name(loaded.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
-    looks = [_looked_at(loaded, part) for part in ([data] if split == TRAIN else [own, data])]
-    samples, train = looks[0][0], looks[-1][0]
-    fit = _at_once(loaded, looks, memory_mb - need.fixed_bytes // 2**20)
-    # Two blocks are in the model at a time.
-    chunk = max(1, min(batch_size, fit // 2))
-    print(f"two times {chunk} samples at once", flush=True)
-    parts = [columns_of(loaded.model, loaded.output, b) for b in _blocks(samples, 0, chunk)]
-    outputs, *columns = (torch.cat(c) for c in zip(*parts, strict=True))
+    arranged = loaded.arranged(*([data] if split == TRAIN else [own, data]))
+    looks = [(samples, loaded.kept(samples)) for samples in arranged]
+    (samples, kept), (train, rows) = looks[0], looks[-1]
+    room = _room(loaded, looks, memory_mb - need.fixed_bytes // 2**20)
+    longest = 0 if split == TRAIN else samples.length(0)
+
+    def at_once(first: int) -> int:
+        """Return how many training samples from one on may be beside as many of the others."""
+        fit = room.most(max(longest, train.length(first)))
+        # Two blocks are in the model at a time.
+        return max(1, min(batch_size, fit // 2))
+
+    print(f"two times {at_once(0)} samples at once", flush=True)
+    alone = _columns(loaded, samples, kept, samples.batches_of(batch_size, room))
+    numbers, outputs, *columns = alone
     if not outputs.isfinite().all():
-        rows = (~outputs.isfinite()).nonzero().flatten().tolist()
-        refuse_not_finite([own.ids[i] for i in rows], "Model outputs")
+        bad = (~outputs.isfinite()).nonzero().flatten().tolist()
+        refuse_not_finite([own.ids[i] for i in bad], "Model outputs")
     with in_evaluation_mode(loaded.model):
-        values = _gramian(loaded, train, None if split == TRAIN else samples, chunk)
+        values = _gramian(loaded, rows, None if split == TRAIN else kept, at_once)
     check_finite_gramian(values, data.ids, own.ids)
-    numbers = torch.vmap(loaded.output.label_number)(samples.labels)
     file_spec = loaded.file_spec(spec, checkpoint, spec.projection)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)

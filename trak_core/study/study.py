@@ -11,7 +11,8 @@ Its functions, each without arguments unless said otherwise:
     describe(sample)         optional: returns one sample as a text to read
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
-named arguments, and the label as `labels`. Image-text pairs have no label.
+named arguments, and the label as `labels`. Image-text pairs have no label. Samples have the same
+shapes, but texts of a language model: these may differ in their number of tokens.
 """
 
 import importlib.util

@@ -1,0 +1,183 @@
+"""Batches of texts of different lengths: padded, cut again, and what memory they may take."""
+
+import itertools
+
+import pytest
+import torch
+
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    in_chunks,
+    joined,
+    memory_by_length,
+    sample_memory,
+    select_parameters,
+    shapes_of,
+)
+from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.models.arranged import arranged, part_of
+from trak_core.study.study import Split
+
+
+class Takes(torch.nn.Module):
+    def forward(self, input_ids, attention_mask=None):
+        return input_ids
+
+
+class TakesNone(torch.nn.Module):
+    def forward(self, input_ids, image):
+        return input_ids
+
+
+def samples(*lengths, **more):
+    return [
+        {
+            "input_ids": torch.arange(1, n + 1),
+            **{k: v(n) for k, v in more.items()},
+            "labels": [7] * n,
+        }
+        for n in lengths
+    ]
+
+
+def arrange(data, model=None, window=None):
+    split = Split(data, [f"t{i}" for i in range(len(data))])
+    (found,) = arranged([split], model or Takes(), LANGUAGE_MODELLING, window)
+    return found
+
+
+def test_what_stands_where_a_text_has_ended():
+    """0, and -100 for labels; a mask is made; what has no row a token stays as it is."""
+    image = {"image": lambda n: torch.ones(2, 2)}
+    for model, names in ((Takes(), ["input_ids", "image", "attention_mask"]), (TakesNone(), None)):
+        found = arrange(samples(2, 4, **image), model)
+        batch = found.batch(0, 2)
+        assert found.split.ids == ["t1", "t0"]
+        assert batch.kwargs["input_ids"].tolist() == [[1, 2, 3, 4], [1, 2, 0, 0]]
+        assert batch.labels.tolist() == [[7] * 4, [7, 7, -100, -100]]
+        assert batch.kwargs["image"].shape == (2, 2, 2)
+        assert list(batch.kwargs) == (names or ["input_ids", "image"])
+        if names:
+            assert batch.kwargs["attention_mask"].tolist() == [[1] * 4, [1, 1, 0, 0]]
+
+
+def test_a_mask_of_the_user_s_is_taken():
+    mask = {"attention_mask": lambda n: [1] * (n - 1) + [0]}
+    batch = arrange(samples(3, 2, **mask)).batch(0, 2)
+    assert batch.kwargs["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert batch.labels.tolist() == [[7, 7, -100], [7, -100, -100]]
+
+
+def test_rows_are_padded_no_further_than_the_longest_of_them():
+    batch = arrange(samples(5, 3, 2), TakesNone()).batch(0, 3)
+    part = batch.rows(slice(1, 3))
+    assert part.labels.shape == part.kwargs["input_ids"].shape == (2, 3)
+    assert part.lengths.tolist() == [3, 2]
+    assert len(batch.rows(slice(3, 3))) == 0
+    again = joined([batch.rows(slice(0, 1)), part])
+    for one, other in zip((*again.tensors(),), (*batch.tensors(),), strict=True):
+        assert torch.equal(one[1], other[1])
+    assert torch.equal(again.labels, batch.labels)
+
+
+def test_an_input_as_long_as_the_longest_text_is_no_text():
+    """Its shape is the same in every sample."""
+    same = {"image": lambda n: torch.arange(4)}
+    batch = arrange(samples(4, 2, **same)).batch(0, 2)
+    assert batch.rows(slice(1, 2)).kwargs["image"].tolist() == [[0, 1, 2, 3]]
+
+
+def test_samples_of_one_shape_are_taken_as_they_come():
+    found = arrange(samples(4, 4, 4), window=2)
+    assert found.lengths is None
+    assert found.split.ids == ["t0", "t1", "t2"]
+    assert list(found.batch(0, 2).kwargs) == ["input_ids"]
+    blocks = [(0, 1, [torch.tensor([5])]), (1, 3, [torch.tensor([6, 7])])]
+    assert list(found.in_order(blocks)) == blocks
+
+
+def test_positional_texts():
+    data = [(torch.arange(n), torch.arange(n)) for n in (2, 3)]
+    batch = arrange(data).batch(0, 2)
+    assert [x.tolist() for x in batch.args] == [[[0, 1, 2], [0, 1, 0]]]
+    assert not batch.kwargs
+
+
+@pytest.mark.parametrize("window", [1, 3, 4, 10, 50])
+@pytest.mark.parametrize("batch_size", [1, 3, 64])
+def test_each_window_is_put_back_in_order(window, batch_size):
+    lengths = [3, 9, 4, 4, 8, 2, 7, 7, 5, 6]
+    found = arrange(samples(*lengths), window=window)
+
+    def compute(start, stop):
+        batch = found.batch(start, stop)
+        assert batch.lengths[0] == batch.lengths.max()
+        return [batch.lengths, torch.arange(stop - start)]
+
+    chunks = in_chunks(compute, 10, found.batches_of(batch_size))
+    places, seen = [], []
+    for start, stop, (own, _) in found.in_order(chunks):
+        places.append((start, stop))
+        seen += own.tolist()
+    assert seen == lengths
+    starts = range(0, 10, window)
+    assert places == [(start, min(start + window, 10)) for start in starts]
+
+
+def test_the_few_that_are_looked_at_have_the_longest_and_the_shortest():
+    found = arrange(samples(3, 9, 4, 4, 8, 2, 7, 7, 5, 6), window=4)
+    places = found.few(8)
+    assert [found.lengths[i] for i in places[:2]] == [9, 2]
+    assert len(set(places)) == len(places) == 8
+    assert arrange(samples(3, 4)).few(8) == [0, 1]
+
+
+def test_shapes_are_compared_with_those_of_all_samples_before():
+    """The third agrees with the first alone."""
+    parts = [
+        Batch((), {"x": torch.zeros(1, n)}, torch.zeros(1, length))
+        for n, length in ((5, 5), (4, 4), (5, 3))
+    ]
+    seen = list(zip("abc", parts, strict=True))
+    assert shapes_of(seen[:2], LANGUAGE_MODELLING).along == {"x"}
+    with pytest.raises(InputError, match=r"Found for x: \(5,\) in sample a, .* in sample c"):
+        shapes_of(seen, LANGUAGE_MODELLING)
+    images = [
+        (i, as_batch((torch.zeros(1, n), torch.zeros(1)), CLASSIFICATION))
+        for i, n in enumerate((5, 5, 4))
+    ]
+    assert not shapes_of(images[:2], CLASSIFICATION).differ
+    with pytest.raises(
+        InputError,
+        match=r"every sample\. Found for argument 0: \(5,\) in sample 0; "
+        r"\(4,\) in sample 2\. Bring them to one shape",
+    ):
+        shapes_of(images, CLASSIFICATION)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("make", ["gpt2", "llama"])
+def test_memory_between_two_lengths_is_at_most_what_is_said(make, attention):
+    """Attention that is written out keeps the square of the tokens."""
+    texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
+    model = getattr(texts, make)()
+    model.set_attn_implementation(attention)
+    found = arrange(samples(*range(3, 30, 3)), model)
+    few = joined([found.batch(i, i + 1) for i in found.few(8)])
+    what = model, select_parameters(model, None), LANGUAGE_MODELLING
+    said = memory_by_length(*what, few)
+    taken = []
+    for i in range(len(found)):
+        taken.append(sample_memory(*what, found.batch(i, i + 1)).activation_bytes)
+        assert taken[-1] <= said.at(found.lengths[i]).activation_bytes
+    assert taken[0] == said.of_longest.activation_bytes
+    assert all(a > b for a, b in itertools.pairwise(taken))
+
+
+def test_part_of_a_split():
+    part = part_of(Split([10, 11, 12], ["a", "b", "c"]), [2, 0])
+    assert part.ids == ["c", "a"]
+    assert [part.samples[i] for i in range(2)] == [12, 10]

@@ -1,0 +1,392 @@
+"""Texts of different lengths: every kind of job beside autograd of each text as it is."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from pipeline import features_spec
+
+from trak_core.artifacts import FEATURES, GRAMIAN, open_artifact
+from trak_core.errors import InputError
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.models.arranged import arranged
+from trak_core.models.explained import explained
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
+from trak_core.stages import compute_features as features_stage
+from trak_core.stages.check_study import check_study
+from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.compute_embeddings import compute_embeddings
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_gramian import compute_gramian
+from trak_core.stages.join_shards import join_shards
+from trak_core.study.study import Split
+
+texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
+N_TRAIN, PROJ_DIM, OUTPUT = 30, 32, "language_modelling"
+MODELS = {
+    "GPT-2": ("gpt2", ()),
+    "GPT-2, masks": ("gpt2", ("attention_mask",)),
+    "GPT-2, positions": ("gpt2", ("position_ids",)),
+    "Llama": ("llama", ()),
+    "no mask": ("plain", ()),
+    "BERT": ("bert", ()),
+}
+
+
+class Case:
+    def __init__(self, name, folder):
+        self.make, self.keys = MODELS.get(name, (name, ()))
+        self.folder, self.checkpoint = folder, folder / "c0.pt"
+        self.study = folder / "study.py"
+        self.write()
+        torch.manual_seed(0)
+        self.model = getattr(texts, self.make)()
+        with torch.no_grad():
+            for parameter in self.model.parameters():  # or attention is all but even
+                parameter += 0.3 * torch.randn(parameter.shape)
+        torch.save(self.model.state_dict(), self.checkpoint)
+        self.ids = [f"text-{i}" for i in range(N_TRAIN)]
+
+    def write(self, more=""):
+        study = texts.STUDY.format(make=self.make, n_train=N_TRAIN, keys=self.keys)
+        self.study.write_text(study + more)
+
+    def samples(self, split="train"):
+        return (
+            texts.data(N_TRAIN, 0, self.keys) if split == "train" else texts.data(7, 1, self.keys)
+        )
+
+    def gradients(self, split="train"):
+        return texts.gradients(self.model, self.samples(split))
+
+    def common(self, **settings):
+        return {
+            "checkpoint": self.checkpoint,
+            "study_file": self.study,
+            "code": "code",
+            "device": "cpu",
+            "batch_size": 64,
+            "memory_mb": 500,
+            "threads": 1,
+        } | settings
+
+    def features(self, name, kind="rademacher", split="train", **settings):
+        file = self.folder / f"{name}.h5"
+        targets = None if split == "train" else list(range(7))
+        spec = features_spec(OUTPUT, PROJ_DIM, kind=kind, split=split, targets=targets)
+        compute_features(features=file, spec=spec, targets=targets, **self.common(**settings))
+        return file
+
+    def gramian(self, split, **settings):
+        file = self.folder / f"gramian-{split}-{len(list(self.folder.iterdir()))}.h5"
+        targets = None if split == "train" else [5, 2, 0, 6]
+        spec = features_spec(OUTPUT, PROJ_DIM, split=split, targets=targets)
+        spec = replace(spec, projection={"kind": EXACT})
+        compute_gramian(gramian=file, spec=spec, targets=targets, **self.common(**settings))
+        with open_artifact(file, GRAMIAN) as found:
+            ids = found.index("gramian"), found.columns("gramian")
+            return found.matrix("gramian")[:], found.vector("outputs"), ids
+
+    def look(self, **settings):
+        return check_study(
+            study_file=self.study,
+            model_output=settings.get("model_output", OUTPUT),
+            weighting="plain",
+            parameter_patterns=None,
+            training=None,
+            splits={"train": None, "mine": [0, 2]},
+            shards={"train": 1, "mine": 1},
+        )
+
+
+@pytest.fixture
+def small_windows(monkeypatch):
+    """Several of them in thirty texts."""
+    monkeypatch.setattr(features_stage, "_WINDOW_BYTES", 0)
+    monkeypatch.setattr(features_stage, "_LEAST_WINDOW", 7)
+
+
+def read(file):
+    with open_artifact(file, FEATURES) as found:
+        columns = [found.vector(key) for key in ("labels", "outputs", "predictions")]
+        return found.index("features"), found.matrix("features")[:], *columns
+
+
+def close(found, expected, tolerance=1e-5):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * abs(expected).max())
+
+
+def projected(case, rows, kind):
+    parameters = list(case.model.parameters())
+    shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
+    size = rows.shape[1]
+    spec = ProjectionSpec(
+        kind=kind, n_params=size, proj_dim=PROJ_DIM, seed=0, stream=stream_of("c0"), shapes=shapes
+    )
+    return rows @ projection_matrix(spec) * spec.scale
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
+@pytest.mark.parametrize("name", MODELS)
+def test_features_equal_autograd_of_each_text_as_it_is(name, kind, tmp_path, capsys):
+    case = Case(name, tmp_path)
+    assert case.look()["n_samples"] == {"train": N_TRAIN, "mine": 2}
+    ids, features, labels, outputs, _ = read(case.features("train", kind))
+    assert "Notice" not in capsys.readouterr().out
+    expected, rows = case.gradients()
+    assert ids == case.ids
+    close(features, projected(case, rows, kind))
+    close(outputs, expected)
+    assert labels.tolist() == [len(sample["labels"]) - 1 for sample in case.samples()]
+    _, features, *_ = read(case.features("mine", kind, split="mine"))
+    close(features, projected(case, case.gradients("mine")[1], kind))
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "no mask"])
+def test_company_order_memory_and_shards_do_not_count(name, tmp_path, small_windows, capsys):
+    case = Case(name, tmp_path)
+    alone = read(case.features("alone", batch_size=1))
+    others = [
+        case.features("all", batch_size=64),
+        case.features("three", batch_size=3),
+        case.features("tight", memory_mb=1),
+    ]
+    shards = [case.features(f"shard-{i}", shard=i, n_shards=4) for i in (1, 2, 3, 4)]
+    join_shards(features=tmp_path / "joined.h5", shards=shards, code="")
+    for file in (*others, tmp_path / "joined.h5"):
+        for found, expected in zip(read(file), alone, strict=True):
+            if isinstance(expected, list):
+                assert found == expected
+            else:
+                close(found, expected, 1e-5)
+
+
+def test_texts_that_the_user_padded_give_the_same(tmp_path):
+    case = Case("GPT-2, masks", tmp_path)
+    found = read(case.features("ragged"))
+    case.write("""
+import torch
+
+def padded(sample):
+    missing = texts.POSITIONS - len(sample["labels"])
+    return {name: torch.nn.functional.pad(x, (0, missing)) for name, x in sample.items()}
+
+def train_data():
+    return list(map(padded, texts.data(30, 0, ["attention_mask"])))
+""")
+    for one, other in zip(found, read(case.features("padded")), strict=True):
+        assert one == other if isinstance(one, list) else close(one, other, 1e-5) is None
+
+
+@pytest.mark.parametrize("batch_size", [64, 4])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "no mask"])
+def test_gramians_equal_autograd(name, batch_size, tmp_path):
+    case = Case(name, tmp_path)
+    (expected, rows), (of_targets, columns) = case.gradients(), case.gradients("mine")
+    gramian, outputs, ids = case.gramian("train", batch_size=batch_size)
+    assert ids == (case.ids, case.ids)
+    close(gramian, rows @ rows.T)
+    close(outputs, expected)
+    gramian, outputs, ids = case.gramian("mine", batch_size=batch_size)
+    assert ids == (case.ids, [5, 2, 0, 6])
+    close(gramian, rows @ columns[[5, 2, 0, 6]].T)
+    close(outputs, of_targets[[5, 2, 0, 6]])
+
+
+def test_gramian_of_splits_that_have_one_length_each(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    case.write("""
+def cut(samples, length):
+    return [{name: x[:3].repeat(length) for name, x in one.items()} for one in samples]
+
+def train_data():
+    return cut(texts.data(30, 0), 4)
+
+def target_data():
+    return cut(texts.data(7, 1), 9)
+""")
+    cut = case_module(case)
+    rows = texts.gradients(case.model, cut.train_data())[1]
+    columns = texts.gradients(case.model, cut.target_data())[1]
+    gramian, _, _ = case.gramian("mine", batch_size=4)
+    close(gramian, rows @ columns[[5, 2, 0, 6]].T)
+
+
+def case_module(case):
+    names = {}
+    exec(case.study.read_text(), names)
+    return type("Study", (), {k: staticmethod(v) for k, v in names.items() if callable(v)})
+
+
+@pytest.mark.parametrize("memory_mb", [500, 6])
+def test_distortion(memory_mb, tmp_path):
+    case = Case("GPT-2", tmp_path)
+    file = tmp_path / "distortion.h5"
+    compute_distortion(
+        distortion=file,
+        spec=features_spec(OUTPUT, PROJ_DIM),
+        most_samples=20,
+        n_streams=2,
+        **case.common(memory_mb=memory_mb),
+    )
+    frame = pd.read_hdf(file, "gramian")
+    drawn = [case.ids.index(i) for i in frame.index]
+    assert drawn == sorted(drawn)
+    rows = case.gradients()[1][drawn]
+    close(frame.to_numpy(), rows @ rows.T)
+    features = projected(case, rows, "rademacher")
+    close(pd.read_hdf(file, "projected_gramian").to_numpy(), features @ features.T)
+
+
+def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("trak_core.stages.compute_embeddings._WINDOW", 7)
+    case = Case("Llama", tmp_path)
+    settings = case.common(batch_size=4)
+    del settings["memory_mb"]
+    spec = replace(features_spec(OUTPUT, PROJ_DIM, split="all"), projection={"kind": "embedding"})
+    compute_embeddings(embeddings=tmp_path / "e.h5", spec=spec, **settings)
+    for key, split in (("train", "train"), ("targets", "mine")):
+        found = pd.read_hdf(tmp_path / "e.h5", key).to_numpy()
+        for row, sample in zip(found, case.samples(split), strict=True):
+            with torch.no_grad():
+                hidden = case.model.model(sample["input_ids"][None]).last_hidden_state[0]
+            close(row, hidden.mean(0).numpy())
+
+
+def test_what_retrained_models_say(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    pool = Split(case.samples(), case.ids)
+    values, predictions = explained(case.model, OUTPUT, pool, pool, batch_size=4)
+    close(values, case.gradients()[0])
+    assert predictions.shape == (N_TRAIN,)
+
+
+def test_memory_is_that_of_the_longest_in_a_batch(tmp_path, monkeypatch, capsys):
+    """Whatever fits fits the longest, padded; of short ones more are together."""
+    case = Case("GPT-2", tmp_path)
+    seen = []
+    real = features_stage.LoadedModel.batch
+
+    def watched(self, samples, start, stop):
+        batch = real(self, samples, start, stop)
+        if len(batch) > 1:
+            seen.append(tuple(batch.labels.shape))
+        return batch
+
+    monkeypatch.setattr(features_stage.LoadedModel, "batch", watched)
+    case.features("tight", memory_mb=1)
+    out = capsys.readouterr().out
+    (of_longest,) = map(int, re.findall(r"^(\d+) samples at once", out, flags=re.M))
+    assert "texts of 9 to 30 tokens" in out
+    assert seen[0] == (of_longest, 30)
+    assert all(n * length <= 1.5 * of_longest * 30 for n, length in seen)
+    assert max(n for n, _ in seen) > of_longest
+
+
+def test_a_text_that_memory_does_not_hold_is_named(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    with pytest.raises(InputError, match=r"memory_mb must .* longest text, 30 tokens, in .*text-2"):
+        case.features("none", memory_mb=0)
+
+
+def test_a_text_longer_than_the_positions_is_named(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    case.write("""
+def train_data():
+    samples = texts.data(30, 0)
+    samples[11] = {name: x[:3].repeat(11) for name, x in samples[11].items()}
+    return samples
+""")
+    expected = r"IndexError.* This is the longest text, 33 tokens, in sample text-11: texts must"
+    for job in (case.look, lambda: case.features("none"), lambda: case.gramian("train")):
+        with pytest.raises(InputError, match=expected):
+            job()
+
+
+@pytest.mark.parametrize("split", ["train", "mine"])
+def test_a_model_whose_tokens_see_padding_is_refused(split, tmp_path):
+    case = Case("looks_ahead", tmp_path)
+    for job in (case.features, lambda *_, **__: case.gramian(split)):
+        with pytest.raises(InputError, match=r"must not depend on padding: .* `attention_mask`"):
+            job("none", split=split)
+
+
+def test_a_text_of_one_token_is_named(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    case.write("""
+def train_data():
+    samples = texts.data(30, 0)
+    samples[4] = {name: x[:1] for name, x in samples[4].items()}
+    return samples
+""")
+    for job in (case.look, lambda: case.features("none"), lambda: case.gramian("train")):
+        with pytest.raises(InputError, match=r"one after its first token\. Found none in .*text-4"):
+            job()
+
+
+MISFITS = {
+    "another width": (
+        "{**one, 'x': torch.zeros(len(one['labels']), 2 + (i == 8))}",
+        r"for x: \(\d+, [23]\) in sample text-\d+, which has labels of shape \(\d+,\); \(\d+, [23]",
+    ),
+    "a mask a pair of tokens": (
+        "{**one, 'attention_mask': torch.ones(len(one['labels']), len(one['labels']))}",
+        r"number of tokens, .* Found for attention_mask: \((\d+), \1\) in sample text-\d+",
+    ),
+    "inputs longer than labels": (
+        "{**one, 'input_ids': one['input_ids'][: 9 - (i == 8)]}",
+        r"Found for input_ids: ",
+    ),
+    "other inputs": (
+        "{**one, 'x': 1} if i == 8 else one",
+        r"with the same keys\. Found input_ids.* in sample text-\d+, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_shapes_that_no_padding_makes_the_same(name, tmp_path):
+    case = Case("GPT-2", tmp_path)
+    how, expected = MISFITS[name]
+    case.write(f"""
+import torch
+
+def train_data():
+    return [{how} for i, one in enumerate(texts.data(30, 0))]
+""")
+    # Before the model sees them.
+    with pytest.raises(InputError, match=expected):
+        arranged([Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING)
+
+
+@pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])
+def test_the_look_finds_images_of_different_sizes(output, n_out, tmp_path):
+    study = tmp_path / "study.py"
+    study.write_text(f"""
+import torch
+
+def make_model():
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(),
+                               torch.nn.Linear(12, {n_out}))
+
+def train_data():
+    return [(torch.zeros(3, 8, 8 + (i == 9)), 1) for i in range(20)]
+""")
+    with pytest.raises(
+        InputError,
+        match=r"train_data\(\): Samples must have the same shapes in "
+        r"every sample\. Found for argument 0: \(3, 8, [89]\) in sample \d+; ",
+    ):
+        check_study(
+            study_file=study,
+            model_output=output,
+            weighting="plain",
+            parameter_patterns=None,
+            training=None,
+            splits={"train": None},
+            shards={"train": 1},
+        )

@@ -1,0 +1,112 @@
+"""Texts of different lengths, and small language models for them; a study's code as well."""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+VOCABULARY, POSITIONS = 40, 30
+NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
+STUDY = """
+import texts
+
+def make_model():
+    return texts.{make}()
+
+def train_data():
+    return texts.data({n_train}, 0, {keys})
+
+def train_ids():
+    return [f"text-{{i}}" for i in range({n_train})]
+
+def target_data():
+    return texts.data(7, 1, {keys})
+"""
+
+
+class Plain(nn.Module):
+    """A model with causal attention of its own that takes tokens alone."""
+
+    def __init__(self, causal=True):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 12)
+        self.qkv, self.head = nn.Linear(12, 36), nn.Linear(12, VOCABULARY)
+        self.causal = causal
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(3 * q, k, v, is_causal=self.causal)
+        return self.head(x + mixed)
+
+
+def plain():
+    return Plain()
+
+
+def looks_ahead():
+    return Plain(causal=False)
+
+
+def gpt2():
+    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **size, **NO_IDS))
+
+
+def llama():
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, **size, **heads, **NO_IDS)
+    return LlamaForCausalLM(config)
+
+
+def bert():
+    """A model whose tokens see those that follow: right with a mask alone."""
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "max_position_embeddings": POSITIONS}
+    config = BertConfig(vocab_size=VOCABULARY, **size, **heads)
+    return BertForMaskedLM(config)
+
+
+def data(n, seed, keys=()):
+    """Samples of at most 30 tokens, the third the longest; with more inputs if asked for."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, POSITIONS, (n,), generator=generator).tolist()
+    lengths[2] = POSITIONS
+    samples = []
+    for length in lengths:
+        tokens = torch.randint(1, VOCABULARY, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[0] = -100  # which counts for nothing anyway
+        more = {
+            "attention_mask": torch.ones(length, dtype=torch.int64),
+            "position_ids": torch.arange(length),
+        }
+        samples.append({"input_ids": tokens, **{key: more[key] for key in keys}, "labels": labels})
+    return samples
+
+
+def f_of(model, sample):
+    """f of one text as it is, by its definition, with a graph."""
+    inputs = {name: tensor[None] for name, tensor in sample.items() if name != "labels"}
+    returned = model(**inputs)
+    logits = returned if isinstance(returned, torch.Tensor) else returned.logits
+    p = torch.exp(-cross_entropy(logits[0, :-1], sample["labels"][1:], reduction="sum"))
+    return torch.log(p) - torch.log1p(-p)
+
+
+def gradients(model, samples):
+    """f and its gradients (n, p), one text and one backward pass at a time, in float64."""
+    model = model.double().eval()
+    outputs = [f_of(model, sample) for sample in samples]
+    rows = [torch.autograd.grad(f, list(model.parameters())) for f in outputs]
+    rows = [torch.cat([g.flatten() for g in row]) for row in rows]
+    return torch.stack(outputs).detach().numpy(), torch.stack(rows).numpy()
