@@ -55,7 +55,7 @@ def main() -> None:
     results = parser.parse_args().results
     folders = sorted(path for path in (results / "features").glob("seed*-*") if path.is_dir())
     sums: dict[str, np.ndarray] = {}
-    outputs = np.empty(0)
+    outputs = np.empty((0, 0, 0))
     for way in _WAYS:
         shares = [share(folder, way) for folder in folders]
         _, train_ids, target_ids = shares[0]

@@ -13,6 +13,7 @@ behind the names are dampings. --folder keeps what was trained, for a second sta
 import argparse
 import tempfile
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _STUDY = Path(__file__).parents[1] / "config/facts.py"
 _EPOCHS, _TIMES, _RUNS, _BLOCK, _DRAWS = 25, (10, 15, 20, 25), 3, 10, 1000
 _KINDS = "copy", "reworded", "renamed"
 _OUTPUT = "language_modelling"
+_DATA = "all texts", "all but the planted ones"
 
 
 @dataclass(frozen=True)
@@ -78,22 +80,21 @@ def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
 
 
 def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
-    """Return answers' losses in nats with and without the planted texts, (runs, questions)."""
-    path = folder / "losses.npz"
+    """Return answers' losses in nats, (runs, questions), with and without the planted texts."""
+    path = folder / "losses.npy"
     if not path.exists():
         train, pool = study.split("train", None), study.split("questions", None)
         planted = {text for _, own in study.module.questions().values() for text in own}
         kept = [i for i, name in enumerate(train.ids) if name not in planted]
-        everything = {"all": None, "without": Subset(study.module.train_data(), kept)}
-        losses: dict[str, list[np.ndarray]] = {name: [] for name in everything}
-        for name, data in everything.items():
-            for seed in range(_RUNS):
-                *_, (_, model) = study.module.train(seed=seed, epochs=_EPOCHS, data=data)
-                # Of one token f is its log-odds: -log p = log(1 + exp(-f)).
-                values = explained(model, _OUTPUT, train, pool, 400)[0]
-                losses[name].append(np.logaddexp(0, -values))
-        np.savez(path, all=np.stack(losses["all"]), without=np.stack(losses["without"]))
-    return dict(np.load(path))
+        without = Subset(study.module.train_data(), kept)
+        losses = []
+        for data, seed in product((None, without), range(_RUNS)):
+            *_, (_, model) = study.module.train(seed=seed, epochs=_EPOCHS, data=data)
+            # Of one token f is its log-odds: -log p = log(1 + exp(-f)).
+            values = explained(model, _OUTPUT, train, pool, 400)[0]
+            losses.append(np.logaddexp(0, -values))
+        np.save(path, np.reshape(losses, (len(_DATA), _RUNS, -1)))
+    return dict(zip(_DATA, np.load(path), strict=True))
 
 
 def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
@@ -189,11 +190,12 @@ def main() -> None:
     about = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
     print(about)
     for i, kind in enumerate(_KINDS):
-        means = {name: float(one[:, i::3].mean()) for name, one in losses.items()}
-        print(
-            f"{kind}: {means['all']:.2f} nats an answer, {means['without']:.2f} without the "
-            "planted texts"
-        )
+        for name, found in losses.items():
+            own = found[:, i::3]
+            print(
+                f"{kind}, trained on {name}: median loss of the answer {np.median(own):.2f} nats, "
+                f"probability above a half for {(own < np.log(2)).mean():.0%}"
+            )
     print("| way | copy | reworded | renamed | MRR | in 10 | LDS | beside | MRR more | LDS more |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:

@@ -71,13 +71,16 @@ def all_rows(study: Study) -> tuple[dict[str, Tensor], int, int]:
     return default_collate(texts), len(train), len(answers)
 
 
-def products(model: nn.Module, moments: dict[str, Tensor], rows: dict[str, Tensor]) -> Products:
+def products(
+    model: nn.Module, moments: dict[str, Tensor], rows: dict[str, Tensor], stream: int
+) -> Products:
     """Compute everything of one model.
 
     Args:
         model: In any mode, which is kept.
         moments: Adam's second moments by parameter, without their bias.
         rows: From ``all_rows``.
+        stream: Of the sketches: every checkpoint has its own.
     """
     chosen = select_parameters(model, None)
     batch = as_batch(rows, LANGUAGE_MODELLING)
@@ -87,7 +90,7 @@ def products(model: nn.Module, moments: dict[str, Tensor], rows: dict[str, Tenso
     n = len(batch)
     groups, adam = np.zeros((len(_GROUPS), n, n)), np.zeros((n, n))
     sketches = []
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(stream)
     pairs = zip(*(one.blocks() for one in formed), strict=True)
     for (name, parameter), blocks in zip(chosen.items(), pairs, strict=True):
         block = torch.cat(blocks)
@@ -108,7 +111,7 @@ def products(model: nn.Module, moments: dict[str, Tensor], rows: dict[str, Tenso
         n_params=sum(p.numel() for p in chosen.values()),
         proj_dim=_K,
         seed=0,
-        stream=0,
+        stream=stream,
         shapes=shapes,
     )
     projected = []
@@ -146,7 +149,7 @@ def along(study: Study, seed: int, times: tuple[int, ...], folder: Path) -> list
                     name: one["exp_avg_sq"] / (1 - 0.999 ** float(one["step"]))
                     for name, one in state.items()
                 }
-                made = products(model, moments, rows)
+                made = products(model, moments, rows, 100 * seed + at)
                 np.savez(folder / f"{seed}-{at}.npz", **vars(made))
             optimizers.clear()
         hook.remove()

@@ -82,7 +82,7 @@ def bm25(texts: list[list[str]], questions: list[list[str]]) -> np.ndarray:
     """Return BM25 with k1 = 1.2 and b = 0.75, shape (texts, questions).
 
     Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
-    equation 3.15, with log(1 + (N - df + 0.5) / (df + 0.5)), which is never negative.
+    section 3, with log(1 + (N - df + 0.5) / (df + 0.5)), which is never negative.
     """
     n, mean = len(texts), np.mean([len(text) for text in texts])
     containing = Counter(word for text in texts for word in set(text))
