@@ -15,7 +15,7 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     page = "docs/language-ground-truth.md"
     ranks, texts = follow(page, workspace.folder, monkeypatch)
     found = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
-    shown = [text for info, text in blocks(page) if info == "text"][0]
+    shown = next(text for info, text in blocks(page) if info == "text")
     assert [row[0] for row in found] == [line.split()[0] for line in shown.splitlines()[1:]]
     of_first, median = ({row[0]: float(row[i]) for row in found} for i in (1, 2))
     # By chance: 0.01, and half of the texts.
