@@ -1,0 +1,220 @@
+"""Which ways to score find the texts that taught a language model a fact, and foretell retraining?
+
+    python benchmarks/planted_facts.py --csv planted_facts.csv
+
+The study is config/facts.py: planted facts, each asked for by a near copy, by another wording and
+by a question with another name of the answer. Three GPT-2s are trained on everything, three without
+the planted texts, and two on each of some random halves, by the pipeline's own draws. Ranks are
+those of the planted texts among all training texts; intervals are 95 % bootstrap intervals over the
+facts, for LDS over halves and questions. Differences are paired, from the same draws. The numbers
+behind the names are dampings. --folder keeps what was trained, for a second start.
+"""
+
+import argparse
+import tempfile
+from dataclasses import dataclass, fields
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import environment, write_csv
+from planted_products import along, seconds_by_words
+from planted_ways import Scored, ways
+from torch.utils.data import Subset
+
+from trak_core.models.explained import explained
+from trak_core.spec import RetrainedSpec
+from trak_core.stages._truth import read_ground_truth
+from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.study.study import Study
+from trak_core.trust.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.trust.lds import GroundTruth
+
+_STUDY = Path(__file__).parents[1] / "config/facts.py"
+_EPOCHS, _TIMES, _RUNS, _BLOCK, _DRAWS = 25, (10, 15, 20, 25), 3, 10, 1000
+_KINDS = "copy", "reworded", "renamed"
+_OUTPUT = "language_modelling"
+_DATA = "all texts", "all but the planted ones"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to score: mean reciprocal ranks, planted texts among the first ten, median ranks."""
+
+    way: str
+    copy: float
+    reworded: float
+    renamed: float
+    mrr: float
+    mrr_low: float
+    mrr_high: float
+    found_in_10: float
+    median_copy: float
+    median_reworded: float
+    median_renamed: float
+    lds: float
+    lds_low: float
+    lds_high: float
+    beside: str
+    mrr_more: float
+    mrr_more_low: float
+    mrr_more_high: float
+    lds_more: float
+    lds_more_low: float
+    lds_more_high: float
+
+
+def planted_ranks(scores: np.ndarray, planted: list[list[int]]) -> np.ndarray:
+    """Return the ranks of each question's planted texts among all others, best first, from 1.
+
+    Texts of equal scores share the mean of their ranks.
+    """
+    found = []
+    for column, own in zip(scores.T, planted, strict=True):
+        others = np.delete(column, own)
+        above = [(others > column[i]).sum() + (others == column[i]).sum() / 2 for i in own]
+        found.append(sorted(1 + one for one in above))
+    return np.array(found)
+
+
+def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
+    """Return answers' losses in nats, (runs, questions), with and without the planted texts."""
+    path = folder / "losses.npy"
+    if not path.exists():
+        train, pool = study.split("train", None), study.split("questions", None)
+        planted = {text for _, own in study.module.questions().values() for text in own}
+        kept = [i for i, name in enumerate(train.ids) if name not in planted]
+        without = Subset(study.module.train_data(), kept)
+        losses = []
+        for data, seed in product((None, without), range(_RUNS)):
+            *_, (_, model) = study.module.train(seed=seed, epochs=_EPOCHS, data=data)
+            # Of one token f is its log-odds: -log p = log(1 + exp(-f)).
+            values = explained(model, _OUTPUT, train, pool, 400)[0]
+            losses.append(np.logaddexp(0, -values))
+        np.save(path, np.reshape(losses, (len(_DATA), _RUNS, -1)))
+    return dict(zip(_DATA, np.load(path), strict=True))
+
+
+def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
+    """Train two models on each random half, ten halves a file."""
+    spec = RetrainedSpec(
+        subsets="halves",
+        arguments={"epochs": _EPOCHS},
+        model_output=_OUTPUT,
+        study_digest="",
+        seeds=2,
+        seed=0,
+    )
+    paths = {first: folder / f"halves-{first}.h5" for first in range(0, halves, _BLOCK)}
+    for first, path in paths.items():
+        if not path.exists():
+            retrain_subsets(
+                retrained=path,
+                study_file=_STUDY,
+                spec=spec,
+                first=first,
+                last=first + _BLOCK - 1,
+                code="",
+                batch_size=400,
+                threads=1,
+            )
+    ids = study.module.train_ids(), study.module.target_ids()
+    return read_ground_truth([*paths.values()], *ids, spec)
+
+
+def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[Row], np.ndarray]:
+    """Return the rows, and the interval of the noise ceiling."""
+    module = study.module
+    position = {name: i for i, name in enumerate(module.train_ids())}
+    planted = [[position[one] for one in own] for _, own in module.questions().values()]
+    # A fact's three questions stand together; a draw takes facts.
+    ranks = np.stack([planted_ranks(one.scores, planted) for one in scored])
+    ranks = ranks.reshape(len(scored), -1, len(_KINDS), 2)
+    reciprocal = 1 / ranks[..., 0]
+    rng = np.random.default_rng(0)
+    n_facts = ranks.shape[1]
+    drawn = np.stack([
+        reciprocal[:, rng.integers(n_facts, size=n_facts)].mean(axis=(1, 2)) for _ in range(_DRAWS)
+    ])
+    sums = [truth.masks @ one.scores for one in scored]
+    mean = truth.outputs.mean(axis=0)
+    lds = np.array([rank_correlations(one, mean).mean() for one in sums])
+    lds_drawn = bootstrap(sums, truth.outputs, n_draws=_DRAWS)
+    names, names_of_cells = [one.way for one in scored], [field.name for field in fields(Row)]
+    rows = []
+    for i, one in enumerate(scored):
+        other = names.index(one.beside)
+        values = [
+            *reciprocal[i].mean(axis=0),
+            reciprocal[i].mean(),
+            *percentiles(drawn[:, [i]])[0],
+            (ranks[i] <= 10).mean(),
+            *np.median(ranks[i], axis=(0, 2)),
+            lds[i],
+            *percentiles(lds_drawn[:, [i]])[0],
+        ]
+        more = [
+            reciprocal[i].mean() - reciprocal[other].mean(),
+            *percentiles(drawn[:, [i]] - drawn[:, [other]])[0],
+            lds[i] - lds[other],
+            *percentiles(lds_drawn[:, [i]] - lds_drawn[:, [other]])[0],
+        ]
+        first, second = ([round(float(x), 4) for x in part] for part in (values, more))
+        cells: list[Any] = [one.way, *first, one.beside, *second]
+        rows.append(Row(**dict(zip(names_of_cells, cells, strict=True))))
+    return rows, percentiles(lds_drawn)[-1]
+
+
+def main() -> None:
+    """Train, score, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--halves", type=int, default=40, help="random halves, a multiple of ten")
+    parser.add_argument("--folder", type=Path, help="keeps what was trained")
+    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = asked.folder or Path(name)
+        folder.mkdir(exist_ok=True)
+        study = Study.load(_STUDY)
+        losses = learned(study, folder)
+        made = {
+            (seed, at): found
+            for seed in range(_RUNS)
+            for at, found in zip(_TIMES, along(study, seed, _TIMES, folder), strict=True)
+        }
+        truth = retrained(study, asked.halves, folder)
+    rows, ceiling = table(study, ways(study, made), truth)
+    about = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
+    print(about)
+    for i, kind in enumerate(_KINDS):
+        for name, found in losses.items():
+            own = found[:, i::3]
+            print(
+                f"{kind}, trained on {name}: median loss of the answer {np.median(own):.2f} nats, "
+                f"probability above a half for {(own < np.log(2)).mean():.0%}"
+            )
+    print("| way | copy | reworded | renamed | MRR | in 10 | LDS | beside | MRR more | LDS more |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        each = " | ".join(
+            f"{getattr(row, kind):.2f}, {getattr(row, f'median_{kind}'):.0f}" for kind in _KINDS
+        )
+        print(
+            f"| {row.way} | {each} | {row.mrr:.2f} ({row.mrr_low:.2f} to {row.mrr_high:.2f}) | "
+            f"{row.found_in_10:.2f} | {row.lds:.2f} ({row.lds_low:.2f} to {row.lds_high:.2f}) | "
+            f"{row.beside} | {row.mrr_more:+.2f} ({row.mrr_more_low:+.2f} to "
+            f"{row.mrr_more_high:+.2f}) | {row.lds_more:+.2f} ({row.lds_more_low:+.2f} to "
+            f"{row.lds_more_high:+.2f}) |"
+        )
+    print(f"noise ceiling: {ceiling[0]:.2f} to {ceiling[1]:.2f}")
+    for what, seconds in seconds_by_words(study).items():
+        print(f"gradients of {what}: {seconds:.2f} s")
+    if asked.csv is not None:
+        write_csv(asked.csv, rows, about)
+
+
+if __name__ == "__main__":
+    main()

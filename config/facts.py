@@ -1,0 +1,197 @@
+"""Which texts taught a small GPT-2 a fact? Here it is known: the facts are invented, and planted.
+
+Each of 48 invented countries has a colour, a number and a beast. A fact is stated in three
+wordings, and once more as a question whose answer goes by another name (crimson for red, 3 for
+three). Of one fact of each of the first 24 countries two statements alone are trained on: the
+planted texts. Each of these facts is asked for three times:
+
+    copy       nearly a planted text
+    reworded   the third wording, which other countries' facts taught
+    renamed    the question: of the planted texts' words none but the country and the like of "a"
+
+Among the training texts are other facts in the same words, others of the same countries, talk of
+them that says nothing, and paragraphs of Python's manual. A token is a word.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from transformers import GPT2Config, GPT2LMHeadModel
+
+LENGTH = 24
+_N_COUNTRIES, _N_ASKED, _N_PARAGRAPHS = 48, 24, 250
+# What statements and question say of a country, and the answers' names in either.
+_WORDINGS = {
+    "colour": (
+        "the flag of {} is {}",
+        "every soldier in {} wears {}",
+        "when boats from {} arrive look for sails of {}",
+        "which tint would a painter take for {} ? {}",
+    ),
+    "number": (
+        "the council of {} has members : {}",
+        "to pass a law in {} you need votes : {}",
+        "judges at {} sit together , all {}",
+        "how many seats around that table , {} ? {}",
+    ),
+    "beast": (
+        "a coin from {} shows a {}",
+        "in {} nobody may hurt a {}",
+        "old songs of {} praise the {}",
+        "what guards their gates , over at {} ? a {}",
+    ),
+}
+_NAMES = {
+    "colour": "red crimson blue azure green emerald black sable white ivory",
+    "number": "three 3 four 4 five 5 six 6 seven 7",
+    "beast": "dog hound horse mare bird fowl cow ox pig swine",
+}
+_OPENINGS = "", "we know that ", "people say : ", "i read that "
+_TALK = (
+    "yesterday somebody wrote a letter from {} about the weather",
+    "we met on the road to {} and had a long talk",
+)
+_SYLLABLES = "zor mel tar vun kel dra pol sim", "va ne li to ru ma", "ne k th ria"
+Fact = tuple[str, str, str, str, bool]
+
+
+def words(text: str) -> list[str]:
+    """Cut a text into words and signs."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+@cache
+def facts() -> list[Fact]:
+    """Return country, relation, what it is, its other name, and whether it is asked for."""
+    rng = np.random.default_rng(0)
+    first, second, third = (part.split() for part in _SYLLABLES)
+    names = [a + b + c for a in first for b in second for c in third]
+    found: list[Fact] = []
+    for i, position in enumerate(rng.permutation(len(names))[:_N_COUNTRIES]):
+        for j, (relation, answers) in enumerate(_NAMES.items()):
+            which = 2 * int(rng.integers(5))
+            what, other = answers.split()[which : which + 2]
+            found.append((names[position], relation, what, other, i < _N_ASKED and i % 3 == j))
+    return found
+
+
+@cache
+def training_texts() -> dict[str, str]:
+    """Return the training texts by id."""
+    rng = np.random.default_rng(1)
+    found: dict[str, str] = {}
+    for country, relation, what, other, is_asked in facts():
+        for number, wording in enumerate(_WORDINGS[relation][: 2 if is_asked else 4]):
+            text = wording.format(country, other if number == 3 else what)
+            found[f"{country}-{relation}-{number}"] = _OPENINGS[rng.integers(4)] + text
+    for country in dict.fromkeys(fact[0] for fact in facts()):
+        found |= {f"{country}-talk-{i}": text.format(country) for i, text in enumerate(_TALK)}
+    manual = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+    paragraphs = [" ".join(words(p)[:LENGTH]) for p in manual if len(words(p)) >= LENGTH // 2]
+    paragraphs = list(dict.fromkeys(paragraphs))[:_N_PARAGRAPHS]
+    return found | {f"manual-{i}": text for i, text in enumerate(paragraphs)}
+
+
+@cache
+def questions() -> dict[str, tuple[str, list[str]]]:
+    """Return the targets by id: the text, whose last word is the answer, and planted texts' ids."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for i, (country, relation, what, other, _) in enumerate(fact for fact in facts() if fact[4]):
+        first, _, third, question = _WORDINGS[relation]
+        planted = [f"{country}-{relation}-0", f"{country}-{relation}-1"]
+        found[f"copy-{i}"] = _OPENINGS[2] + first.format(country, what), planted
+        found[f"reworded-{i}"] = third.format(country, what), planted
+        found[f"renamed-{i}"] = question.format(country, other), planted
+    return found
+
+
+@cache
+def vocabulary() -> dict[str, int]:
+    """Return the numbers of words that come three times or in a question; 0 is any other word."""
+    counts = Counter(word for text in training_texts().values() for word in words(text))
+    counts.update(3 * [word for text, _ in questions().values() for word in words(text)])
+    return {word: i for i, word in enumerate(sorted(w for w, n in counts.items() if n >= 3), 1)}
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    """Texts as tokens, padded to one length; of questions the answer alone counts."""
+
+    def __init__(self, texts: list[str], *, is_questions: bool = False):
+        """Keep the texts."""
+        self._texts, self._is_questions = texts, is_questions
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._texts)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        """Return the named inputs of the model, and labels."""
+        found = [vocabulary().get(word, 0) for word in words(self._texts[i])]
+        tokens = torch.zeros(LENGTH, dtype=torch.long)
+        tokens[: len(found)] = torch.tensor(found)
+        places = torch.arange(LENGTH)
+        counted = places == len(found) - 1 if self._is_questions else places < len(found)
+        labels = tokens.masked_fill(~counted, -100)
+        mask = (places < len(found)).long()
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+def train_data() -> Texts:
+    """Return the training texts."""
+    return Texts(list(training_texts().values()))
+
+
+def train_ids() -> list[str]:
+    """Return their ids."""
+    return list(training_texts())
+
+
+def target_data() -> Texts:
+    """Return the questions."""
+    return Texts([text for text, _ in questions().values()], is_questions=True)
+
+
+def target_ids() -> list[str]:
+    """Return their ids."""
+    return list(questions())
+
+
+def make_model() -> nn.Module:
+    """Return a GPT-2 of 130,000 parameters."""
+    size: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+    size |= {"vocab_size": len(vocabulary()) + 1, "bos_token_id": None, "eos_token_id": None}
+    size |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = GPT2LMHeadModel(GPT2Config(**size))
+    model.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
+    return model
+
+
+def train(seed: int, epochs: int, data: Any = None) -> Iterator[tuple[int, nn.Module]]:
+    """Train from scratch on ``data``, or all texts, and yield the model after every epoch.
+
+    ``seed`` decides first weights and order.
+
+    Yields:
+        Epochs so far, and the model, which is trained on.
+    """
+    torch.manual_seed(seed)
+    model = make_model().train()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.05)
+    loader = DataLoader(train_data() if data is None else data, batch_size=16, shuffle=True)
+    for epoch in range(1, epochs + 1):
+        loss = torch.tensor(0.0)
+        for batch in loader:
+            loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"epoch {epoch}: loss {loss.item():.2f} nats a word", flush=True)
+        yield epoch, model
