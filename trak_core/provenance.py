@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.reached import reached, reflects
 
 # Where trak_core lies: a checkout, or the folder of all installed packages.
 _ROOT = Path(__file__).parents[1]
@@ -30,10 +31,9 @@ def _module_file(root: Path, name: _Name) -> Path | None:
 
 
 @cache
-def _read(path: Path, mtime_ns: int) -> tuple[list[ast.Import | ast.ImportFrom], str]:
-    """Return the import statements of a file, at any depth of it, and the text of what runs."""
+def _parsed(path: Path, mtime_ns: int) -> ast.Module:
     try:
-        tree = ast.parse(path.read_bytes(), filename=str(path))
+        return ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:
         if isinstance(error, SyntaxError) and error.filename:
             raise
@@ -44,17 +44,29 @@ def _read(path: Path, mtime_ns: int) -> tuple[list[ast.Import | ast.ImportFrom],
             f"{path}: Python must be able to read the code. Found an expression that is nested "
             f"too deeply for it ({error}). Cut the longest one into parts."
         ) from error
-    return _what_runs(tree)
 
 
-def _look(path: Path) -> tuple[list[ast.Import | ast.ImportFrom], str]:
+@cache
+def _read(
+    path: Path, mtime_ns: int, called: frozenset[str] | None
+) -> tuple[list[ast.Import | ast.ImportFrom], str]:
+    """Return the import statements of a file, at any depth of it, and the text of what runs."""
+    tree = _parsed(path, mtime_ns)
+    return _what_runs(tree if called is None else reached(tree, called))
+
+
+def _look(
+    path: Path, called: frozenset[str] | None = None
+) -> tuple[list[ast.Import | ast.ImportFrom], str]:
     """Read a file once: every rule asks for most of them."""
-    return _read(path, path.stat().st_mtime_ns)
+    return _read(path, path.stat().st_mtime_ns, called)
 
 
-def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
+def _imported_names(
+    path: Path, package: _Name, called: frozenset[str] | None = None
+) -> Iterable[_Name]:
     """Yield every dotted name in the import statements of a file."""
-    for node in _look(path)[0]:
+    for node in _look(path, called)[0]:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         else:
@@ -68,22 +80,26 @@ def _is_package(file: Path) -> bool:
     return file.name == "__init__.py"
 
 
-def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name, Path]:
+def _closure(
+    start: _Name, root: Path, package: str | None = None, called: frozenset[str] | None = None
+) -> dict[_Name, Path]:
     """Map each module under ``root``, or in one ``package`` there, that runs to its file."""
-    reached: dict[_Name, Path] = {}
+    # With `called`, of `start` what is reached from these functions.
+    found: dict[_Name, Path] = {}
     pending = [start[:depth] for depth in range(1, len(start) + 1)]
     while pending:
         name = pending.pop()
-        if name in reached or (package and name[:1] != (package,)):
+        if name in found or (package and name[:1] != (package,)):
             continue
         file = _module_file(root, name)
         if file is None:
             continue
-        reached[name] = file
-        for imported in _imported_names(file, name if _is_package(file) else name[:-1]):
+        found[name] = file
+        of = called if name == start else None
+        for imported in _imported_names(file, name if _is_package(file) else name[:-1], of):
             # `import a.b.c` runs a and a.b as well.
             pending += [imported[:depth] for depth in range(1, len(imported) + 1)]
-    return reached
+    return found
 
 
 def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str]:
@@ -133,10 +149,13 @@ def _texts_beside(folder: Path) -> Iterable[Path]:
             yield path
 
 
-def _digest(files: Mapping[_Name, Path]) -> Any:
+def _digest(
+    files: Mapping[_Name, Path], start: _Name = (), called: frozenset[str] | None = None
+) -> Any:
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(files):
-        digest.update(f"{name} {_look(files[name])[1]}".encode())
+        of = called if name == start else None
+        digest.update(f"{name} {_look(files[name], of)[1]}".encode())
     return digest
 
 
@@ -212,14 +231,20 @@ def study_imports(study: Path) -> list[str]:
     return sorted(".".join(name) for name in found if name and name[0] not in beside)
 
 
-def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> str:
+def study_digest(
+    study: Path, data_files: Mapping[str, str] | None = None, called: Iterable[str] | None = None
+) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
-    Same rules as ``code_digest``; installed packages don't count.
+    Same rules as ``code_digest``; installed packages don't count. With ``called``, functions and
+    constants of the file that nothing leads to from these don't (``trak_core.reached``), nor
+    do modules that only they import; but everything does where the file, or a module beside it, may
+    reach what it never names (``globals``, ``sys.modules``, ...), or imports the file back.
 
     Args:
         study: Path of the study's Python file.
         data_files: Digests of the data files that the config names, by their paths.
+        called: Names of the study's functions that a job calls; None for all.
 
     Returns:
         16 hexadecimal digits.
@@ -227,10 +252,27 @@ def study_digest(study: Path, data_files: Mapping[str, str] | None = None) -> st
     Raises:
         InputError: If there is no such file, or if its name doesn't end with ``.py``.
     """
-    digest = _digest(study_modules(study))
+    files, start, of = study_modules(study), (study.stem,), None
+    if called is not None:
+        others = [path for name, path in files.items() if name != start]
+        back = any(
+            name[:1] == start
+            for own, path in files.items()
+            if own != start
+            for name in _imported_names(path, own if _is_package(path) else own[:-1])
+        )
+        if not back and not any(reflects(_parsed(p, p.stat().st_mtime_ns)) for p in others):
+            of = frozenset(called)
+            files = _closure(start, study.parent, called=of)
+    digest = _digest(files, start, of)
     for path, content in sorted((data_files or {}).items()):
         digest.update(f"{path} {content}\n".encode())
     return digest.hexdigest()
+
+
+def content_digest(*parts: Any) -> str:
+    """Hash plain values by their JSON: 32 hexadecimal digits."""
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def ids_digest(ids: Sequence[int | str]) -> str:

@@ -266,6 +266,7 @@ def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     rule = "compute_scores" if key == "projection" else "compute_exact_scores"
     with pytest.raises(InputError, match=rf"mine/c0\.h5.*{key}.*rule {rule} remakes it"):
         average_scores(
+            columns="",
             scores=tmp_path / "out.h5",
             checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(2)],
             features=[],

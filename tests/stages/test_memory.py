@@ -258,6 +258,7 @@ def run_scoring(folder, n_train):
             **common,
         )
         average_scores(
+            columns="",
             scores=file["scores"],
             checkpoint_scores=[file["one"]],
             features=[file["train"]] if keep == "top_k" else [],

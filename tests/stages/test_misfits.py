@@ -63,6 +63,7 @@ def test_a_file_of_another_program_that_takes_our_name(tmp_path):
 
 def average(results, paths, out):
     average_scores(
+        columns="",
         scores=out,
         checkpoint_scores=paths,
         features=[],

@@ -75,6 +75,7 @@ def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
     with pytest.raises(InputError, match=found):
         average_scores(
+            columns="",
             scores=tmp_path / "out.h5",
             checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
             features=[],

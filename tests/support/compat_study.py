@@ -124,6 +124,7 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
             memory_mb=100,
         )
     average_scores(
+        columns="",
         scores=folder / "mine.h5",
         checkpoint_scores=parts,
         features=[],

@@ -16,7 +16,7 @@ from workspace import REPOSITORY
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.door import run, stage_of, typed
+from trak_core.system.door import asked_of, run, stage_of, typed
 
 STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"check_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
@@ -132,9 +132,10 @@ def test_a_name_that_the_stage_does_not_take():
         rule="train_checkpoint",
         threads=1,
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
+        log=["log"],
     )
     with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
-        run(job)
+        run(asked_of(job))
 
 
 def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
@@ -149,13 +150,14 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
         params={"study_file": "study.py", "arguments": {"seed": 1}, "code": "train_checkpoint 01"},
         input={},
         output={"checkpoint": "results/c0.pt"},
+        log=["log"],
     )
 
     def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
         given.update(checkpoint=checkpoint, study=study_file, arguments=arguments, threads=threads)
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
-    run(job)
+    run(asked_of(job))
     assert given == {
         "checkpoint": Path("results/c0.pt"),
         "study": Path("study.py"),

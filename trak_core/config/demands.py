@@ -71,6 +71,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"evaluation must name experiments of the study: {', '.join(config['experiments'])}. "
             f"Found {unknown[0]!r}."
         )
+    questions = [name for name in named if "data" in config["experiments"][name]]
+    if questions:
+        raise InputError(
+            "evaluation must name experiments whose targets are the study's own: models are "
+            f"retrained to explain target_data(). Found {questions[0]}, which brings its own "
+            "`data`."
+        )
     trained = [key for key in ("subsets", "flipped", "removals") if key in asked]
     if trained and "training" not in config:
         raise InputError(

@@ -104,9 +104,12 @@ def _request(specs: Specs) -> dict[str, Any]:
 def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
     """Return sizes of the study, having asked it for what is not known."""
     request, shards = _request(specs), specs.shards
-    looked_by = [specs.study_digest, code_digest("trak_core.stages.check_study")]
+    looked_by = [specs.digests["whole"], code_digest("trak_core.stages.check_study")]
     keys = {
-        split: _key([*looked_by, request, split, specs.experiments.get(split), n_shards])
+        split: _key([
+            *(*looked_by, request, split, specs.experiments.get(split), n_shards),
+            specs.targets_digest(split),
+        ])
         for split, n_shards in shards.items()
     }
     splits = known.get("splits", {})
@@ -114,6 +117,7 @@ def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
     if not new:
         return known
     request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
+    request["questions"] = specs.questions
     sizes = _asked(request)
     found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     return {"n_params": sizes["n_params"], "splits": {s: found.get(s) or splits[s] for s in shards}}

@@ -7,11 +7,11 @@ from typing import Any
 
 from trak_core.config.demands import check_evaluation, check_exact
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
-from trak_core.config.scoring import usual_combine, usual_power, usual_weighting
+from trak_core.config.scoring import fill_in_scoring
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import ids_digest, study_digest, study_modules
+from trak_core.provenance import content_digest, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
     Combine,
@@ -22,13 +22,23 @@ from trak_core.spec import (
     curvature_power,
     ordered,
 )
-from trak_core.system.data_files import data_digests
+from trak_core.system.data_files import data_digests, file_digest
 
 TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
+# The study's functions that jobs call for a thing; all for what is not here.
+_TRAIN_DATA = ("make_model", "train_data", "train_ids")
+_CALLED = {
+    "whole": None,
+    "features": _TRAIN_DATA,
+    "targets": (*_TRAIN_DATA, "target_data", "target_ids"),
+    "questions": (*_TRAIN_DATA, "encode"),
+    "training": (*_TRAIN_DATA, "train"),
+    "retraining": (*_TRAIN_DATA, "train", "target_data", "target_ids"),
+}
 # Of what is drawn for flipped labels and removals.
 _SEED = 0
 
@@ -40,17 +50,19 @@ class Specs:
     Attributes:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
-        experiments: Names with the ids of their targets.
-        study_digest: Hash of the study's source and data files.
-        files: The study's source and data files, and tables that the config names.
+        experiments: Names with the ids of their targets; None for all that a question's file has.
+        digests: Hashes of the study's source and data files: ``whole``, and of what is reached by
+            what jobs call for ``features`` of training samples, for ``targets``, ``questions``,
+            ``training`` and ``retraining``.
+        files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words; empty for
             nothing.
     """
 
     config: Mapping[str, Any]
     checkpoints: Mapping[str, Checkpoint]
-    experiments: Mapping[str, Sequence[int | str]]
-    study_digest: str
+    experiments: Mapping[str, Sequence[int | str] | None]
+    digests: Mapping[str, str]
     files: Sequence[Path]
     defaults: str = ""
 
@@ -113,9 +125,29 @@ class Specs:
             alike.setdefault(tuple(one.removeprefix(run) for one in ids), []).append(run)
         return [(list(ends), runs) for ends, runs in alike.items()]
 
+    @property
+    def questions(self) -> dict[str, str]:
+        """Files of targets that experiments bring by themselves."""
+        experiments = self.config["experiments"]
+        return {name: one["data"] for name, one in experiments.items() if "data" in one}
+
     def targets_digest(self, split: str) -> str | None:
-        """Return the hash of an experiment's target ids, None for the training samples."""
-        return ids_digest(self.experiments[split]) if split in self.experiments else None
+        """Return the hash of an experiment's target ids, and of the code and files they come from.
+
+        None for the training samples.
+        """
+        if split not in self.experiments:
+            return None
+        ids, question = self.experiments[split], self.questions.get(split)
+        if question is None:
+            return content_digest(ids and [str(i) for i in ids], self.digests["targets"])
+        path = Path(question)
+        if path.suffix == ".py":
+            # It may import the study.
+            code = [self.digests["whole"], study_digest(path)]
+        else:
+            code = [self.digests["questions"], file_digest(path)]
+        return content_digest(ids and [str(i) for i in ids], *code)
 
     @property
     def all_features(self) -> FeaturesSpec:
@@ -126,7 +158,7 @@ class Specs:
             parameter_patterns=None if patterns == "all" else patterns,
             projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
-            study_digest=self.study_digest,
+            study_digest=self.digests["features"],
         )
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
@@ -150,8 +182,8 @@ class Specs:
     @property
     def embeddings(self) -> FeaturesSpec:
         """What decides the embeddings of all checkpoints."""
-        embedding = {"kind": "embedding"}
-        return replace(self.all_features, projection=embedding, dtype="float32", split="all")
+        own = {"projection": {"kind": "embedding"}, "study_digest": self.digests["targets"]}
+        return replace(self.all_features, dtype="float32", split="all", **own)
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
         """Return what decides one checkpoint's normal matrix."""
@@ -200,7 +232,8 @@ class Specs:
         """Experiments whose scores are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
-        return list(self.evaluation.get("experiments", self.experiments))
+        asked = [name for name in self.experiments if name not in self.questions]
+        return list(self.evaluation.get("experiments", asked))
 
     @property
     def measures_features(self) -> bool:
@@ -261,7 +294,7 @@ class Specs:
     def removal_groups(self) -> list[list[int | str]]:
         """Return the targets of each job."""
         asked = self.evaluation["removals"]
-        targets = list(self.experiments[asked["experiment"]][: asked["targets"]])
+        targets = list((self.experiments[asked["experiment"]] or [])[: asked["targets"]])
         starts = range(0, len(targets), _REMOVALS_A_JOB)
         return [targets[start : start + _REMOVALS_A_JOB] for start in starts]
 
@@ -270,7 +303,7 @@ class Specs:
             subsets=subsets,
             arguments=self.training,
             model_output=self.config["model_output"],
-            study_digest=self.study_digest,
+            study_digest=self.digests["retraining"],
             seeds=seeds,
             seed=seed,
         )
@@ -291,46 +324,21 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         InputError: At the first thing that doesn't hold.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
-    defaults = _fill_in_scoring(config, along=come_from_along_runs(checkpoints))
+    defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
     if config["projection"] == EXACT:
         check_exact(config)
     experiments = {
-        name: target_ids(experiment["targets"])
+        name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
     }
     if "evaluation" in config:
         check_evaluation(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json")
-    named = [config["checkpoints"], *(one["targets"] for one in config["experiments"].values())]
-    tables = [path for path in named if isinstance(path, str)]
+    tables = [config["checkpoints"]]
+    for experiment in config["experiments"].values():
+        tables += [experiment.get("targets"), experiment.get("data")]
+    tables = [path for path in tables if isinstance(path, str)]
     files = [*study_modules(study).values(), *map(Path, [*data, *tables])]
-    return Specs(config, checkpoints, experiments, study_digest(study, data), files, defaults)
-
-
-def _fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring, and return what and why, in words."""
-    scoring, model_output = config["scoring"], config["model_output"]
-    reasons = []
-    if "combine" not in scoring:
-        scoring["combine"] = str(usual_combine(along=along))
-        whence = (
-            "some checkpoints come from along a run"
-            if along
-            else "no run has several checkpoints, nor do they say different times"
-        )
-        reasons.append(f"combine is {scoring['combine']}, since {whence}")
-    combine = scoring["combine"]
-    if "weighting" not in scoring:
-        scoring["weighting"] = str(usual_weighting(combine, model_output))
-        reasons.append(
-            f"weighting is {scoring['weighting']}, the default with {combine} of {model_output}"
-        )
-    if "loss_weight_power" not in scoring:
-        scoring["loss_weight_power"] = usual_power(combine, model_output)
-        is_probability = TABLE[model_output].weight_is_probability
-        reasons.append(
-            f"loss_weight_power is {scoring['loss_weight_power']}, the default with {combine} of "
-            f"{model_output}, whose loss weight is {'a' if is_probability else 'no'} probability"
-        )
-    return "; ".join(reasons)
+    digests = {name: study_digest(study, data, called) for name, called in _CALLED.items()}
+    return Specs(config, checkpoints, experiments, digests, files, defaults)

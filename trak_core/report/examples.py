@@ -6,11 +6,13 @@ The page (templates/examples.html.j2), the answers (templates/answer.html.j2) an
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from trak_core.report.facts import Experiment, Row
 from trak_core.report.samples import Picture, drawn, printed
 from trak_core.report.texts import readable
+from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN, Split, Study, users_code
 
 # Training samples of either sign beside a target; targets of an experiment, and targets in all,
@@ -120,7 +122,10 @@ def examples_of(
 
 
 def find_examples(
-    study: Study, experiments: Sequence[Experiment], n_shown: Sequence[int]
+    study: Study,
+    experiments: Sequence[Experiment],
+    n_shown: Sequence[int],
+    questions: Mapping[str, Path],
 ) -> list[Examples]:
     """Show targets and their strongest training samples, each once.
 
@@ -129,6 +134,7 @@ def find_examples(
             without either samples are printed.
         experiments: Their scores, with the strongest samples of at least the targets shown.
         n_shown: How many targets of each are shown, from the first.
+        questions: Files of experiments that bring their own targets.
 
     Returns:
         One an experiment.
@@ -141,6 +147,6 @@ def find_examples(
     found = []
     for experiment, n in zip(experiments, n_shown, strict=True):
         ids = [about["id"] for about in experiment.targets[:n]]
-        targets = Shelf.of(study.split(experiment.name, ids))
+        targets = Shelf.of(split_of(study, experiment.name, ids, questions.get(experiment.name)))
         found.append(examples_of(study, experiment, n, targets, train, show))
     return found

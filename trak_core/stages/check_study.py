@@ -33,7 +33,8 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.arranged import blaming
 from trak_core.models.named_output import model_output as named_output
 from trak_core.spec import Weighting
-from trak_core.study.study import Split, Study, users_code
+from trak_core.study.questions import split_of
+from trak_core.study.study import TRAIN, Split, Study, users_code
 from trak_core.system.quiet import quiet_libraries
 
 _LABEL_SECONDS = 10.0
@@ -129,6 +130,7 @@ def check_study(
     leaves_several: bool = False,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
+    questions: dict[str, str],
     retraining: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with what the config asks for.
@@ -141,8 +143,10 @@ def check_study(
         training: Arguments of the study's ``train`` for each run; None if the checkpoints are
             there.
         leaves_several: Whether trainings leave checkpoints on their way.
-        splits: Splits to look at: None for the training data, ids for an experiment.
+        splits: Splits to look at: ids for an experiment; None for the training data, and for all
+            that a question's file has.
         shards: Shards of each split.
+        questions: Files of targets that experiments bring by themselves.
         retraining: Arguments of ``train`` that all checkpoints share, where models are to be
             retrained; else None.
 
@@ -164,9 +168,10 @@ def check_study(
     size = n_params(select_parameters(model, parameter_patterns))
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
-        where = "train_data()" if targets is None else f"experiment {name}"
+        where = "train_data()" if name == TRAIN else f"experiment {name}"
+        question = Path(questions[name]) if name in questions else None
         try:
-            split = study.split(name, targets)
+            split = split_of(study, name, targets, question)
             output = named_output(model_output, model, split, device, n_others=1)
             _check_weighting(weighting, model_output, output)
             n_classes = count_classes(model, output, split.batch(0, 1), device)

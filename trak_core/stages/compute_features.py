@@ -19,6 +19,7 @@ from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.flipped import with_flipped_labels
+from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
@@ -56,6 +57,7 @@ def compute_features(
     study_file: Path,
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
+    question: Path | None = None,
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -74,7 +76,8 @@ def compute_features(
         checkpoint: File or folder with the weights.
         study_file: The study's Python file.
         spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for the training samples.
+        targets: Ids of the experiment's targets; None for all of its file, or training samples.
+        question: The file of an experiment that brings its own targets.
         shard: Which shard, from 1.
         n_shards: How many there are; 1 for the whole split.
         code: The stage's code digest.
@@ -91,7 +94,7 @@ def compute_features(
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
     model, parameters, output = loaded.model, loaded.parameters, loaded.output
     split = spec.split or TRAIN
-    data = loaded.study.split(split, targets)
+    data = split_of(loaded.study, split, targets, question)
     if spec.flipped is not None:
         data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))

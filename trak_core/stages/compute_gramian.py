@@ -26,6 +26,7 @@ from trak_core.models.device import device_name, find_device, full_precision
 from trak_core.models.kept import Kept
 from trak_core.models.loaded import LoadedModel
 from trak_core.spec import FeaturesSpec
+from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
@@ -97,6 +98,7 @@ def compute_gramian(
     study_file: Path,
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
+    question: Path | None = None,
     code: str,
     device: str,
     batch_size: int,
@@ -113,7 +115,8 @@ def compute_gramian(
         checkpoint: File or folder with the weights.
         study_file: The study's Python file.
         spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for the training samples.
+        targets: Ids of the experiment's targets; None for all of its file, or training samples.
+        question: The file of an experiment that brings its own targets.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
         batch_size: Two blocks of so many samples are in the model at once, at most.
@@ -129,7 +132,7 @@ def compute_gramian(
     loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
     split = spec.split or TRAIN
     data = loaded.study.split(TRAIN, None)
-    own = data if split == TRAIN else loaded.study.split(split, targets)
+    own = data if split == TRAIN else split_of(loaded.study, split, targets, question)
     need = gramian_need(len(data.ids), len(own.ids))
     need.check(memory_mb)
     where = device_name(loaded.device)

@@ -26,6 +26,7 @@ from trak_core.report.figure import influences_figure
 from trak_core.report.read import read_experiment
 from trak_core.report.samples import printed
 from trak_core.report.texts import on_one_line, readable
+from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN, Study
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -75,7 +76,14 @@ def _write_texts(
 
 
 def draw_influences(
-    *, figure: Path, answer: Path, texts: Path, scores: Path, study_file: Path, code: str
+    *,
+    figure: Path,
+    answer: Path,
+    texts: Path,
+    scores: Path,
+    study_file: Path,
+    question: Path | None = None,
+    code: str,
 ) -> None:
     """Write a picture of some targets, a page of more, and the texts of all as a table.
 
@@ -89,6 +97,7 @@ def draw_influences(
         scores: The experiment's scores.
         study_file: The study's Python file; its ``draw(axes, sample)`` draws one sample, its
             ``describe(sample)`` says what it is.
+        question: The file of an experiment that brings its own targets.
         code: The stage's code digest.
 
     Raises:
@@ -99,7 +108,9 @@ def draw_influences(
     each = EACH if study.has("draw") else _EACH_TEXT
     experiment = read_experiment(scores, scores.parents[1], n_shown, each)
     train = Shelf.of(study.split(TRAIN, None))
-    targets = Shelf.of(study.split(experiment.name, [one["id"] for one in experiment.targets]))
+    targets = Shelf.of(
+        split_of(study, experiment.name, [one["id"] for one in experiment.targets], question)
+    )
     show = shown_by(study, _CHARACTERS)
     examples = examples_of(study, experiment, n_shown, targets, train, show)
     _draw(figure, examples)

@@ -89,6 +89,9 @@ def write_report(
     )
     for measured in (*facts.evaluations.items(), *facts.removals.items()):
         _check_scores_of(*measured, facts)
-    text = document(facts, find_examples(Study.load(study_file), experiments, shown))
+    asked = config["experiments"]
+    questions = {name: Path(one["data"]) for name, one in asked.items() if "data" in one}
+    examples = find_examples(Study.load(study_file), experiments, shown, questions)
+    text = document(facts, examples)
     with written_whole(report) as partial:
         partial.write_text(text, encoding="utf-8")

@@ -7,6 +7,7 @@ Its functions, each without arguments unless said otherwise:
     target_data()            the pool of samples to explain, likewise
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
     train(**arguments)       optional: trains and returns a model; arguments come from the config
+    encode(**line)           optional: makes a sample of a line of an experiment's own `data`
     draw(axes, sample)       optional: draws one sample into matplotlib axes
     describe(sample)         optional: returns one sample as a text to read
 
@@ -65,9 +66,10 @@ class Split:
         unknown = [i for i in ids if i not in position]
         if unknown:
             raise InputError(
-                "Targets must be ids of the study's target_data(). Found "
-                f"{', '.join(map(str, unknown[:8]))}{' and more' if len(unknown) > 8 else ''}; "
-                f"it has {len(position)}, such as {self.ids[0]} and {self.ids[-1]}."
+                "Targets must be ids of the study's target_data(), or of the experiment's own "
+                f"data. Found {', '.join(map(str, unknown[:8]))}"
+                f"{' and more' if len(unknown) > 8 else ''}; it has {len(position)}, such as "
+                f"{self.ids[0]} and {self.ids[-1]}."
             )
         if len(set(ids)) < len(ids):
             twice = sorted({str(i) for i in ids if list(ids).count(i) > 1})
@@ -187,21 +189,26 @@ def _is_name(sample_id: Any) -> bool:
     )
 
 
-def _checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
+def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
+    """Return plain ids, one a sample.
+
+    Raises:
+        InputError: If they are not all integers or all short names, or not all different.
+    """
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
         raise InputError(
-            f"{function}() must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
+            f"{function} must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
         )
     if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
         is_good = _is_number if type(plain[0]) is int else _is_name
         found = [i for i in plain if not is_good(i)] or plain
         raise InputError(
-            f"{function}() must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
+            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
             f"of printable text only. Found {', '.join(repr(i) for i in found[:3])}."
         )
     if len(set(plain)) < n_samples:
-        raise InputError(f"{function}() must give every sample its own id. Found repeated ids.")
+        raise InputError(f"{function} must give every sample its own id. Found repeated ids.")
     return plain
 
 
@@ -304,5 +311,5 @@ class Study:
             function = self.function(f"{pool}_ids")
             with users_code(f"{self.path}: {pool}_ids(), which gives one id a sample,"):
                 ids = list(function())
-        split = Split(samples, _checked_ids(ids, size, f"{self.path}: {pool}_ids"))
+        split = Split(samples, checked_ids(ids, size, f"{self.path}: {pool}_ids()"))
         return split if targets is None else split.take(targets)

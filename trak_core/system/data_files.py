@@ -46,7 +46,15 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     return files
 
 
-def _hash(path: Path) -> str:
+def file_digest(path: Path) -> str:
+    """Give the hash of a file's bytes, 32 hexadecimal digits.
+
+    Returns:
+        The digits.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -82,7 +90,7 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
         now, stat, name = time.time_ns(), file.stat(), file.as_posix()
         seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         *before, digest = known.get(name, [None])
-        digests[name] = digest if before == seen and digest else _hash(file)
+        digests[name] = digest if before == seen and digest else file_digest(file)
         if stat.st_ctime_ns < now - _CLOCK_NS:
             kept[name] = [*seen, digests[name]]
     if kept != known:

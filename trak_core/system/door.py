@@ -6,7 +6,7 @@ The param ``code`` says which stage: a workflow that uses this one as a module m
 import importlib
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,27 +39,40 @@ def typed(value: Any, hint: Any) -> Any:
     return int(value) if hint is int else value
 
 
-def run(job: Any) -> None:
-    """Call a job's stage with what its rule names.
+def asked_of(job: Any) -> dict[str, Any]:
+    """Return what a job is asked to do, as plain values.
 
     Args:
         job: Snakemake's object of a script.
 
-    Raises:
-        TypeError: If the rule names an input, an output or a param that its stage doesn't take.
+    Returns:
+        Ready for JSON: its ``rule``, its ``log``, all that is ``named``, and the names of the
+        rule's ``own`` files and params among that.
     """
-    name, code = job.params["code"].split()
-    stage = stage_of(name)
-    parameters = inspect.signature(stage).parameters
-    for group in (job.params, job.input, job.output):
-        unknown = dict(group.items()).keys() - parameters.keys() - _TRIGGERS
-        if unknown:
-            raise TypeError(f"rule {job.rule} names {', '.join(sorted(unknown))}, not its stage's")
     named: dict[str, Any] = {"threads": job.threads}
     # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
-    named["code"] = code
+    own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
+    return {"rule": job.rule, "log": job.log[0], "named": named, "own": own}
+
+
+def run(asked: Mapping[str, Any]) -> None:
+    """Call a job's stage with what its rule names.
+
+    Args:
+        asked: From ``asked_of``.
+
+    Raises:
+        TypeError: If the rule names an input, an output or a param that its stage doesn't take.
+    """
+    named = dict(asked["named"])
+    name, named["code"] = named["code"].split()
+    stage = stage_of(name)
+    parameters = inspect.signature(stage).parameters
+    unknown = set(asked["own"]) - parameters.keys() - _TRIGGERS
+    if unknown:
+        raise TypeError(f"rule {asked['rule']} names {', '.join(sorted(unknown))}, not its stage's")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]
     stage(**{name: typed(named[name], hints[name]) for name in taken})

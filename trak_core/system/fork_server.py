@@ -14,8 +14,8 @@ import atexit
 import ctypes
 import gc
 import importlib
+import json
 import os
-import pickle  # ruff: ignore[suspicious-pickle-import] -- between our own processes
 import select
 import signal
 import socket
@@ -25,7 +25,6 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +38,6 @@ YES, NO = b"y", b"n"
 # What follows once a job has ended: its status as Popen's, and a request's length.
 STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 _PR_SET_PDEATHSIG = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A job, and the process that it would be.
-
-    Attributes:
-        folder: Working folder.
-        environment: All variables.
-        paths: Where modules are looked for.
-        job: Snakemake's object of a script, pickled.
-    """
-
-    folder: str
-    environment: dict[str, str]
-    paths: list[str]
-    job: bytes
 
 
 def _import(name: str) -> None:
@@ -75,8 +57,8 @@ def _can_fork() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
 
 
-def _received(connection: socket.socket) -> tuple[Request, Sequence[int]]:
-    """Return a request and its standard streams."""
+def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
+    """Return what a job is asked, and of which process, and its standard streams."""
     head, streams, *_ = socket.recv_fds(connection, LENGTH.size, 3)
     (missing,) = LENGTH.unpack(head)
     parts = []
@@ -85,10 +67,10 @@ def _received(connection: socket.socket) -> tuple[Request, Sequence[int]]:
         missing -= len(parts[-1])
         if not parts[-1]:
             raise EOFError("a job's process has gone")
-    return pickle.loads(b"".join(parts)), streams  # ruff: ignore[suspicious-pickle-usage] -- ours
+    return json.loads(b"".join(parts)), streams
 
 
-def _be(request: Request, streams: Sequence[int], server: int) -> None:
+def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
     """Become the job's process, and do its work."""
     # The work ends with the server, whatever ends that.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -98,20 +80,20 @@ def _be(request: Request, streams: Sequence[int], server: int) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
-    os.chdir(request.folder)
+    os.chdir(request["folder"])
     # The others are the same, or were set by what is imported.
-    for name in OWN & request.environment.keys():
-        os.environ[name] = request.environment[name]
-    sys.path[:] = request.paths
+    for name in OWN & request["environment"].keys():
+        os.environ[name] = request["environment"][name]
+    sys.path[:] = request["paths"]
     tempfile.tempdir = None
     # Or all would draw the same where a study sets no seed; Python's own generator sees to itself.
     sys.modules["numpy"].random.seed()
-    job = pickle.loads(request.job)  # ruff: ignore[suspicious-pickle-usage] -- Snakemake's own
-    with logged_to(job.log[0]):
-        run(job)
+    asked = request["asked"]
+    with logged_to(asked["log"]):
+        run(asked)
 
 
-def _work(request: Request, streams: Sequence[int], server: int) -> None:
+def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
     """Be the job's process from its start to its end; never returns."""
     status = 0
     try:
@@ -176,10 +158,10 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
         connection, _ = listener.accept()
         try:
             request, streams = _received(connection)
-        except (OSError, EOFError, pickle.PickleError, struct.error):
+        except (OSError, EOFError, ValueError, struct.error):
             connection.close()
             continue
-        if not is_able or _looked_at(request.environment) != _looked_at(environment):
+        if not is_able or _looked_at(request["environment"]) != _looked_at(environment):
             connection.sendall(NO)
             connection.close()
         else:

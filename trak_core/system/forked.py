@@ -1,19 +1,19 @@
 """A job's way to a fork of a process that has imported everything (``fork_server``); no library."""
 
 import atexit
+import json
 import os
-import pickle  # ruff: ignore[suspicious-pickle-import] -- between our own processes
 import shutil
 import signal
 import socket
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trak_core.system.fork_server import LENGTH, STATUS, YES, Request
+from trak_core.system.fork_server import LENGTH, STATUS, YES
 
 _SOCKET = "TRAK_CORE_FORK_SERVER"
 # What stages import only when they come to it.
@@ -68,11 +68,11 @@ def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
     atexit.register(lambda: server.stdin and server.stdin.close())
 
 
-def done_by_fork(job: Any) -> bool:
+def done_by_fork(asked: Mapping[str, Any]) -> bool:
     """Have a job done by a fork, and end as it ends.
 
     Args:
-        job: Snakemake's object of a script.
+        asked: What to do (``trak_core.system.door``).
 
     Returns:
         False, if it must be done here.
@@ -81,9 +81,8 @@ def done_by_fork(job: Any) -> bool:
     if path is None:
         return False
     with socket.socket(socket.AF_UNIX) as connection:
-        request = pickle.dumps(
-            Request(str(Path.cwd()), dict(os.environ), sys.path, pickle.dumps(job))
-        )
+        process = {"folder": str(Path.cwd()), "environment": dict(os.environ), "paths": sys.path}
+        request = json.dumps(process | {"asked": asked}).encode()
         try:
             connection.connect(path)
             socket.send_fds(connection, [LENGTH.pack(len(request))], [0, 1, 2])

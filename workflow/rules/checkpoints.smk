@@ -27,7 +27,7 @@ for rule_name, (place, flipped) in trainings.items():
                 mem_mb=job_mb,
             params:
                 code=code_of("train_checkpoint"),
-                digest=specs.study_digest,
+                digest=specs.digests["training"],
                 study_file=config["study"],
                 arguments=lambda wildcards: specs.training_arguments(wildcards.run),
                 times=lambda wildcards: specs.times(wildcards.run),

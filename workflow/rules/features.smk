@@ -24,6 +24,7 @@ rule compute_features:
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
+        question=split_question,
         study_file=config["study"],
     message:
         "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"

@@ -13,6 +13,7 @@ use rule compute_features as compute_features_flipped with:
         signature=None,
         spec=features_spec_flipped,
         targets=None,
+        question=None,
     message:
         "Projecting gradients of flipped labels under checkpoint {wildcards.checkpoint}"
 

@@ -22,6 +22,7 @@ rule compute_gramian:
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
+        question=split_question,
         study_file=config["study"],
     message:
         "Multiplying gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"

@@ -23,7 +23,7 @@ rule write_report:
         mem_mb=job_mb,
     params:
         code=code_of("write_report"),
-        digest=specs.study_digest,
+        digest=specs.digests["whole"],
         study_file=config["study"],
         config=specs.reported,
     message:

@@ -51,8 +51,9 @@ rule draw_influences:
         mem_mb=job_mb,
     params:
         code=code_of("draw_influences"),
-        digest=specs.study_digest,
+        digest=specs.digests["whole"],
         study_file=config["study"],
+        question=lambda wildcards: specs.questions.get(wildcards.experiment),
     message:
         "Drawing the influences on experiment {wildcards.experiment}: {output.answer}"
     script:

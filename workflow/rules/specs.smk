@@ -75,6 +75,10 @@ def split_targets(wildcards):
     return specs.experiments.get(wildcards.split)
 
 
+def split_question(wildcards):
+    return specs.questions.get(wildcards.split)
+
+
 def of_checkpoints(pattern, of=specs.checkpoints):
     """One file a checkpoint; the pattern's other wildcards stay."""
     return [f"{folder}/{pattern}".replace("{c}", c) for c in of]

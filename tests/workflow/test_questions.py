@@ -1,0 +1,142 @@
+"""Experiments that bring their own targets: what a new question costs, and what it says."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from workspace import jobs
+
+STUDY = """
+
+def encode(patient, **measured):
+    row = torch.tensor([measured[f"x{i}"] for i in range(10)])
+    return row.float(), torch.tensor(float(patient))
+
+
+def describe(sample):
+    return f"progress {float(sample[1]):.2f}"
+"""
+QUESTION = """
+from diabetes import x, y
+from torch.utils.data import TensorDataset
+
+def target_data():
+    return TensorDataset(x[400:402], y[400:402])
+
+def target_ids():
+    return ["first", "second"]
+"""
+# Per checkpoint: the question's gradient and its scores; then the average.
+ONE = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
+
+
+@pytest.fixture
+def study(own, tmp_path):
+    study = own.copy(tmp_path / "study")
+    path = study.path("diabetes.py")
+    # No training feature, nor any target's, depends on these.
+    path.write_text(path.read_text() + STUDY)
+    assert study.would_run() == {}
+    return study
+
+
+def lines(study, rows, ids=None):
+    """Write patients of the study as JSON lines."""
+    import diabetes
+
+    with study.path("asked.jsonl").open("w") as file:
+        for number, row in enumerate(rows):
+            measured = {f"x{i}": float(v) for i, v in enumerate(diabetes.x[row])}
+            own = {} if ids is None else {"id": ids[number]}
+            file.write(json.dumps({"patient": float(diabetes.y[row]), **measured, **own}) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _diabetes(monkeypatch):
+    from workspace import REPOSITORY
+
+    monkeypatch.syspath_prepend(str(REPOSITORY / "tests/studies"))
+
+
+def test_a_question_costs_its_own_gradient_and_scores(study):
+    """Of patients that the study's own targets have as well: the scores are the same."""
+    names = list(study.config["experiments"]["few"]["targets"])
+    lines(study, [int(name.removeprefix("patient-")) for name in names], names)
+    kept = {name: b for name, b in study.artifacts().items() if "train.h5" in name}
+    question = 'experiments={"asked": {"data": "asked.jsonl"}}'
+    status, output = study.snakemake(
+        "results/answers/asked.html", "--cores", "2", "--config", question
+    )
+    assert status == 0, output
+    assert jobs(output) == {**ONE, "draw_influences": 1}
+    assert {name: study.artifacts()[name] for name in kept} == kept
+    asked, own = (
+        pd.read_hdf(study.path(f"results/scores/{name}.h5"), "scores") for name in ("asked", "few")
+    )
+    assert list(asked.columns) == names
+    np.testing.assert_array_equal(asked.to_numpy(), own.to_numpy())
+    page = study.path("results/answers/asked.html").read_text()
+    assert "progress " in page
+    # Another question under the same name is another experiment's.
+    lines(study, [341])
+    assert study.would_run("results/scores/asked.h5", "--config", question) == ONE
+
+
+def test_questions_in_python_and_in_a_table(study):
+    study.path("asked.py").write_text(QUESTION)
+    lines(study, [400, 401], ["first", "second"])
+    rows = [json.loads(line) for line in study.path("asked.jsonl").read_text().splitlines()]
+    pd.DataFrame(rows).to_csv(study.path("asked.tsv"), sep="\t", index=False)
+    path = study.path("diabetes.py")
+    # Cells of a table are text.
+    path.write_text(path.read_text().replace('measured[f"x{i}"]', 'float(measured[f"x{i}"])'))
+    study.config["experiments"] |= {
+        "code": {"data": "asked.py"},
+        "lines": {"data": "asked.jsonl", "targets": ["second"]},
+        "table": {"data": "asked.tsv"},
+    }
+    assert study.run() == {rule: 3 * n for rule, n in ONE.items()}
+    found = {
+        name: pd.read_hdf(study.path(f"results/scores/{name}.h5"), "scores")
+        for name in ("code", "lines", "table")
+    }
+    assert list(found["code"].columns) == list(found["table"].columns) == ["first", "second"]
+    np.testing.assert_allclose(found["code"], found["table"], rtol=1e-5, atol=1e-12)
+    np.testing.assert_array_equal(found["lines"]["second"], found["table"]["second"])
+    # What a question says counts for it alone.
+    study.path("asked.py").write_text(
+        QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
+    )
+    assert study.would_run() == ONE
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "found"),
+    [
+        ("", "asked.jsonl", "there must be questions. Found none"),
+        ("{}\n[]\n", "asked.jsonl", "every line must fill the same fields"),
+        ("no json\n", "asked.jsonl", "Reading it failed"),
+        ('{"patient": 1}\n', "asked.jsonl", '{"patient": 1} must end without an error'),
+        ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids"),
+        ("id\tpatient\n1\n", "asked.tsv", "every line must fill the same fields"),
+        ("x = 1\n", "asked.py", "the study must define a function target_data()"),
+    ],
+)
+def test_bad_questions_are_refused_before_any_job(study, text, name, found):
+    study.path(name).write_text(text)
+    study.config["experiments"]["asked"] = {"data": name}
+    output = study.fail("--dry-run", "scores")
+    assert found in output
+    assert "Job stats" not in output
+
+
+def test_what_a_question_cannot_be(study):
+    study.config["experiments"]["asked"] = {"data": "asked.jsonl"}
+    assert "asked.jsonl" in study.fail("--dry-run")
+    lines(study, [400])
+    study.config["evaluation"] = {"ground_truth": "mine.h5", "experiments": ["asked"]}
+    assert "which brings its own `data`" in study.fail("--dry-run")
+    del study.config["evaluation"]
+    study.config["experiments"]["asked"] = {"data": "asked.txt"}
+    assert "experiments.asked.data" in study.fail("--dry-run")

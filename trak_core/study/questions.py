@@ -1,0 +1,98 @@
+"""Questions: targets that an experiment brings by itself, beside the study.
+
+A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In JSON lines, or
+a tab-separated table with a header, each line is one target: the study's ``encode(**line)`` makes a
+sample of it. A field ``id`` is its id, if all lines have one; else they are numbered from 0.
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.study.study import Split, Study, checked_ids, users_code
+
+_PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Samples that the study makes of lines."""
+
+    study: Study
+    lines: Sequence[Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> Any:
+        encode = self.study.function("encode")
+        with users_code(f"{self.study.path}: encode() of {_shortened(self.lines[index])}"):
+            return encode(**self.lines[index])
+
+
+def _shortened(line: Mapping[str, Any]) -> str:
+    text = json.dumps(line, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        # Spreadsheets begin UTF-8 with a mark.
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == _TABLE:
+            rows = csv.DictReader(text.splitlines(), delimiter="\t", strict=True)
+            lines: list[Any] = list(rows)
+        else:
+            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(
+            f"{path}: questions must be a Python file ({_PYTHON}), JSON lines ({_LINES}) or a "
+            f"tab-separated table with a header ({_TABLE}). Reading it failed: {error}."
+        ) from error
+    keys = lines[0].keys() if lines and isinstance(lines[0], dict) else {}
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict) or line.keys() != keys or None in [*line, *line.values()]:
+            raise InputError(
+                f"{path}: every line must fill the same fields, for the study's encode(). Found "
+                f"{_shortened(line)} as number {number}; the first has {', '.join(keys) or 'none'}."
+            )
+    if not lines:
+        raise InputError(f"{path}: there must be questions. Found none.")
+    return lines
+
+
+def split_of(
+    study: Study, name: str, targets: Sequence[int | str] | None, question: Path | None
+) -> Split:
+    """Return the training samples, or the targets of an experiment.
+
+    Args:
+        study: Whose model they are put to.
+        name: ``"train"``, or that of the experiment.
+        targets: Ids of the experiment's targets, in order; None for all of its file, and for the
+            training samples.
+        question: The file of an experiment that brings its own; None for the study's
+            ``target_data()``.
+
+    Raises:
+        InputError: If there is no such file, or if data or ids are not what they must be.
+    """
+    if question is None:
+        return study.split(name, targets)
+    split = _questions(study, question)
+    return split if targets is None else split.take(targets)
+
+
+def _questions(study: Study, path: Path) -> Split:
+    if path.suffix == _PYTHON:
+        return Study.load(path).split("target", None)
+    lines = _read_lines(path)
+    study.function("encode")
+    ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
+    if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
+        ids = [int(i) for i in ids]
+    return Split(_Encoded(study, lines), checked_ids(ids, len(lines), f"{path}: the field id"))
