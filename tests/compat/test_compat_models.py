@@ -13,7 +13,11 @@ from trak_core.compat.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
 )
-from trak_core.compat.modelout_functions import AbstractModelOutput, CLIPModelOutput
+from trak_core.compat.modelout_functions import (
+    AbstractModelOutput,
+    CLIPModelOutput,
+    ImageClassificationModelOutput,
+)
 from trak_core.errors import InputError
 
 transformers = pytest.importorskip(
@@ -266,3 +270,27 @@ def test_a_model_that_mixes_samples_is_refused(tmp_path):
     made.load_checkpoint(model.state_dict(), 0)
     with pytest.raises(InputError, match=r"must not depend on the others .* norm"):
         made.featurize(images(20), num_samples=20)
+
+
+class _Subclass(ImageClassificationModelOutput):
+    """It could say something else; it doesn't."""
+
+
+def test_one_pass_gives_what_vmap_gives(monkeypatch):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(48, 5)
+    )
+    batch = torch.randn(7, 1, 6, 6), torch.arange(7) % 5
+    by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
+    expected = by_vmap.compute_per_sample_grad(batch)
+    monkeypatch.setattr("trak_core.compat.gradient_computers.per_sample_gradients", None)
+    for first in (7, 1):
+        computer = FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
+        if first == 1:  # one sample says nothing about several
+            monkeypatch.undo()
+        computer.compute_per_sample_grad([t[:first] for t in batch])
+        found = computer.compute_per_sample_grad(batch)
+        assert found.keys() == expected.keys()
+        for name, gradients in found.items():
+            torch.testing.assert_close(gradients, expected[name], rtol=1e-5, atol=1e-6)

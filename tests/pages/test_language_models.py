@@ -20,6 +20,14 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
         assert len(text) > 10
         assert text in answer.text
     assert "target 40 tokens" in answer.text
+    # The question of the page's own; training features are those of before.
+    asked = Page(workspace.path("results-manual/answers/asked.html").read_text())
+    assert "The for statement is used to iterate" in asked.text
+    train, question = (
+        workspace.path(f"results-manual/features/seed0/{name}.h5").stat().st_mtime_ns
+        for name in ("train", "asked")
+    )
+    assert train < workspace.path("results-manual/scores/five.h5").stat().st_mtime_ns < question
     with h5py.File(workspace.path("results-manual/scores/five.h5")) as file:
         assert file.attrs["columns"].decode().startswith("label: how many tokens count")
     log = workspace.path("results-manual/logs/train_checkpoint/seed0.log").read_text()

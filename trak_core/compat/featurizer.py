@@ -28,11 +28,13 @@ from trak_core.compat.gradient_computers import (
     chosen_parameters,
 )
 from trak_core.compat.modelout_functions import AbstractModelOutput
+from trak_core.compat.projectors import known_projection
 from trak_core.compat.samples import check_task, describe
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trak_core.errors import InputError
 from trak_core.gradients import in_chunks
+from trak_core.projection import NotFiniteError
 
 NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.
@@ -210,8 +212,18 @@ class Featurizer:
             gradients = self.gradient_computer.compute_per_sample_grad(
                 batch=[t[start:stop] for t in batch]
             )
-            check_gradients(gradients, self.parameters, rows[start:stop])
-            return self.projector.project(gradients, model_id=model_id)
+            where = gradients, self.parameters, rows[start:stop]
+            # Through a matrix of ours what is not finite stays so: a look at the result will do.
+            if known_projection(self.projector, self.num_params_for_grad, model_id) is None:
+                check_gradients(*where)
+            try:
+                projected = self.projector.project(gradients, model_id=model_id)
+            except NotFiniteError:
+                check_gradients(*where)
+                raise
+            if not torch.isfinite(projected).all():
+                check_gradients(*where)
+            return projected
 
         samples = describe(self.task, self.model, batch)
         # The whole batch, or half of it as long as memory runs out.

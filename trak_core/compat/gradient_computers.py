@@ -15,9 +15,22 @@ from torch import Tensor, nn
 
 from trak_core.compat._vectors import vectorize
 from trak_core.compat._vmap import per_sample_gradients
-from trak_core.compat.modelout_functions import AbstractModelOutput
+from trak_core.compat.modelout_functions import (
+    AbstractModelOutput,
+    ClassificationModelOutput,
+    ImageClassificationModelOutput,
+    TextClassificationModelOutput,
+)
 from trak_core.errors import InputError
-from trak_core.gradients import PerSample, check_finite, formed_gradients, gradients_one_by_one
+from trak_core.gradients import (
+    PerSample,
+    check_finite,
+    formed_gradients,
+    gradients_at_once,
+    gradients_one_by_one,
+    why_not_at_once,
+)
+from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.model_output import ModelOutput
 
 
@@ -39,6 +52,9 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
         )
     return {name: value for name, value in parameters.items() if name in names}
 
+
+# Tasks whose f is exactly ``CLASSIFICATION``: not their subclasses, which may say something else.
+ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
 
 # What ``_Value`` returns is f itself; nothing else is asked for here.
 _VALUE = ModelOutput(
@@ -155,7 +171,13 @@ class _OfChosenParameters(AbstractGradientComputer):
 
 
 class FunctionalGradientComputer(_OfChosenParameters):
-    """Gradients by ``vmap(grad(f))``; the result is names to tensors (B, *shape)."""
+    """Gradients of f as a function of the weights; the result is names to tensors (B, *shape).
+
+    By one backward pass for all samples where f is a classification's of this module, and by
+    ``vmap(grad(f))`` for a task of the user's own, or a model that one pass cannot take.
+    """
+
+    _takes_one_pass: bool | None = None  # not known yet
 
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
@@ -165,6 +187,14 @@ class FunctionalGradientComputer(_OfChosenParameters):
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return names of the chosen parameters to gradients (B, *shape)."""
+        if type(self.modelout_fn) in ONE_PASS:
+            samples = cast(ClassificationModelOutput, self.modelout_fn).as_samples(batch)
+            what = self.model, self._chosen, CLASSIFICATION, samples
+            # Once: what a model does with samples is the same under all checkpoints.
+            if self._takes_one_pass is None and len(batch[0]) > 1:
+                self._takes_one_pass = why_not_at_once(*what) is None
+            if self._takes_one_pass:
+                return formed_gradients(gradients_at_once, *what).gradients
         value = _Value(self.model, self.modelout_fn, functional=True)
         parameters = {f"model.{name}": p for name, p in self._chosen.items()}
         found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients

@@ -23,7 +23,7 @@ from trak_core.gradients._finite import (
 from trak_core.gradients._formed import formed_gradients
 from trak_core.gradients._joined import joined
 from trak_core.gradients._labels import check_labels, count_classes
-from trak_core.gradients._method import GradientMethod, gradient_method
+from trak_core.gradients._method import GradientMethod, gradient_method, why_not_at_once
 from trak_core.gradients._one_by_one import gradients_one_by_one
 from trak_core.gradients._parameters import n_params, select_parameters
 from trak_core.gradients._per_sample import (
@@ -71,4 +71,5 @@ __all__ = [
     "samples_that_fit",
     "select_parameters",
     "shapes_of",
+    "why_not_at_once",
 ]

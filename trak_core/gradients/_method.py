@@ -40,18 +40,9 @@ def gradient_method(
     Raises:
         InputError: If no parameter leads to f.
     """
-    few = as_batch(samples, output).rows(slice(0, 2))
-    if len(few) < 2:
+    if len(as_batch(samples, output)) < 2:
         return gradients_one_by_one
-    what = model, parameters, output
-    try:
-        reason = _hidden(*what, few) or _difference(*what, few)
-    except InputError:
-        raise
-    except Exception as error:
-        if is_out_of_memory(error):
-            return gradients_at_once
-        reason = f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    reason = why_not_at_once(model, parameters, output, samples)
     if reason is None:
         return gradients_at_once
     print(
@@ -60,6 +51,32 @@ def gradient_method(
         flush=True,
     )
     return gradients_one_by_one
+
+
+def why_not_at_once(
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+) -> str | None:
+    """Return why one pass for several samples cannot take a model, in words; None if it can.
+
+    Args:
+        model: On the samples' device.
+        parameters: From ``select_parameters``.
+        output: The model output f.
+        samples: Two samples or more, see ``as_batch``; the first two count.
+
+    Raises:
+        InputError: If no parameter leads to f.
+    """
+    few = as_batch(samples, output).rows(slice(0, 2))
+    what = model, parameters, output
+    try:
+        return _hidden(*what, few) or _difference(*what, few)
+    except InputError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None
+        return f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _difference(
