@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks 
 # What each job says of itself: how it was started, and what it draws without a seed.
 TELLS = """
 import os, sys
-is_fork = sys.argv[0].endswith("fork_server.py")
+is_fork = "fork_server" in str(sys.modules["__main__"].__spec__)
 print("fork" if is_fork else "own")
 print("draws", np.random.rand())
 """

@@ -33,7 +33,10 @@ def test_one_byte_runs_again_what_an_edit_of_the_study_does(study):
     assert study.run(TARGET, "-n") == {"compute_features": 1}
     study.path("rows/b.csv").unlink()
     file = study.path("diabetes.py")
-    file.write_text(file.read_text() + "\nEDITED = 1\n")
+    before = file.read_text()
+    file.write_text(f"{before}\nNOBODY_SAYS_THIS = 1\n")
+    assert study.run(TARGET, "-n") == {}
+    file.write_text(f"{before}\nEDITED = len('1')\n")
     assert study.run(TARGET, "-n") == {"compute_features": 1}
 
 

@@ -81,6 +81,7 @@ def train_along(folder):
         "average_scores": 1,
         "evaluate_scores": 1,
         "draw_influences": 1,
+        "write_report_first": 1,
         "write_report": 1,
     }
     return study

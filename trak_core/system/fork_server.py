@@ -84,7 +84,7 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     # The others are the same, or were set by what is imported.
     for name in OWN & request["environment"].keys():
         os.environ[name] = request["environment"][name]
-    sys.path[:] = request["paths"]
+    sys.path[:], sys.argv[:] = request["paths"], request["arguments"]
     tempfile.tempdir = None
     # Or all would draw the same where a study sets no seed; Python's own generator sees to itself.
     sys.modules["numpy"].random.seed()

@@ -81,7 +81,8 @@ def done_by_fork(asked: Mapping[str, Any]) -> bool:
     if path is None:
         return False
     with socket.socket(socket.AF_UNIX) as connection:
-        process = {"folder": str(Path.cwd()), "environment": dict(os.environ), "paths": sys.path}
+        process = {"folder": str(Path.cwd()), "environment": dict(os.environ)}
+        process |= {"paths": sys.path, "arguments": sys.argv}
         request = json.dumps(process | {"asked": asked}).encode()
         try:
             connection.connect(path)
