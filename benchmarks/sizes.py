@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trak_core.provenance import ids_digest
+from trak_core.provenance import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.system.door import stage_of
 
@@ -117,7 +117,7 @@ def main() -> None:
             damping=2,
             weighting="plain",
             experiment="mine",
-            targets_digest=ids_digest(list(range(m))),
+            targets_digest=content_digest(list(range(m))),
             runs={checkpoint: [checkpoint] for checkpoint in ids},
             combine="product_of_averages",
             loss_weight_power=0.5,

@@ -27,7 +27,7 @@ from machine import environment, write_csv
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.sweep import Setting
 from trak_core.config.tables import target_ids
-from trak_core.provenance import ids_digest
+from trak_core.provenance import content_digest
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec
 from trak_core.stages._truth import read_ground_truth
 from trak_core.stages.compute_features import compute_features
@@ -70,7 +70,7 @@ def _features_spec(checkpoint: str, split: str) -> FeaturesSpec:
         study_digest="",
         checkpoint=checkpoint,
         split=split,
-        targets_digest=None if split == "train" else ids_digest(_TARGETS),
+        targets_digest=None if split == "train" else content_digest(_TARGETS),
     )
 
 

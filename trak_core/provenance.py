@@ -275,12 +275,6 @@ def content_digest(*parts: Any) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def ids_digest(ids: Sequence[int | str]) -> str:
-    """Hash ids by their text, in order: 32 hexadecimal digits for any number of them."""
-    text = json.dumps([str(i) for i in ids])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def parameters_digest(shapes: Mapping[str, Sequence[int]]) -> str:
     """Hash the names and shapes of parameters, in order: 32 hexadecimal digits."""
     text = "\n".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())

@@ -10,7 +10,7 @@ import pytest
 
 from trak_core import provenance
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, ids_digest, stat_signature, study_digest
+from trak_core.provenance import code_digest, content_digest, stat_signature, study_digest
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
@@ -219,9 +219,10 @@ def test_a_study_that_is_no_python_file_has_no_digest(tmp_path, name):
         study_digest(tmp_path / name)
 
 
-def test_ids_digest_goes_by_text_and_order():
-    assert ids_digest([1, 2]) == ids_digest(["1", "2"])
-    assert len({ids_digest(ids) for ids in ([1, 2], [2, 1], [12], ["1, 2"], [])}) == 5
+def test_content_digest_goes_by_text_and_order():
+    parts = ([1, 2], [2, 1], [12], ["1, 2"], ["1", "2"], [], None)
+    assert len({content_digest(part) for part in parts}) == len(parts)
+    assert content_digest([1, 2]) == content_digest([1, 2])
 
 
 def test_signature_notices_an_older_file_and_changes_in_a_folder(tmp_path):

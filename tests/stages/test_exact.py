@@ -10,7 +10,7 @@ from trained_cases import N_TARGETS, Case, assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
-from trak_core.provenance import ids_digest
+from trak_core.provenance import content_digest
 from trak_core.stages import compute_gramian as gramian
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
@@ -226,7 +226,7 @@ OTHER_CONFIGS = [
     ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0}),
     ("study_digest", "another"),
     ("parameter_patterns", ["8.*"]),
-    ("targets_digest", ids_digest([1, 2])),
+    ("targets_digest", content_digest([1, 2])),
 ]
 
 

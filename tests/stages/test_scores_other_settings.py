@@ -6,7 +6,7 @@ from pipeline import changed, scores_spec
 from trained_cases import Case
 
 from trak_core.errors import InputError
-from trak_core.provenance import ids_digest
+from trak_core.provenance import content_digest
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_scores
 
@@ -33,7 +33,7 @@ OTHER_CONFIGS = [
     ("study_digest", "another"),
     ("model_output", "regression"),
     ("parameter_patterns", ["8.*"]),
-    ("targets_digest", ids_digest([1, 2])),
+    ("targets_digest", content_digest([1, 2])),
 ]
 
 

@@ -6,7 +6,7 @@ import torch
 from pipeline import read_scores, scores_spec
 
 import trak_core.compat as trak
-from trak_core.provenance import study_digest
+from trak_core.config.digests import study_digests
 from trak_core.spec import stream_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
@@ -95,7 +95,8 @@ def expected_spec(study):
         model_output="image_classification",
         projection={"kind": "rademacher", "proj_dim": K, "seed": 0},
         damping=DAMPING,
-        study_digest=study_digest(study["path"]),
+        study_digest=study_digests(study["path"])["features"],
+        targets_code=study_digests(study["path"])["targets"],
     )
 
 

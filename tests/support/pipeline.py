@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from trak_core.config.digests import targets_digest
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import ids_digest
 from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
@@ -31,6 +31,7 @@ def scores_spec(
     parameters: list[str] | None = None,
     dtype: str = "float32",
     study_digest: str = "digest",
+    targets_code: str | None = None,
 ) -> ScoresSpec:
     """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
     features = FeaturesSpec(
@@ -48,7 +49,7 @@ def scores_spec(
         curvature_power=curvature_power(weighting, power, is_probability=is_probability),
         norm_power=power if combine == "unit_average" else None,
         experiment="mine",
-        targets_digest=ids_digest(targets),
+        targets_digest=targets_digest(targets, None, {"targets": targets_code}),
         runs=runs or {checkpoint: [checkpoint] for checkpoint in sorted(checkpoints)},
         combine=combine,
         loss_weight_power=power,
@@ -63,6 +64,7 @@ def features_spec(
     parameters: list[str] | None = None,
     dtype: str = "float32",
     study_digest: str = "digest",
+    targets_code: str | None = None,
     checkpoint: str = "c0",
     split: str = "train",
     targets: list | None = None,
@@ -76,7 +78,9 @@ def features_spec(
         study_digest=study_digest,
         checkpoint=checkpoint,
         split=split,
-        targets_digest=None if targets is None else ids_digest(targets),
+        targets_digest=(
+            None if targets is None else targets_digest(targets, None, {"targets": targets_code})
+        ),
     )
 
 

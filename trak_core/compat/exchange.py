@@ -20,8 +20,9 @@ from trak_core.compat.projectors import known_projection
 from trak_core.compat.samples import model_output_of
 from trak_core.compat.savers import SAMPLE_COLUMNS
 from trak_core.compat.traker import TRAKer
+from trak_core.config.digests import study_digests, targets_digest
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, ids_digest, parameters_digest, study_digest
+from trak_core.provenance import code_digest, parameters_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec, stream_of
 from trak_core.study.checkpoints import checkpoint_sha256
 from trak_core.study.study import TRAIN
@@ -114,15 +115,16 @@ def export_features(
         identity["id"] = checkpoint
     if checkpoint_file is not None:
         identity["sha256"] = checkpoint_sha256(Path(checkpoint_file))
+    digests = {} if study_file is None else study_digests(Path(study_file))
     spec = {
         **_shared_spec(traker, projection),
         "checkpoint": identity,
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
-        "study_digest": None if study_file is None else study_digest(Path(study_file)),
+        "study_digest": digests.get("features"),
         "flipped": None,
         "parameter_patterns": traker.grad_wrt,
-        "targets_digest": None if exp_name is None else ids_digest(ids),
+        "targets_digest": (None if exp_name is None else targets_digest(ids, None, digests)),
     }
     made_by = software(code_digest(__name__), str(traker.device), "torch", "numpy", "numba")
     # What the store had rounded stays rounded, and is said here.

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.config.demands import check_evaluation, check_exact
+from trak_core.config.digests import study_digests, targets_digest
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.scoring import fill_in_scoring
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import content_digest, study_digest, study_modules
+from trak_core.provenance import study_modules
 from trak_core.spec import (
     EXACT,
     Combine,
@@ -22,23 +23,13 @@ from trak_core.spec import (
     curvature_power,
     ordered,
 )
-from trak_core.system.data_files import data_digests, file_digest
+from trak_core.system.data_files import data_digests
 
 TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
-# The study's functions that jobs call for a thing; all for what is not here.
-_TRAIN_DATA = ("make_model", "train_data", "train_ids")
-_CALLED = {
-    "whole": None,
-    "features": _TRAIN_DATA,
-    "targets": (*_TRAIN_DATA, "target_data", "target_ids"),
-    "questions": (*_TRAIN_DATA, "encode"),
-    "training": (*_TRAIN_DATA, "train"),
-    "retraining": (*_TRAIN_DATA, "train", "target_data", "target_ids"),
-}
 # Of what is drawn for flipped labels and removals.
 _SEED = 0
 
@@ -51,9 +42,7 @@ class Specs:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
         experiments: Names with the ids of their targets; None for all that a question's file has.
-        digests: Hashes of the study's source and data files: ``whole``, and of what is reached by
-            what jobs call for ``features`` of training samples, for ``targets``, ``questions``,
-            ``training`` and ``retraining``.
+        digests: Of the study's source and data files, see ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words; empty for
             nothing.
@@ -132,22 +121,10 @@ class Specs:
         return {name: one["data"] for name, one in experiments.items() if "data" in one}
 
     def targets_digest(self, split: str) -> str | None:
-        """Return the hash of an experiment's target ids, and of the code and files they come from.
-
-        None for the training samples.
-        """
+        """Return the hash of an experiment's targets, None for the training samples."""
         if split not in self.experiments:
             return None
-        ids, question = self.experiments[split], self.questions.get(split)
-        if question is None:
-            return content_digest(ids and [str(i) for i in ids], self.digests["targets"])
-        path = Path(question)
-        if path.suffix == ".py":
-            # It may import the study.
-            code = [self.digests["whole"], study_digest(path)]
-        else:
-            code = [self.digests["questions"], file_digest(path)]
-        return content_digest(ids and [str(i) for i in ids], *code)
+        return targets_digest(self.experiments[split], self.questions.get(split), self.digests)
 
     @property
     def all_features(self) -> FeaturesSpec:
@@ -340,5 +317,5 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str)]
     files = [*study_modules(study).values(), *map(Path, [*data, *tables])]
-    digests = {name: study_digest(study, data, called) for name, called in _CALLED.items()}
+    digests = study_digests(study, data)
     return Specs(config, checkpoints, experiments, digests, files, defaults)
