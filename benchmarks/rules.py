@@ -72,11 +72,11 @@ def main() -> None:
     print(f"whole run: {forked:.1f} s forked, {alone:.1f} s by themselves; one job at a time")
     print(f"loading the study: {loaded:.2f} s beside torch")
     print("| rule | forked, s | by itself, s | stage's imports, s |\n|---|---|---|---|")
-    stages = sorted((_REPOSITORY / "trak_core/stages").glob("[a-z]*.py"), key=lambda p: -len(p.stem))
+    stages = [path.stem for path in (_REPOSITORY / "trak_core/stages").glob("[a-z]*.py")]
     for rule, seconds in by_itself.items():
-        stage = next((path.stem for path in stages if rule.startswith(path.stem)), None)
-        imports = "" if stage is None else f"{_process(f'import trak_core.stages.{stage}') - bare:.2f}"
-        print(f"| {rule} | {of_forks[rule]:.2f} | {seconds:.2f} | {imports} |", flush=True)
+        (stage,) = [one for one in stages if rule.startswith(one)]
+        imports = _process(f"import trak_core.stages.{stage}") - bare
+        print(f"| {rule} | {of_forks[rule]:.2f} | {seconds:.2f} | {imports:.2f} |", flush=True)
 
 
 if __name__ == "__main__":
