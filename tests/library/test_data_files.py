@@ -27,8 +27,10 @@ def record(folder):
 @pytest.fixture
 def hashed(monkeypatch):
     """Names of the files that were read."""
-    names, read = [], data_files._hash
-    monkeypatch.setattr(data_files, "_hash", lambda path: (names.append(path.name), read(path))[1])
+    names, read = [], data_files.file_digest
+    monkeypatch.setattr(
+        data_files, "file_digest", lambda path: (names.append(path.name), read(path))[1]
+    )
     return names
 
 

@@ -125,7 +125,7 @@ def find_examples(
     study: Study,
     experiments: Sequence[Experiment],
     n_shown: Sequence[int],
-    questions: Mapping[str, Path],
+    questions: Mapping[str, Path] | None = None,
 ) -> list[Examples]:
     """Show targets and their strongest training samples, each once.
 
@@ -147,6 +147,8 @@ def find_examples(
     found = []
     for experiment, n in zip(experiments, n_shown, strict=True):
         ids = [about["id"] for about in experiment.targets[:n]]
-        targets = Shelf.of(split_of(study, experiment.name, ids, questions.get(experiment.name)))
+        targets = Shelf.of(
+            split_of(study, experiment.name, ids, (questions or {}).get(experiment.name))
+        )
         found.append(examples_of(study, experiment, n, targets, train, show))
     return found

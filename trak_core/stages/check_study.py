@@ -130,7 +130,7 @@ def check_study(
     leaves_several: bool = False,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
-    questions: dict[str, str],
+    questions: dict[str, str] | None = None,
     retraining: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with what the config asks for.
@@ -169,7 +169,7 @@ def check_study(
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if name == TRAIN else f"experiment {name}"
-        question = Path(questions[name]) if name in questions else None
+        question = Path(questions[name]) if questions and name in questions else None
         try:
             split = split_of(study, name, targets, question)
             output = named_output(model_output, model, split, device, n_others=1)
