@@ -208,10 +208,10 @@ def study_modules(study: Path) -> dict[_Name, Path]:
 
 
 def study_imports(study: Path) -> list[str]:
-    """Find what a study imports that doesn't lie beside it: importing it ahead changes nothing.
+    """Find what a study imports whenever it is loaded, and doesn't lie beside it.
 
-    Nothing where the study sets variables of its environment, since libraries look at these when
-    they are imported.
+    Nothing where the study may change what an import does: by variables of its environment, or by
+    where modules are looked for.
 
     Returns:
         Dotted names, sorted.
@@ -220,15 +220,18 @@ def study_imports(study: Path) -> list[str]:
         InputError: See ``study_modules``.
     """
     files = study_modules(study)
-    if any(word in _look(path)[1] for path in files.values() for word in ("'environ'", "'putenv'")):
+    words = ("'environ'", "'putenv'", "'sys'", "'site'")
+    if any(word in _look(path)[1] for path in files.values() for word in words):
         return []
-    found = {
-        name
-        for own, path in files.items()
-        for name in _imported_names(path, own if _is_package(path) else own[:-1])
-    }
+    found: set[str] = set()
+    for path in files.values():
+        for node in _parsed(path, path.stat().st_mtime_ns).body:
+            if isinstance(node, ast.Import):
+                found.update(alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.update(f"{node.module}.{alias.name}" for alias in node.names)
     beside = {name[0] for name in files}
-    return sorted(".".join(name) for name in found if name and name[0] not in beside)
+    return sorted(name for name in found if name.split(".")[0] not in beside)
 
 
 def study_digest(
@@ -258,7 +261,6 @@ def study_digest(
         back = any(
             name[:1] == start
             for own, path in files.items()
-            if own != start
             for name in _imported_names(path, own if _is_package(path) else own[:-1])
         )
         if not back and not any(reflects(_parsed(p, p.stat().st_mtime_ns)) for p in others):

@@ -5,12 +5,17 @@ only defined there, or a constant that is only written down, counts where what r
 """
 
 import ast
+import re
 from collections.abc import Collection, Iterable
 
 # With these, code may reach what it never names.
 _REFLECTS = {
     *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "_getframe"),
     *("modules", "import_module", "__import__", "__main__", "__dict__", "__getattr__"),
+    *("__globals__", "f_globals", "__builtins__", "builtins", "runpy"),
+    # Libraries that call what a file names.
+    *("pickle", "cloudpickle", "dill", "joblib", "weights_only", "hydra", "instantiate"),
+    *("pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
 }
 _PLAIN = (ast.Constant, ast.List, ast.Tuple, ast.Dict, ast.Set, ast.UnaryOp, ast.USub, ast.Load)
 
@@ -28,7 +33,7 @@ def _said(nodes: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, ast.Global):
             found.update(node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.update(node.value.split("."))
+            found.update(re.findall(r"\w+", node.value))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update(part for one in node.names for part in one.name.split("."))
             found.update((getattr(node, "module", None) or "").split("."))
@@ -42,8 +47,12 @@ def _is_plain(value: ast.AST) -> bool:
 def _only_defines(statement: ast.stmt) -> str | None:
     """Return the name that a statement gives to a function or constant, if it does nothing else."""
     if isinstance(statement, ast.FunctionDef) and not statement.decorator_list:
-        defaults = [*statement.args.defaults, *filter(None, statement.args.kw_defaults)]
-        return statement.name if all(map(_is_plain, defaults)) else None
+        given = statement.args
+        defaults = [*given.defaults, *filter(None, given.kw_defaults)]
+        every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        types = [statement.returns, *(one.annotation for one in every if one)]
+        called = [n for t in types if t for n in ast.walk(t) if isinstance(n, ast.Call)]
+        return statement.name if all(map(_is_plain, defaults)) and not called else None
     if not (isinstance(statement, ast.Assign) and _is_plain(statement.value)):
         return None
     first, *others = statement.targets

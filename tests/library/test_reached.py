@@ -70,7 +70,11 @@ def test_what_training_features_are_made_of():
         "def train_ids():\n    return globals()['target' + '_data']()",
         "import sys\nsys.modules[__name__]",
         "import importlib\nimportlib.import_module('study')",
+        "def train_ids():\n    return make_model.__globals__.values()",
         "def __getattr__(name):\n    return 1",
+        "import pickle\ndef train_ids():\n    return pickle.load(open('ids'))",
+        "def train_ids():\n    return locate('study:target_data')",
+        "def target_data() -> print('x'):\n    pass",
     ],
 )
 def test_when_in_doubt_it_counts(more):
@@ -116,7 +120,11 @@ def test_modules_beside_a_study_count_where_they_are_imported(tmp_path):
 
     first, second = digests("x = 1\n"), digests("x = 2\n")
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False]
-    # One that imports the study, or may reach it in another way, could call anything.
+    # One that imports the study, or may reach it in another way, could call anything; itself too.
+    study.write_text(STUDY + "\nimport study as me\n")
+    before = study_digest(study, called=TRAIN)
+    study.write_text(study.read_text().replace("how", "when"))
+    assert study_digest(study, called=TRAIN) != before
     for text in ("import study\n", "import sys\nsys.modules\n"):
         study.write_text(STUDY.replace("import torch", "import torch, mine"))
         mine.write_text(text)

@@ -1,7 +1,9 @@
 """Jobs as forks of a process that has imported everything: same files, and nothing that stays."""
 
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -15,8 +17,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks 
 
 # What each job says of itself: how it was started, and what it draws without a seed.
 TELLS = """
-import os, sys
-is_fork = "fork_server" in str(sys.modules["__main__"].__spec__)
+import os, __main__
+is_fork = "fork_server" in str(__main__.__spec__)
 print("fork" if is_fork else "own")
 print("draws", np.random.rand())
 """
@@ -137,9 +139,9 @@ def test_a_crash_is_a_failed_job(study):
     )
 
 
-@pytest.mark.parametrize("victim", ["snakemake", "server"])
+@pytest.mark.parametrize("victim", ["snakemake", "server", "all, by Ctrl-C"])
 def test_nothing_stays_when_snakemake_or_the_server_is_killed(marked, victim):
-    tell(marked, "import time\nsys.stdout.flush()\ntime.sleep(100 * is_fork)\n")
+    tell(marked, "import time\nprint(end='', flush=True)\ntime.sleep(100 * is_fork)\n")
     run = Running(marked, "scores")
     log = marked.path("results/logs/compute_features/c0")
     run.wait_for(lambda: [one for one in log.glob("*.log") if "fork" in one.read_text()])
@@ -148,12 +150,16 @@ def test_nothing_stays_when_snakemake_or_the_server_is_killed(marked, victim):
         server.kill()
         assert run.finish() == 1
         assert "The process that forks for jobs has ended" in run.output
-    else:
+    elif victim == "snakemake":
         run.process.kill()
         run.process.wait()
+    else:
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.finish() != 0
     assert gone(marked.folder)
-    (told_to_stop,) = [one.read_text() for one in log.glob("*.log")]
-    assert "told to stop (SIGTERM)" in told_to_stop
+    (said,) = [one.read_text() for one in log.glob("*.log")]
+    # Its own session's Ctrl-C reaches a job as it would reach any.
+    assert ("told to stop (SIGTERM)" in said) or (victim[:3] == "all" and "KeyboardI" in said)
     assert not list(marked.path("results").rglob("*.part"))
 
 

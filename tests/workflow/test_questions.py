@@ -7,6 +7,9 @@ import pandas as pd
 import pytest
 from workspace import jobs
 
+from trak_core.study.questions import split_of
+from trak_core.study.study import Study
+
 STUDY = """
 
 def encode(patient, **measured):
@@ -84,7 +87,9 @@ def test_a_question_costs_its_own_gradient_and_scores(study):
 
 
 def test_questions_in_python_and_in_a_table(study):
-    study.path("asked.py").write_text(QUESTION)
+    study.path("asked.py").write_text(QUESTION.replace("from diabetes", "from beside_it"))
+    # On nodes without a shared disk this comes along.
+    study.path("beside_it.py").write_text("from diabetes import x, y")
     lines(study, [400, 401], ["first", "second"])
     rows = [json.loads(line) for line in study.path("asked.jsonl").read_text().splitlines()]
     pd.DataFrame(rows).to_csv(study.path("asked.tsv"), sep="\t", index=False)
@@ -137,6 +142,31 @@ def test_what_a_question_cannot_be(study):
     lines(study, [400])
     study.config["evaluation"] = {"ground_truth": "mine.h5", "experiments": ["asked"]}
     assert "which brings its own `data`" in study.fail("--dry-run")
+    study.config["evaluation"] = {"ground_truth": "mine.h5"}
+    study.config["experiments"] = {"asked": {"data": "asked.jsonl"}}
+    assert "some experiment must have `targets`" in study.fail("--dry-run")
     del study.config["evaluation"]
     study.config["experiments"]["asked"] = {"data": "asked.txt"}
     assert "experiments.asked.data" in study.fail("--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("asked.jsonl", '{"id": "a", "text": "one\u2028line, \u0085 too"}\n'),
+        ("asked.tsv", 'id\ttext\na\t"one\u2028line, \u0085 too"\n'),
+    ],
+)
+def test_texts_hold_any_end_of_a_line(tmp_path, name, written):
+    (tmp_path / "s.py").write_text("def encode(text):\n    return text, 0\n")
+    (tmp_path / name).write_text(written)
+    found = split_of(Study.load(tmp_path / "s.py"), "asked", None, tmp_path / name)
+    assert found.ids == ["a"]
+    assert found.samples[0][0] == "one\u2028line, \u0085 too"
+
+
+def test_a_cell_of_two_lines(tmp_path):
+    (tmp_path / "s.py").write_text("def encode(text):\n    return text, 0\n")
+    (tmp_path / "asked.tsv").write_text('text\n"a\nb"\n')
+    found = split_of(Study.load(tmp_path / "s.py"), "asked", None, tmp_path / "asked.tsv")
+    assert found.samples[0][0] == "a\nb"

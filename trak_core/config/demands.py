@@ -78,6 +78,11 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"retrained to explain target_data(). Found {questions[0]}, which brings its own "
             "`data`."
         )
+    if lds and all("data" in one for one in config["experiments"].values()):
+        raise InputError(
+            "An evaluation explains the study's own targets: some experiment must have `targets` "
+            "without `data`. Found none."
+        )
     trained = [key for key in ("subsets", "flipped", "removals") if key in asked]
     if trained and "training" not in config:
         raise InputError(

@@ -1,8 +1,10 @@
 """Which part of a study's source decides what, as hashes."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
+from trak_core.errors import InputError
 from trak_core.provenance import content_digest, study_digest
 from trak_core.system.data_files import file_digest
 
@@ -52,7 +54,16 @@ def targets_digest(
         code = [digests.get("targets")]
     elif question.endswith(".py"):
         # It may import the study.
-        code = [digests["whole"], study_digest(Path(question))]
+        code = [digests["whole"], _content(question)]
     else:
-        code = [digests["questions"], file_digest(Path(question))]
+        code = [digests["questions"], _content(question)]
     return content_digest(ids and [str(i) for i in ids], *code)
+
+
+@cache
+def _content(question: str) -> str:
+    """Hash a question once: all jobs of a start are planned for what it said then."""
+    path = Path(question)
+    if not path.is_file():
+        raise InputError(f"experiments: `data` must be a file. Found nothing at {question}.")
+    return study_digest(path) if path.suffix == ".py" else file_digest(path)

@@ -316,6 +316,8 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str)]
-    files = [*study_modules(study).values(), *map(Path, [*data, *tables])]
+    code = [study, *(Path(path) for path in tables if path.endswith(".py"))]
+    files = {file: None for one in code for file in study_modules(one).values()}
+    files = [*(files | dict.fromkeys(map(Path, [*data, *tables])))]
     digests = study_digests(study, data)
     return Specs(config, checkpoints, experiments, digests, files, defaults)

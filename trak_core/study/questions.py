@@ -6,6 +6,7 @@ sample of it. A field ``id`` is its id, if all lines have one; else they are num
 """
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,10 +45,11 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         # Spreadsheets begin UTF-8 with a mark.
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == _TABLE:
-            rows = csv.DictReader(text.splitlines(), delimiter="\t", strict=True)
+            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
             lines: list[Any] = list(rows)
         else:
-            lines = [json.loads(line) for line in text.splitlines() if line.strip()]
+            # Not splitlines(): JSON's texts may hold other ends of lines.
+            lines = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(
             f"{path}: questions must be a Python file ({_PYTHON}), JSON lines ({_LINES}) or a "

@@ -60,14 +60,23 @@ def _can_fork() -> bool:
 def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
     """Return what a job is asked, and of which process, and its standard streams."""
     head, streams, *_ = socket.recv_fds(connection, LENGTH.size, 3)
-    (missing,) = LENGTH.unpack(head)
-    parts = []
-    while missing:
-        parts.append(connection.recv(missing))
-        missing -= len(parts[-1])
-        if not parts[-1]:
-            raise EOFError("a job's process has gone")
-    return json.loads(b"".join(parts)), streams
+    try:
+        (missing,) = LENGTH.unpack(head)
+        parts = []
+        while missing:
+            parts.append(connection.recv(missing))
+            missing -= len(parts[-1])
+            if not parts[-1]:
+                raise EOFError("a job's process has gone")
+        return json.loads(b"".join(parts)), streams
+    except BaseException:
+        _close(streams)
+        raise
+
+
+def _close(streams: Sequence[int]) -> None:
+    for stream in streams:
+        os.close(stream)
 
 
 def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
@@ -77,13 +86,19 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     if os.getppid() != server:
         os._exit(1)
     os.setpgid(0, 0)
+    # As a process has it that was started; the server ignores it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What the server's imports are to do at their end is the server's.
+    atexit._clear()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
     # The others are the same, or were set by what is imported.
-    for name in OWN & request["environment"].keys():
-        os.environ[name] = request["environment"][name]
+    for name in OWN:
+        os.environ.pop(name, None)
+        if name in request["environment"]:
+            os.environ[name] = request["environment"][name]
     sys.path[:], sys.argv[:] = request["paths"], request["arguments"]
     tempfile.tempdir = None
     # Or all would draw the same where a study sets no seed; Python's own generator sees to itself.
@@ -105,7 +120,7 @@ def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> No
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
-    # What Python does at its end, but for taking apart what the server's imports made.
+    # What Python does at its end, but for taking apart its modules.
     with suppress(BaseException):
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
@@ -161,21 +176,26 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
         except (OSError, EOFError, ValueError, struct.error):
             connection.close()
             continue
-        if not is_able or _looked_at(request["environment"]) != _looked_at(environment):
-            connection.sendall(NO)
+        process = None
+        if is_able and _looked_at(request["environment"]) == _looked_at(environment):
+            with suppress(OSError):  # no room for one more process
+                process = os.fork()
+        if process == 0:
+            for one in (listener, connection, *(other for _, other in jobs.values())):
+                one.close()
+            _work(request, streams, server)
+        # Who asked may have gone: then its connection has ended, which is looked at above.
+        if process is None:
+            with suppress(OSError):
+                connection.sendall(NO)
             connection.close()
         else:
-            process = os.fork()
-            if process == 0:
-                for one in (listener, connection, *(other for _, other in jobs.values())):
-                    one.close()
-                _work(request, streams, server)
+            jobs[os.pidfd_open(process)] = process, connection
             with suppress(OSError):
                 os.setpgid(process, process)
-            connection.sendall(YES)
-            jobs[os.pidfd_open(process)] = process, connection
-        for stream in streams:
-            os.close(stream)
+            with suppress(OSError):
+                connection.sendall(YES)
+        _close(streams)
 
 
 def main() -> None:
@@ -186,23 +206,32 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
-        listener.bind(path)
+        try:
+            listener.bind(path)
+        except OSError:  # a folder for temporary files with a very long name
+            return
         listener.listen(1024)
         os.write(1, YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         quiet_libraries()
         terminal = os.dup(2)
-        os.dup2(1, 2)  # a job's log is where an import says something
+        os.dup2(1, 2)  # nobody has asked for what imports say
         for name in modules:
             _import(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
         os.dup2(terminal, 2)
         os.close(terminal)
         # Or every fork would copy what a collection looks at.
         gc.collect()
         gc.freeze()
         _serve(listener, environment)
-    Path(path).unlink(missing_ok=True)
-    # What Python would clean up takes a second, and jobs end with this process.
+    with suppress(OSError):
+        Path(path).unlink()
+        Path(path).parent.rmdir()
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    # What else Python would clean up takes a second, and jobs end with this process.
     os._exit(0)
 
 

@@ -10,7 +10,9 @@ import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this ver
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from trak_core.system.fork_server import LENGTH, STATUS, YES
@@ -33,8 +35,17 @@ _ONE_THREAD = dict.fromkeys(
 
 
 def can_fork() -> bool:
-    """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU."""
-    return sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+    """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU.
+
+    It takes Linux 5.3, and a Python that was built for one: some of conda's are not.
+    """
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
@@ -63,7 +74,8 @@ def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
     )
     assert server.stdout is not None
     # It listens before it imports: jobs that come meanwhile wait for it.
-    server.stdout.read(1)
+    if not server.stdout.read(1):
+        del os.environ[_SOCKET]
     server.stdout.close()
     atexit.register(lambda: server.stdin and server.stdin.close())
 
@@ -92,8 +104,13 @@ def done_by_fork(asked: Mapping[str, Any]) -> bool:
                 return False
         except OSError:
             return False
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            with suppress(OSError):  # the server has just gone: the answer ends
+                connection.sendall(bytes([number]))
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: connection.sendall(bytes([number])))
+            signal.signal(number, pass_on)
         answer = connection.recv(STATUS.size, socket.MSG_WAITALL)
     if len(answer) < STATUS.size:
         sys.exit("The process that forks for jobs has ended, and this job with it.")
