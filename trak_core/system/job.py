@@ -18,6 +18,8 @@ PEAK = "peak memory: "
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
+    # Once is enough: a second one, of whoever started this job, would cut its clearing up short.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Not an Exception: no code that tries another way may catch it.
     raise SystemExit(
         "Error: the job was told to stop (SIGTERM), as when it is cancelled, preempted or out of "
