@@ -86,8 +86,9 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     if os.getppid() != server:
         os._exit(1)
     os.setpgid(0, 0)
-    # As a process has it that was started; the server ignores it.
+    # As a process has them that was started; the server ignores both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # What the server's imports are to do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
@@ -202,8 +203,9 @@ def main() -> None:
     """Listen, import, and serve until standard input ends."""
     path, *modules = sys.argv[1:]
     environment = dict(os.environ)
-    # Snakemake sees to its own end, and this process sees that.
+    # What all processes of a session get is for Snakemake and the jobs, of which this tells.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
         try:
