@@ -10,7 +10,13 @@ import pytest
 
 from trak_core import provenance
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, content_digest, stat_signature, study_digest
+from trak_core.provenance import (
+    code_digest,
+    content_digest,
+    stat_signature,
+    study_digest,
+    study_imports,
+)
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
@@ -217,6 +223,18 @@ def test_a_study_that_is_no_python_file_has_no_digest(tmp_path, name):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(InputError, match=rf"{name}: the study's Python file must exist"):
         study_digest(tmp_path / name)
+
+
+def test_what_a_study_always_imports_is_imported_ahead(tmp_path):
+    study = tmp_path / "study.py"
+    (tmp_path / "beside.py").write_text("import numpy as np\n")
+    text = "import torch.nn\nfrom sklearn import datasets\nimport beside\n"
+    later = "def train():\n    import transformers\n"
+    study.write_text(text + later)
+    assert study_imports(study) == ["numpy", "sklearn.datasets", "torch.nn"]
+    for own in ("import os\nos.environ['A'] = 'b'\n", "import sys\nsys.path[:0] = ['lib']\n"):
+        study.write_text(own + text)
+        assert study_imports(study) == []
 
 
 def test_content_digest_goes_by_text_and_order():
