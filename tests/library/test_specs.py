@@ -30,7 +30,7 @@ CONFIG = {
     "parameters": "all",
     "features_dtype": "float32",
     "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
-    "scoring": {"damping": 2, "keep": "full", "top": 20},
+    "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},
     "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu"},
 }
 EVALUATION = {
@@ -119,6 +119,7 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ({"scoring__loss_weight_power": 1}, AVERAGES),
         ({"scoring__damping": 1}, SCORES),
         ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
+        ({"scoring__normalize": True}, SCORES | MATRICES),
         (
             {"features_dtype": "float16"},
             {"features", "train", "flipped_features", *SCORES, *MATRICES},

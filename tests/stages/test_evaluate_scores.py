@@ -109,6 +109,27 @@ def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path)
         assert abs(row["lds_reported"] - expected[1::2].mean()) < 1e-12
 
 
+def test_with_rows_of_length_1_settings_are_normalized_and_the_baseline_is_not(
+    run, evaluated, tmp_path
+):
+    run.stages(tmp_path / "own", normalize=True)
+    found = run.evaluate(
+        tmp_path / "evaluation.h5",
+        stages=tmp_path / "own",
+        baselines=["gradient_dot"],
+        sweep={"damping": [0.1], "loss_weight_power": [], "proj_dim": [20]},
+        spec=replace(run.spec, normalize=True),
+    )
+    sweep = pd.read_hdf(found, "sweep")
+    assert len(sweep) == 2 * 3 * 2
+    for i, row in sweep.sample(3, random_state=0).iterrows():
+        setting = [row[key] for key in ("damping", "combine", "loss_weight_power", "proj_dim")]
+        scores = run.stages(tmp_path / str(i), *setting, normalize=True)
+        assert abs(row["lds"] - run.lds(read_scores(scores)).mean()) < 1e-12
+    dots = [of_method(path, "gradient_dot", PROJ_DIM) for path in (found, evaluated)]
+    assert np.array_equal(*dots)
+
+
 def test_the_best_setting_is_chosen_on_other_targets_than_it_is_reported_on(evaluated):
     sweep, best = (pd.read_hdf(evaluated, key) for key in ("sweep", "best"))
     assert best["setting"].tolist() == ["best", "config"]

@@ -53,21 +53,23 @@ def case(request, cases):
 
 
 @pytest.mark.parametrize(
-    ("n_checkpoints", "combine", "weighting", "power"),
+    ("n_checkpoints", "combine", "weighting", "power", "normalize"),
     [
-        (1, "product_of_averages", "plain", 0.5),
-        (3, "product_of_averages", "plain", 0.5),
-        (3, "product_of_averages", "curvature", 0.5),
-        (3, "average_of_products", "curvature", 1),
-        (3, "average_of_products", "plain", 1),
-        (3, "unit_average", "curvature", 0.75),
-        (3, "unit_average", "plain", 1),
+        (1, "product_of_averages", "plain", 0.5, False),
+        (3, "product_of_averages", "plain", 0.5, False),
+        (3, "product_of_averages", "curvature", 0.5, False),
+        (3, "average_of_products", "curvature", 1, False),
+        (3, "average_of_products", "plain", 1, True),
+        (3, "unit_average", "curvature", 0.75, False),
+        (3, "unit_average", "curvature", 0.75, True),
+        (3, "unit_average", "plain", 1, False),
     ],
 )
 def test_scores_equal_the_formula_in_float64(
-    case, tmp_path, n_checkpoints, combine, weighting, power
+    case, tmp_path, n_checkpoints, combine, weighting, power, normalize
 ):
     settings = {"damping": 2, "weighting": weighting, "power": power, "combine": combine}
+    settings["normalize"] = normalize
     found = read_scores(case.stages(tmp_path, n_checkpoints, **settings))
     assert found.index.tolist() == case.train.ids
     assert found.columns.tolist() == case.targets

@@ -15,11 +15,13 @@ from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.draws import flipped_labels
 
 
-def self_influence_oracle(features, weights, power):
+def self_influence_oracle(features, weights, power, *, normalize):
     """mean_c(A_c[i, i]) * mean_c(Q_c^power), dense; with the power .75 by curvature and norm."""
     diagonals, products = [], []
     for phi, q in zip(features, weights, strict=True):
         phi = phi.astype(float)
+        if normalize:
+            phi /= np.sqrt((phi**2).sum(1))[:, None]
         w = (q * (1 - q)) ** power if power == 0.75 else np.ones_like(q)
         matrix = phi.T @ (w[:, None] * phi)
         matrix += 2 * np.mean(w * (phi**2).sum(1)) * np.eye(phi.shape[1])
@@ -35,7 +37,9 @@ def self_influence_oracle(features, weights, power):
 UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
 
 
-@pytest.mark.parametrize("settings", [{}, UNIT], ids=["ends", "along"])
+@pytest.mark.parametrize(
+    "settings", [{}, UNIT, UNIT | {"normalize": True}], ids=["ends", "along", "normalized"]
+)
 def test_self_influence_is_the_diagonal(run, tmp_path, settings):
     path, power = tmp_path / "self.h5", settings.get("power", 0.5)
     matrices = run.matrices()
@@ -44,6 +48,7 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
         run.stages(tmp_path / "run", **settings)
         matrices = [tmp_path / f"run/normal_matrix/{c}.h5" for c in run.checkpoints]
         ways = {"curvature_power": power, "norm_power": power, "loss_weight_power": power}
+        ways["normalize"] = settings.get("normalize", False)
         spec = changed(spec, combine="unit_average", weighting="curvature", **ways)
     compute_self_influence(
         self_influence=path,
@@ -54,7 +59,9 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
         memory_mb=300,
     )
     table = pd.read_hdf(path, "train")
-    expected = self_influence_oracle(stored(run, "features"), loss_weights(run), power)
+    expected = self_influence_oracle(
+        stored(run, "features"), loss_weights(run), power, normalize=spec.normalize
+    )
     # Curvatures are stored in float32.
     bound = 1e-5 if settings else 1e-9
     assert np.abs(table["self_influence"] - expected).max() < bound * expected.max()

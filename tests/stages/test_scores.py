@@ -32,20 +32,22 @@ def case(request, cases):
 
 
 @pytest.mark.parametrize(
-    ("n_checkpoints", "combine", "damping", "proj_dim", "weighting", "power"),
+    ("n_checkpoints", "combine", "damping", "proj_dim", "weighting", "power", "normalize"),
     [
-        (1, "product_of_averages", 2, 300, "plain", 0.5),
-        (3, "product_of_averages", 2, 300, "plain", 0.5),
-        (3, "product_of_averages", 0, 16, "plain", 1),
-        (3, "product_of_averages", 2, 300, "curvature", 0.5),
-        (3, "average_of_products", 2, 300, "curvature", 1),
-        (3, "average_of_products", 0, 16, "plain", 0.5),
-        (3, "unit_average", 2, 300, "curvature", 0.75),
-        (3, "unit_average", 0, 16, "plain", 1),
+        (1, "product_of_averages", 2, 300, "plain", 0.5, False),
+        (3, "product_of_averages", 2, 300, "plain", 0.5, False),
+        (3, "product_of_averages", 2, 300, "plain", 0.5, True),
+        (3, "product_of_averages", 0, 16, "plain", 1, False),
+        (3, "product_of_averages", 2, 300, "curvature", 0.5, False),
+        (3, "average_of_products", 2, 300, "curvature", 1, False),
+        (3, "average_of_products", 0, 16, "plain", 0.5, False),
+        (3, "unit_average", 2, 300, "curvature", 0.75, False),
+        (3, "unit_average", 2, 300, "curvature", 0.75, True),
+        (3, "unit_average", 0, 16, "plain", 1, False),
     ],
 )
 def test_scores_equal_the_formula_in_float64(
-    case, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power
+    case, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power, normalize
 ):
     settings = {
         "damping": damping,
@@ -53,6 +55,7 @@ def test_scores_equal_the_formula_in_float64(
         "weighting": weighting,
         "power": power,
         "combine": combine,
+        "normalize": normalize,
     }
     found = read_scores(case.stages(tmp_path, n_checkpoints, **settings))
     assert found.index.tolist() == case.train.ids
@@ -95,8 +98,9 @@ def test_top_influences_are_the_extremes_of_the_scores(case, tmp_path):
         pd.read_hdf(path, "top_influences", where=f"target_id == {case.targets[0]!r} & sign == 1")
 
 
-def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path):
-    settings = {"proj_dim": 150, "top": 4}
+@pytest.mark.parametrize("normalize", [False, True])
+def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path, normalize):
+    settings = {"proj_dim": 150, "top": 4, "normalize": normalize}
     full = case.stages(tmp_path / "full", **settings)
     top_k = case.stages(tmp_path / "top_k", keep="top_k", memory_mb=1, **settings)
     expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))

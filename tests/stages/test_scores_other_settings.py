@@ -67,6 +67,7 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
         ("weighting", "curvature"),
         ("runs", {"c0": ["c0"], "c1": ["c1"], "c3": ["c3"]}),
         ("norm_power", 0.5),
+        ("normalize", True),
     ],
 )
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):

@@ -64,6 +64,7 @@ def _scores(
     weighting="plain",
     combine="product_of_averages",
     power=1.0,
+    normalize=False,
 ):
     all_similarities, all_weights, norms = [], [], []
     for checkpoint, model in models.items():
@@ -72,6 +73,8 @@ def _scores(
         target_gradients, _, _ = jacobian(model, targets, output)
         matrix = matrix_of(checkpoint, gradients.shape[1])
         phi, phi_targets = gradients @ matrix, target_gradients @ matrix
+        if normalize:
+            phi = np.array([row / np.sqrt(sum(row * row)) for row in phi])
         if output == "image_classification":
             p = 1 / (1 + np.exp(-f))
             q, curvature = 1 - p, (p * (1 - p)) ** power

@@ -68,6 +68,8 @@ class Run:
         power=0.5,
         dim=PROJ_DIM,
         weighting="plain",
+        *,
+        normalize=False,
     ):
         return run_stages(
             results,
@@ -80,6 +82,7 @@ class Run:
             combine=combine,
             power=power,
             weighting=weighting,
+            normalize=normalize,
         )
 
     def retrain(self, first, last, folder=None):
@@ -112,7 +115,7 @@ class Run:
             power=0.5,
         )
 
-    def evaluate(self, path, retrained=None, **asked):
+    def evaluate(self, path, retrained=None, stages=None, **asked):
         given = {
             "baselines": [],
             "sweep": None,
@@ -120,10 +123,11 @@ class Run:
             "spec": self.spec,
             "retrained_spec": RETRAINED,
         }
+        stages = stages or self.folder / "run"
         evaluate_scores(
             evaluation=path,
-            scores=self.scores,
-            checkpoint_scores=[self.folder / f"run/scores/mine/{c}.h5" for c in self.checkpoints],
+            scores=stages / "scores/mine.h5",
+            checkpoint_scores=[stages / f"scores/mine/{c}.h5" for c in self.checkpoints],
             retrained=retrained or self.retrained,
             train=self.features("train"),
             targets=self.features("mine"),

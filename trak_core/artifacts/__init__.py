@@ -30,7 +30,7 @@ from trak_core.artifacts._format import (
     Kind,
 )
 from trak_core.artifacts._join import check_made_for, check_retrained, check_same
-from trak_core.artifacts._read import Artifact, open_artifact, verify
+from trak_core.artifacts._read import Artifact, Rows, open_artifact, verify
 from trak_core.artifacts._write import Writer, create
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "Artifact",
     "ArtifactError",
     "Kind",
+    "Rows",
     "Writer",
     "check_made_for",
     "check_retrained",

@@ -194,6 +194,7 @@ class Specs:
                 is_probability=TABLE[model_output].weight_is_probability,
             ),
             norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
+            normalize=scoring["normalize"],
             runs=self.runs,
             combine=scoring["combine"],
             loss_weight_power=power,

@@ -111,12 +111,14 @@ class NormalSpec:
         curvature_power: Of the curvature in W; None with ``plain``.
         norm_power: Of the loss weights in N_c, which the scores are divided by; None where they
             are not.
+        normalize: Whether the training samples' features are divided by their lengths.
     """
 
     features: FeaturesSpec
     weighting: str
     curvature_power: float | None = None
     norm_power: float | None = None
+    normalize: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, those of the features among them."""
@@ -133,6 +135,7 @@ class ScoresSpec:
         weighting: See ``NormalSpec``.
         curvature_power: Likewise.
         norm_power: Likewise.
+        normalize: Likewise.
         experiment: Name of the experiment; None for self-influences.
         targets_digest: Hash of its target ids.
         runs: Ids of the checkpoints of every run, in the order they were saved; None for one
@@ -146,6 +149,7 @@ class ScoresSpec:
     weighting: str
     curvature_power: float | None = None
     norm_power: float | None = None
+    normalize: bool = False
     experiment: str | None = None
     targets_digest: str | None = None
     runs: Mapping[str, Sequence[str]] | None = None
@@ -191,7 +195,7 @@ class ScoresSpec:
 
     def of_normal_matrix(self) -> NormalSpec:
         """Return what the normal matrix must be, of one checkpoint's scores."""
-        own = {key: getattr(self, key) for key in ("weighting", "curvature_power", "norm_power")}
+        own = {f.name: getattr(self, f.name) for f in fields(NormalSpec) if f.name != "features"}
         return NormalSpec(features=self.of_train(), **own)
 
     def of_targets(self) -> FeaturesSpec:

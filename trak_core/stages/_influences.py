@@ -21,18 +21,21 @@ from trak_core.scoring.scores import combined, most_frequent
 from trak_core.scoring.solve import damped_factor, damped_squares
 from trak_core.scoring.weights import powered
 from trak_core.spec import Combine, ScoresSpec
-from trak_core.stages._splits import Damped
+from trak_core.stages._splits import Damped, rows_of
 from trak_core.system.progress import blocks_with_progress
 
 
-def _similarities(train: Artifact, damped: Damped, memory_mb: int) -> np.ndarray:
+def _similarities(
+    train: Artifact, damped: Damped, memory_mb: int, *, normalize: bool
+) -> np.ndarray:
     """Return A_c[i, i] of every training sample, shape (n,)."""
     factor = damped_factor(damped.matrix, damped.lambda_, damped.ends)
     values = train.matrix("features")
+    rows = rows_of(values, normalize=normalize)
     found = np.empty(len(values))
     block = scores_need(values.shape[1], 1).rows(memory_mb)
     for start, stop in blocks_with_progress(len(values), block, "training samples"):
-        found[start:stop] = damped_squares(factor, values[start:stop])
+        found[start:stop] = damped_squares(factor, rows(start, stop))
     return found
 
 
@@ -71,7 +74,8 @@ def self_influences(
             check_same("training samples", *ids, file.path, FEATURES.rule)
             with open_artifact(path, NORMAL_MATRIX) as matrix:
                 damped = Damped.of(matrix, file, own)
-            similarities.append(_similarities(file, damped, memory_mb)[:, None])
+            own_scores = _similarities(file, damped, memory_mb, normalize=spec.normalize)
+            similarities.append(own_scores[:, None])
             norms.append(damped.norm or 1.0)
             loss_weights.append(file.vector("loss_weights"))
         powers = [powered(weights, spec.loss_weight_power) for weights in loss_weights]

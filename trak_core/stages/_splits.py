@@ -1,16 +1,34 @@
 """What scores take from a checkpoint's files of training samples and targets."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Self
 
 import numpy as np
 
-from trak_core.artifacts import NORMAL_MATRIX, Artifact, Writer, check_same
+from trak_core.artifacts import NORMAL_MATRIX, Artifact, Rows, Writer, check_same
 from trak_core.errors import InputError
+from trak_core.scoring.scores import unit_rows
 from trak_core.scoring.solve import train_norm
-from trak_core.spec import ScoresSpec
+from trak_core.spec import NormalSpec, ScoresSpec
 
 _PER_SAMPLE = ("labels", "outputs", "predictions")
+
+
+ReadRows = Callable[[int, int], np.ndarray]
+
+
+def rows_of(values: Rows, *, normalize: bool = False, first: int | None = None) -> ReadRows:
+    """Return how to get rows of Phi_c, or of another matrix.
+
+    Args:
+        values: As it is stored.
+        normalize: Whether rows are divided by their lengths.
+        first: Only so many columns; None for all.
+    """
+    if not normalize:
+        return lambda start, stop: values[start:stop, :first]
+    return lambda start, stop: unit_rows(values[start:stop, :first])
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
@@ -69,8 +87,8 @@ class Damped:
             InputError: If it is not what it must be, or if N_c is not above 0.
         """
         decided = spec.of_normal_matrix()
-        own = ("weighting", "curvature_power", "norm_power")
-        wanted = {key: getattr(decided, key) for key in own} | {"features": train.content_hash}
+        own = {f.name: getattr(decided, f.name) for f in fields(NormalSpec)}
+        wanted = own | {"features": train.content_hash}
         found = {key: file.spec.get(key) for key in wanted}
         check_same("features", wanted, found, file.path, NORMAL_MATRIX.rule)
         lambda_ = spec.damping * file.scalar("mean_squared_norm")

@@ -22,19 +22,17 @@ from trak_core.config.budget import average_need
 from trak_core.scoring.scores import Extremes, combined, largest, most_frequent, similarities
 from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, ScoresSpec
-from trak_core.stages._splits import norm_of
+from trak_core.stages._splits import ReadRows, norm_of, rows_of
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
-Rows = Callable[[int, int], np.ndarray]
 Summary = Callable[[np.ndarray], np.ndarray]
 
 
-def _rows(part: Artifact, features: Artifact | None) -> Rows:
+def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
     """Return how to get rows of A_c: as stored, or from the solved targets."""
     if features is None:
-        stored = part.matrix("similarities")
-        return lambda start, stop: stored[start:stop]
+        return rows_of(part.matrix("similarities"))
     check_same(
         "training features",
         part.spec.get("train_features"),
@@ -43,8 +41,11 @@ def _rows(part: Artifact, features: Artifact | None) -> Rows:
         "compute_features",
     )
     # Read again for every block: one checkpoint's solved targets are in memory at a time.
-    solved, phi = part.matrix("solved_targets"), features.matrix("features")
-    return lambda start, stop: similarities(phi[start:stop], solved[:])
+    solved, phi = (
+        part.matrix("solved_targets"),
+        rows_of(features.matrix("features"), normalize=normalize),
+    )
+    return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
 def _mean(numbers: np.ndarray) -> np.ndarray:
@@ -155,7 +156,10 @@ def average_scores(
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec, kind)
-        rows = [_rows(p, f) for p, f in zip(parts, phis or [None] * len(parts), strict=True)]
+        rows = [
+            _rows(part, phi, normalize=spec.normalize)
+            for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
+        ]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
         block = average_need(
             n_train=n_train,
@@ -197,6 +201,7 @@ def average_scores(
             weighting=spec.weighting,
             combine=str(combine),
             loss_weight_power=float(power),
+            normalize=int(spec.normalize),
         ) as writer:
             values = None
             if not phis:

@@ -26,7 +26,8 @@ def compute_exact_scores(
     """Solve the n x n Gramian for the targets.
 
     Writes A_c = (K_c W_c + lambda_c I)^-1 K_c,t, lambda_c = damping * mean_i w_i K_c[i, i]: what
-    the scores of a projection converge to as its dimensions grow, in the same kind of file.
+    the scores of a projection converge to as its dimensions grow, in the same kind of file. With
+    ``spec.normalize`` the training samples' gradients have length 1 in both.
 
     Args:
         scores: The file to write.
@@ -51,9 +52,17 @@ def compute_exact_scores(
         )
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
         weights = normal_weights(train_file, spec.curvature_power)
+        gramian, cross = train_file.matrix("gramian")[:], target_file.matrix("gramian")[:]
+        if spec.normalize:
+            # Of gradients divided by their lengths; one of zeros stays so.
+            lengths = np.sqrt(np.diagonal(gramian))
+            shares = np.divide(1, lengths, out=np.ones_like(lengths), where=lengths > 0)[:, None]
+            gramian *= shares
+            gramian *= shares.T
+            cross *= shares
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
-        damped = DampedGramian.of(train_file.matrix("gramian")[:], weights, spec.damping)
-        similarities = damped.similarities(target_file.matrix("gramian")[:])
+        damped = DampedGramian.of(gramian, weights, spec.damping)
+        similarities = damped.similarities(cross)
         norm = None
         if spec.norm_power is not None:
             norm = damped.train_norm(powered(train_file.vector("loss_weights"), spec.norm_power))

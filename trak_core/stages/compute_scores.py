@@ -16,7 +16,7 @@ from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import ScoresSpec
-from trak_core.stages._splits import Damped, write_samples
+from trak_core.stages._splits import Damped, rows_of, write_samples
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -35,8 +35,9 @@ def compute_scores(
     """Solve for the targets, then stream the training features once.
 
     Writes A_c = Phi_c (Phi_c^T W_c Phi_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i
-    |phi_i|^2, and what the average over checkpoints needs of this one. With ``keep="top_k"`` only
-    the solved targets are kept, and the average streams Phi_c again: n x m is never stored.
+    |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
+    every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
+    and the average streams Phi_c again: n x m is never stored.
 
     Args:
         scores: The file to write.
@@ -79,9 +80,9 @@ def compute_scores(
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
-                features = train_file.matrix("features")
+                rows = rows_of(train_file.matrix("features"), normalize=spec.normalize)
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
-                    values[start:stop] = similarities(features[start:stop], solved)
+                    values[start:stop] = similarities(rows(start, stop), solved)
             else:
                 writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
                     :

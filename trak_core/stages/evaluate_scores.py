@@ -6,6 +6,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.scoring.scores import combined
 from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, curvature_power
-from trak_core.stages._splits import norm_of, normal_weights
+from trak_core.stages._splits import ReadRows, norm_of, normal_weights, rows_of
 from trak_core.stages._truth import read_ground_truth
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -124,12 +125,17 @@ class _Scored:
                 # HDF5 reads rows in their own order.
                 rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
                 targets = file.matrix("targets")[rows][place]
-                blocks = _blocks(file.matrix("train"), self.block)
+                blocks = _blocks(rows_of(file.matrix("train")), len(train_ids), self.block)
                 total = total + cosine_sums(self.masks, blocks, targets)
         return total / len(paths)
 
     def feature_sums(
-        self, rivals: FeatureRivals, files: Mapping[str, tuple[Path, Path]], weighting: str
+        self,
+        rivals: FeatureRivals,
+        files: Mapping[str, tuple[Path, Path]],
+        weighting: str,
+        *,
+        unit: int | None,
     ) -> dict[Key | Setting, np.ndarray]:
         """Return the sums of everything that comes straight from features.
 
@@ -137,6 +143,8 @@ class _Scored:
             rivals: What to sum.
             files: Training features and target features of some checkpoints.
             weighting: ``plain`` or ``curvature``.
+            unit: Take so many numbers of training features and divide them by their length; None
+                for all of them as they are.
         """
         found: dict[Key | Setting, np.ndarray] = {}
         for checkpoint, (train, targets) in files.items():
@@ -147,11 +155,13 @@ class _Scored:
                 open_artifact(targets, FEATURES) as target_file,
             ):
                 _check_files(train_file, target_file, scored, self.spec.under(checkpoint))
+                values = train_file.matrix("features")
+                rows = rows_of(values, normalize=unit is not None, first=unit)
                 shares = rivals.sums(
                     self.masks,
                     scored.vector("loss_weights"),
                     self._normal_weights(rivals.powers, train_file, weighting),
-                    _blocks(train_file.matrix("features"), self.block),
+                    _blocks(rows, len(values), self.block),
                     target_file.matrix("features")[:].astype(np.float64),
                 )
             for key, share in shares.items():
@@ -166,7 +176,9 @@ class _Scored:
         weights = [self.by_id[one].vector("loss_weights") for one in self.spec.ends]
         rivals = FeatureRivals([setting], None, average_weights([setting], weights))
         of_ends = {one: files[one] for one in self.spec.ends}
-        return self.feature_sums(rivals, of_ends, usual_weighting(combine, model_output))[setting]
+        weighting = usual_weighting(combine, model_output)
+        unit = self.own.proj_dim if self.spec.normalize else None
+        return self.feature_sums(rivals, of_ends, weighting, unit=unit)[setting]
 
     def _normal_weights(
         self, powers: Sequence[float], train: Artifact, weighting: str
@@ -187,10 +199,14 @@ def _counts(n_checkpoints: int) -> list[int]:
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
 
-def _blocks(values: Any, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    for start in range(0, len(values), block):
-        stop = min(start + block, len(values))
-        yield start, stop, values[start:stop]
+def _dim(setting: Setting) -> int:
+    return setting.proj_dim
+
+
+def _blocks(rows: ReadRows, n_rows: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
+    for start in range(0, n_rows, block):
+        stop = min(start + block, n_rows)
+        yield start, stop, rows(start, stop)
 
 
 def _check_files(train: Artifact, targets: Artifact, scored: Artifact, spec: ScoresSpec) -> None:
@@ -278,17 +294,23 @@ def evaluate_scores(
         by_count = scored.sums_of(selections)
         swept: dict[Setting, np.ndarray] = {}
         if train:
-            rivals = FeatureRivals(
-                settings,
-                proj_dim if "gradient_dot" in baselines else None,
-                average_weights(settings, [part.vector("loss_weights") for part in parts]),
-            )
+            averages = average_weights(settings, [part.vector("loss_weights") for part in parts])
+            dot = proj_dim if "gradient_dot" in baselines else None
+            passes = [(FeatureRivals(settings, dot, averages), None)]
+            if spec.normalize:
+                # Fewer numbers have another length; the baseline's gradients stay as they are.
+                by_dim = groupby(sorted(settings, key=_dim), _dim)
+                passes = [(FeatureRivals([*of], None, averages), dim) for dim, of in by_dim]
+                passes += [(FeatureRivals([], dot, {}), None)]
             pairs = zip(train, targets, strict=True)
             files = dict(zip(spec.checkpoints, pairs, strict=True))
             if len(spec.ends) < len(parts):
                 methods["ends_of_runs", "baseline", proj_dim] = scored.ends_sums(files)
-            if settings or rivals.gradient_dot is not None:
-                for key, sums in scored.feature_sums(rivals, files, spec.weighting).items():
+            for rivals, unit in passes:
+                if not rivals.settings and rivals.gradient_dot is None:
+                    continue
+                summed = scored.feature_sums(rivals, files, spec.weighting, unit=unit)
+                for key, sums in summed.items():
                     if isinstance(key, Setting):
                         swept[key] = sums
                     else:

@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 
 from trak_core.config.sweep import Setting
+from trak_core.scoring.scores import unit_rows
 from trak_core.scoring.solve import Spectrum, mean_squared_norm, train_norm
 from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
@@ -62,14 +63,8 @@ def cosine_sums(masks: np.ndarray, train: Blocks, targets: np.ndarray) -> np.nda
     """
     sums = np.zeros((len(masks), targets.shape[1]))
     for start, stop, rows in train:
-        sums += masks[:, start:stop] @ _unit(rows)
-    return sums @ _unit(targets).T
-
-
-def _unit(rows: np.ndarray) -> np.ndarray:
-    rows = rows.astype(np.float64)
-    sizes = np.linalg.norm(rows, axis=1, keepdims=True)
-    return np.divide(rows, sizes, out=np.zeros_like(rows), where=sizes > 0)
+        sums += masks[:, start:stop] @ unit_rows(rows)
+    return sums @ unit_rows(targets).T
 
 
 def average_weights(
