@@ -28,6 +28,7 @@ CONFIG = {
     "checkpoints": {"c1": {"seed": 1}, "c0": {"seed": 0}},
     "experiments": {"few": {"targets": [3, 1], "shards": 1}, "one": {"targets": [3], "shards": 2}},
     "parameters": "all",
+    "preconditioner": "none",
     "features_dtype": "float32",
     "projection": {"kind": "rademacher", "proj_dim": 32, "seed": 0},
     "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},

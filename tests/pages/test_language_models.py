@@ -1,5 +1,8 @@
 """The page on language models is followed: its study, its command, its code."""
 
+import hashlib
+import json
+
 import h5py
 import pandas as pd
 from pages import blocks, follow
@@ -39,6 +42,16 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     assert found == ["trainer-20", "trainer-40", "trainer-60"]
     targets = pd.read_hdf(results / "scores/five.h5", "targets")
     assert (targets["output_sd"] == 0).all()  # one run, one end
+    # The same folders with what the Trainer's optimizer kept: other features, of their own file.
+    specs = []
+    for name in ("results-manual-out", "results-manual-adam"):
+        with h5py.File(workspace.path(f"{name}/features/trainer-60/train.h5")) as file:
+            specs.append(json.loads(file.attrs["spec"]))
+    assert [spec["preconditioner"] for spec in specs] == [None, "adam"]
+    optimizer = workspace.path("manual-out/checkpoint-60/optimizer.pt").read_bytes()
+    assert specs[1]["checkpoint"]["optimizer_sha256"] == hashlib.sha256(optimizer).hexdigest()
+    with h5py.File(workspace.path("results-manual-adam/scores/five.h5")) as file:
+        assert file.attrs["normalize"] == 1
     # The adapters of a LoRA fine-tune, which alone are differentiated.
     results = workspace.path("results-lora")
     found = sorted(path.name for path in (results / "features").iterdir())

@@ -31,6 +31,7 @@ def scores_spec(
     runs: dict[str, list[str]] | None = None,
     parameters: list[str] | None = None,
     dtype: str = "float32",
+    preconditioner: str | None = None,
     study_digest: str = "digest",
     targets_code: str | None = None,
 ) -> ScoresSpec:
@@ -40,6 +41,7 @@ def scores_spec(
         parameter_patterns=parameters,
         projection=projection,
         dtype=dtype,
+        preconditioner=preconditioner,
         study_digest=study_digest,
     )
     is_probability = TABLE[model_output].weight_is_probability
@@ -94,6 +96,7 @@ def run_stages(
     *,
     model_output: str,
     proj_dim: int,
+    kind: str = "rademacher",
     seed: int = 0,
     keep: str = "full",
     shards: int = 1,
@@ -102,7 +105,7 @@ def run_stages(
     top: int = 5,
     **settings,
 ) -> Path:
-    projection = {"kind": "rademacher", "proj_dim": proj_dim, "seed": seed}
+    projection = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
     spec = scores_spec(
         checkpoints, targets, model_output=model_output, projection=projection, **settings
     )

@@ -55,6 +55,18 @@ CONFIGS = {
         r"three times 3420 x 3420 numbers, and 1 targets: 268 MiB\. Found 64\. Raise it, take a "
         r"projection in place of `projection: exact`",
     ),
+    "second moments of what is trained here": (
+        {"preconditioner": "adam", "training": {}, "checkpoints": {"c0": {}}},
+        r"With `preconditioner: adam`, checkpoints must bring .* Found `training`\. Leave either",
+    ),
+    "second moments without a projection": (
+        {"preconditioner": "adam", "projection": "exact"},
+        r"With `preconditioner: adam`, gradients must be projected\. Found `projection: exact`",
+    ),
+    "the distortion of divided gradients": (
+        {"preconditioner": "adam", "distortion": {}},
+        r"With `preconditioner: adam`, what a projection keeps .* Found `distortion`\. Leave",
+    ),
     "exact scores of top influences alone": (
         {"projection": "exact", "scoring": {"keep": "top_k"}},
         r"With `projection: exact`, scoring\.keep must be full: .* Found top_k",

@@ -5,7 +5,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
-from trak_core.spec import ProjectionKind
+from trak_core.spec import EXACT, ProjectionKind
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
@@ -35,6 +35,30 @@ def check_exact(config: Mapping[str, Any]) -> None:
             raise InputError(
                 f"With `projection: exact`, {reason}. Found {found}. Leave it out, or take a "
                 "projection."
+            )
+
+
+def check_preconditioner(config: Mapping[str, Any]) -> None:
+    """Refuse second moments that are not there, or where nothing takes them.
+
+    Args:
+        config: With its defaults filled in.
+
+    Raises:
+        InputError: It names the key.
+    """
+    if config["preconditioner"] == "none":
+        return
+    refused = [
+        ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
+        (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
+        ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
+    ]
+    for is_wrong, must, found in refused:
+        if is_wrong:
+            raise InputError(
+                f"With `preconditioner: {config['preconditioner']}`, {must}. Found {found}. Leave "
+                "either out."
             )
 
 

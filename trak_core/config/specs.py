@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.demands import check_evaluation, check_exact
+from trak_core.config.demands import check_evaluation, check_exact, check_preconditioner
 from trak_core.config.digests import study_digests, targets_digest
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.scoring import fill_in_scoring
@@ -136,6 +136,7 @@ class Specs:
             projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
             study_digest=self.digests["features"],
+            preconditioner=None if self.config["preconditioner"] == "none" else "adam",
         )
 
     def features(self, checkpoint: str, split: str) -> FeaturesSpec:
@@ -160,6 +161,7 @@ class Specs:
     def embeddings(self) -> FeaturesSpec:
         """What decides the embeddings of all checkpoints."""
         own = {"projection": {"kind": "embedding"}, "study_digest": self.digests["targets"]}
+        own["preconditioner"] = None
         return replace(self.all_features, dtype="float32", split="all", **own)
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
@@ -305,6 +307,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
     if config["projection"] == EXACT:
         check_exact(config)
+    check_preconditioner(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()

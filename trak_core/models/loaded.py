@@ -1,12 +1,12 @@
 """What gradients are taken of: a study's model under one checkpoint, and a look at its samples."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trak_core.gradients import (
     Batch,
@@ -23,9 +23,11 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.models.arranged import Arranged, arranged
 from trak_core.models.kept import Kept
 from trak_core.models.named_output import N_OTHERS, OTHERS_SEED, model_output
+from trak_core.models.projected import Features
 from trak_core.provenance import parameters_digest
-from trak_core.spec import FeaturesSpec
+from trak_core.spec import FeaturesSpec, ProjectionSpec
 from trak_core.study.checkpoints import load_checkpoint, weights_sha256
+from trak_core.study.second_moments import adam_scales, optimizer_sha256
 from trak_core.study.study import TRAIN, Split, Study
 
 # Samples that are looked at before the expensive work.
@@ -42,6 +44,7 @@ class LoadedModel:
         parameters: Those to differentiate.
         output: The model output f.
         device: Where the model is.
+        scales: By name, what each entry of gradients is multiplied by; None for nothing.
     """
 
     study: Study
@@ -49,6 +52,7 @@ class LoadedModel:
     parameters: dict[str, nn.Parameter]
     output: ModelOutput
     device: torch.device
+    scales: dict[str, Tensor] | None = None
 
     @classmethod
     def load(
@@ -59,7 +63,7 @@ class LoadedModel:
         Args:
             study_file: The study's Python file.
             checkpoint: File or folder with the weights.
-            spec: Its model output and patterns of parameters count here.
+            spec: Its model output, patterns of parameters and preconditioner count here.
             device: Where to compute.
 
         Returns:
@@ -75,7 +79,15 @@ class LoadedModel:
         parameters = select_parameters(model, spec.parameter_patterns)
         pairs = study.split(TRAIN, None) if TABLE[spec.model_output].needs_pairs else None
         output = model_output(spec.model_output, model, pairs, device)
-        return cls(study, model, parameters, output, device)
+        scales = None
+        if spec.preconditioner is not None:
+            found = adam_scales(model, parameters, checkpoint)
+            scales = {name: one.to(device) for name, one in found.items()}
+        return cls(study, model, parameters, output, device, scales)
+
+    def sums(self, projections: Sequence[ProjectionSpec], n_samples: int, threads: int) -> Features:
+        """Return features of so many samples, 0 before their gradients come."""
+        return Features.zeros(self.parameters, projections, n_samples, threads, self.scales)
 
     def arranged(self, *splits: Split, window: int | None = None) -> list[Arranged]:
         """Return the samples of splits in the order in which to take them; see ``arranged``."""
@@ -135,6 +147,8 @@ class LoadedModel:
             }),
             "checkpoint": {"id": spec.checkpoint} | weights_sha256(self.model, checkpoint),
         }
+        if spec.preconditioner is not None:
+            found["checkpoint"]["optimizer_sha256"] = optimizer_sha256(checkpoint)
         if TABLE[spec.model_output].needs_pairs:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found

@@ -16,7 +16,7 @@ class Features:
 
     The parameters lie side by side in the order they are given, each row-major. Gradients are
     formed a part at a time, and small ones wait for each other, so that few calls project many; for
-    a tensor sketch their factors will do, where that is cheaper.
+    a tensor sketch their factors will do, where that is cheaper, and where entries aren't scaled.
 
     Attributes:
         rows: Of each projection, shape (batch, proj_dim), float32, unscaled; without ``products``.
@@ -31,9 +31,10 @@ class Features:
         projections: Sequence[ProjectionSpec],
         rows: Sequence[Tensor],
         threads: int,
+        scales: Mapping[str, Tensor] | None = None,
     ):
         """Keep where they go."""
-        self._parameters, self._projections = parameters, projections
+        self._parameters, self._projections, self._scales = parameters, projections, scales
         self.rows, self._threads = list(rows), threads
         self.products = [
             OuterProducts(one, len(rows), rows.device)
@@ -42,6 +43,8 @@ class Features:
         ]
         # First coordinate, and the number among those with entries.
         self._places: dict[int, tuple[int, int]] = {}
+        named = {} if scales is None else scales
+        self._scale_of = {id(parameters[name]): one.flatten() for name, one in named.items()}
         offset = 0
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._places[id(parameter)] = offset, number
@@ -56,24 +59,36 @@ class Features:
         projections: Sequence[ProjectionSpec],
         n_samples: int,
         threads: int,
+        scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
-        """Return zeros for so many samples, on the parameters' device."""
+        """Return zeros for so many samples, on the parameters' device.
+
+        Args:
+            parameters: Those to differentiate.
+            projections: Of one kind.
+            n_samples: How many.
+            threads: For the projection.
+            scales: By name, what to multiply each entry of the gradients by; None for nothing.
+        """
         device = next(iter(parameters.values())).device
         rows = [torch.zeros(n_samples, one.proj_dim, device=device) for one in projections]
-        return cls(parameters, projections, rows, threads)
+        return cls(parameters, projections, rows, threads, scales)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """See ``Consumer``."""
         if not parameter.numel():
             return
         offset, number = self._places[id(parameter)]
-        if self.products:
+        scale = self._scale_of.get(id(parameter))
+        if self.products and scale is None:
             shape = matrix_shape(parameter.shape)
             uses = [use for use in uses if not self._sketched(number, shape, use)]
             if not uses:
                 return
         for first, part in summed_parts(uses, PIECE):
             part = part.float() if part.dtype is torch.float64 else part
+            if scale is not None:
+                part = part * scale[first : first + part.shape[1]]
             if sum(block.numel() for block in self._held.values()) + part.numel() > PIECE:
                 self._project_held()
             self._held[offset + first] = part
@@ -127,13 +142,15 @@ class Features:
 
     def of(self, samples: slice) -> Self:
         """See ``SampleConsumer``."""
-        rows = [one[samples] for one in self.rows]
-        return type(self)(self._parameters, self._projections, rows, self._threads)
+        return self._with([one[samples] for one in self.rows])
 
     def empty(self) -> Self:
         """See ``Consumer``."""
-        rows = [torch.zeros_like(one) for one in self.rows]
-        return type(self)(self._parameters, self._projections, rows, self._threads)
+        return self._with([torch.zeros_like(one) for one in self.rows])
+
+    def _with(self, rows: Sequence[Tensor]) -> Self:
+        what = self._parameters, self._projections, rows, self._threads, self._scales
+        return type(self)(*what)
 
     def add(self, other: Self) -> None:
         """See ``Consumer``."""

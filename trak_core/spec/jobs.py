@@ -72,6 +72,8 @@ class FeaturesSpec:
             or ``{"kind": "exact"}``.
         dtype: How features are stored.
         study_digest: Hash of the study's source and data files.
+        preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
+            moments; None for gradients as they are.
         flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
         checkpoint: Id of the checkpoint.
         split: ``train``, or the name of an experiment.
@@ -83,6 +85,7 @@ class FeaturesSpec:
     projection: Mapping[str, Any]
     dtype: str
     study_digest: str
+    preconditioner: str | None = None
     flipped: Mapping[str, Any] | None = None
     checkpoint: str | None = None
     split: str | None = None

@@ -8,6 +8,7 @@ import json
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -119,20 +120,37 @@ def _check_zip(path: Path) -> None:
         )
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def unpickled(path: Path, must: str, remedy: str = "") -> Any:
+    """Read a file of tensors, and of nothing that would run code, on the CPU.
+
+    Args:
+        path: Written by ``torch.save``, or ``.safetensors``.
+        must: What it must be, for the message.
+        remedy: What to do, likewise.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         _check_zip(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # What a broken file makes of its reader is open-ended: any error is the file's.
         reason = (str(error).splitlines() or ["it ends too early."])[0]
         raise InputError(
-            f"{path}: a checkpoint must be a state dict saved by torch.save, or safetensors; "
-            "pickled objects other than tensors are never loaded. Reading it failed: "
-            f"{reason} Save `model.state_dict()` and use that file."
+            f"{path}: {must}; pickled objects other than tensors are never loaded. Reading it "
+            f"failed: {reason}{remedy}"
         ) from error
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    must = "a checkpoint must be a state dict saved by torch.save, or safetensors"
+    state = unpickled(path, must, " Save `model.state_dict()` and use that file.")
     for wrapper in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]

@@ -1,0 +1,193 @@
+"""Adam's second moments, from the state of the optimizer that lies with a checkpoint.
+
+An optimizer's state numbers its parameters and has no names: group after group, each in the model's
+order. Whose they are is told by shapes, and only where these leave one way.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+from trak_core.study.checkpoints import unpickled
+
+# What transformers' Trainer saves beside the weights.
+_FILE = "optimizer.pt"
+# Where a file of model and optimizer has the latter.
+_KEYS = ("optimizer_state_dict", "optimizer")
+# Ways to tell parameters apart that are followed at once.
+_MOST_WAYS = 10_000
+
+
+def optimizer_file(checkpoint: Path) -> Path:
+    """Return the file of a checkpoint that has the optimizer's state, if any file has."""
+    return checkpoint / _FILE if checkpoint.is_dir() else checkpoint
+
+
+def optimizer_sha256(checkpoint: Path) -> str:
+    """Return the SHA-256 of that file, 64 hexadecimal digits."""
+    with optimizer_file(checkpoint).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def adam_scales(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], checkpoint: Path
+) -> dict[str, Tensor]:
+    """Return what Adam multiplies each entry of a gradient by: 1 / (sqrt(v / (1 - b^t)) + eps).
+
+    v is the running mean of squared gradients, b its rate beta_2, and t how many steps it has seen.
+    An entry whose gradient was always 0 in training gets 0: nothing in training moved it.
+
+    Args:
+        model: With the checkpoint's weights.
+        parameters: Those to differentiate, by name.
+        checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
+            with the state of model and optimizer.
+
+    Returns:
+        By name, in each parameter's shape, float32, on the CPU.
+
+    Raises:
+        InputError: If there is no state of an Adam there that is known to be of these parameters.
+
+    Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
+    """
+    source = optimizer_file(checkpoint)
+    groups, moments = _state(source)
+    numbers = _numbers(model, groups, moments, source)
+    lacking = [name for name in parameters if numbers.get(name) not in moments]
+    if lacking:
+        raise InputError(
+            f"{source}: every parameter that is differentiated must have second moments. Found "
+            f"none for {', '.join(lacking[:8])}, which had no gradient in training. Leave out what "
+            "was not trained, by `parameters`."
+        )
+    about = {number: group for group in groups for number in group["params"]}
+    scales = {}
+    for name, parameter in parameters.items():
+        moment, group = moments[numbers[name]], about[numbers[name]]
+        v = moment["exp_avg_sq"]
+        if v.shape != parameter.shape or not (v.isfinite() & (v >= 0)).all():
+            raise InputError(
+                f"{source}: second moments must have their parameter's shape, and be finite and at "
+                f"least 0. Found others for {name}. Take another checkpoint, or train again."
+            )
+        scales[name] = _scale(v.float(), moment, group)
+    return scales
+
+
+def _scale(v: Tensor, moment: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    root = (v / (1 - group["betas"][1] ** float(moment["step"]))).sqrt()
+    return torch.where(v > 0, 1 / (root + group["eps"]), 0)
+
+
+def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+    """Return groups of parameters, and by number what has second moments."""
+    how = (
+        "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
+        "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}"
+    )
+    if not source.is_file():
+        raise InputError(
+            f"{source}: the optimizer's state must lie with the weights. Found no such file. {how}."
+        )
+    if source.suffix == ".safetensors":
+        found = None
+    else:
+        found = unpickled(source, f"an optimizer's state must be a file of torch.save. {how}")
+    inside = found if isinstance(found, dict) else {}
+    state = next((inside[key] for key in _KEYS if key in inside), inside)
+    if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
+        keys = ", ".join(map(str, list(inside)[:5])) or "none"
+        raise InputError(
+            f"{source}: an optimizer's state must have `state` and `param_groups`. Found the keys "
+            f"{keys}. {how}."
+        )
+    moments = {
+        number: one
+        for number, one in state["state"].items()
+        if isinstance(one.get("exp_avg_sq"), Tensor) and "step" in one
+    }
+    groups = state["param_groups"]
+    if not moments or not all("betas" in group and "eps" in group for group in groups):
+        kept = sorted({str(key) for one in state["state"].values() for key in one})
+        raise InputError(
+            f"{source}: the optimizer must be an Adam of torch's, whose state has `exp_avg_sq`, "
+            f"and have taken a step. Found {', '.join(kept[:8]) or 'no state'}. Leave "
+            "`preconditioner` out."
+        )
+    return groups, moments
+
+
+def _numbers(
+    model: nn.Module,
+    groups: Sequence[Mapping[str, Any]],
+    moments: Mapping[int, Mapping[str, Any]],
+    source: Path,
+) -> dict[str, int]:
+    """Return the number of every parameter that the optimizer had, by name."""
+    ids = [list(group["params"]) for group in groups]
+    flat = [number for group in ids for number in group]
+    if all("param_names" in group for group in groups):  # optimizers that were given names
+        given = [name for group in groups for name in group["param_names"]]
+        return dict(zip(given, flat, strict=True))
+    shapes = {
+        number: tuple(moments[number]["exp_avg_sq"].shape) if number in moments else None
+        for number in flat
+    }
+    named = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    trained = {n: s for n, s in named.items() if model.get_parameter(n).requires_grad}
+    ways = 0
+    for own in (trained, named):
+        if len(own) == len(shapes):
+            ways, order = _in_turns(list(own.values()), ids, shapes)
+            if ways == 1:
+                return dict(zip(own, order, strict=True))
+    several = "several ways to tell" if ways else "no way to tell"
+    raise InputError(
+        f"{source}: the optimizer's parameters must be those of the model that make_model() "
+        "returns, group after group in its order, told apart by their shapes. Found "
+        f"{len(shapes)} in {len(ids)} groups, beside {len(trained)} with requires_grad of the "
+        f"model's {len(named)}, and {several} which is which. Freeze in make_model() what was "
+        "frozen in training, or give the optimizer names, `AdamW(model.named_parameters())`, which "
+        "it then saves."
+    )
+
+
+def _in_turns(
+    wanted: Sequence[tuple[int, ...]],
+    groups: Sequence[Sequence[int]],
+    shapes: Mapping[int, tuple[int, ...] | None],
+) -> tuple[int, list[int]]:
+    """Take from the groups, each in its order, so that shapes are as wanted.
+
+    Returns:
+        How many ways there are, and the numbers in order if it is one.
+    """
+    ways: list[Counter[tuple[int, ...]]] = [Counter({(0,) * len(groups): 1})]
+    steps: list[dict[tuple[int, ...], int]] = []
+    for shape in wanted:
+        following, taken = Counter[tuple[int, ...]](), {}
+        for places, count in ways[-1].items():
+            for i, (place, group) in enumerate(zip(places, groups, strict=True)):
+                if place < len(group) and shapes[group[place]] in (shape, None):
+                    after = (*places[:i], place + 1, *places[i + 1 :])
+                    following[after] += count
+                    taken[after] = i
+        if len(following) > _MOST_WAYS:
+            return len(following), []
+        ways.append(following)
+        steps.append(taken)
+    places = tuple(map(len, groups))
+    found = ways[-1][places]
+    order: list[int] = []
+    for taken in reversed(steps) if found == 1 else []:
+        i = taken[places]
+        places = (*places[:i], places[i] - 1, *places[i + 1 :])
+        order.append(groups[i][places[i]])
+    return found, order[::-1]
