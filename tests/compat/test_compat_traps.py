@@ -8,6 +8,7 @@ import torch
 from compat_models import CLASSES, M, N, Net, checkpoints, images
 
 import trak_core.compat as trak
+from trak_core.compat import gradient_computers
 from trak_core.compat.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
@@ -111,21 +112,53 @@ def test_only_what_is_missing_of_a_batch_is_computed(tmp_path, monkeypatch):
     assert made.saver.model_ids[0]["is_featurized"] == 1
 
 
-def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("method", ["compute_per_sample_grad", "project_at_once"])
+def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys, method):
     whole = featurized(tmp_path / "whole").saver.current_store["grads"]
     made = tracer(tmp_path / "halves")
-    compute = made.gradient_computer.compute_per_sample_grad
+    compute = getattr(made.gradient_computer, method)
 
-    def limited(batch):
+    def limited(batch, *others):
         if len(batch[0]) > 12:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return compute(batch)
+        return compute(batch, *others)
 
-    monkeypatch.setattr(made.gradient_computer, "compute_per_sample_grad", limited)
+    monkeypatch.setattr(made.gradient_computer, method, limited)
     made.load_checkpoint(STATES[0], 0)
     made.featurize(TRAIN, num_samples=N)
     np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
     assert "out of memory; going on with 10 samples" in capsys.readouterr().out
+
+
+class Slow(FunctionalGradientComputer):
+    """The same numbers by whole gradients: what a subclass returns might be anything."""
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
+    made = [
+        featurized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
+        for kind in (Slow, FunctionalGradientComputer)
+    ]
+    for one in made:
+        one.finalize_features()
+    slow, fast = (scored(one).saver.current_store for one in made)
+    bound = 1e-3 if half else 1e-5
+    for name in ("grads", "out_to_loss", "samples", "mine_grads", "mine_samples"):
+        assert np.abs(slow[name]).max() > 0
+        np.testing.assert_allclose(fast[name], slow[name], bound, bound * np.abs(slow[name]).max())
+
+
+def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeypatch):
+    made = tracer(tmp_path)
+    made.load_checkpoint(STATES[0], 0)
+    # The first batch of a checkpoint is looked at besides.
+    made.featurize([t[:10] for t in TRAIN], num_samples=10)
+    monkeypatch.setattr(gradient_computers, "formed_gradients", None)
+    calls = []
+    made.model.register_forward_hook(lambda model, inputs, output: calls.append(len(output)))
+    made.featurize([t[10:] for t in TRAIN], num_samples=N - 10)
+    assert calls == [N - 10]
 
 
 def test_an_existing_folder_is_never_wiped(tmp_path):

@@ -122,6 +122,7 @@ def export_features(
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
         "study_digest": digests.get("features"),
+        "preconditioner": None,
         "flipped": None,
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": (None if exp_name is None else targets_digest(ids, None, digests)),

@@ -28,7 +28,7 @@ from trak_core.compat.gradient_computers import (
     chosen_parameters,
 )
 from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.projectors import known_projection
+from trak_core.compat.projectors import formless_projection, known_projection
 from trak_core.compat.samples import check_task, describe
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
@@ -200,36 +200,59 @@ class Featurizer:
 
     def _gradients(
         self, batch: Sequence[Tensor], model_id: int, rows: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return projected gradients over sqrt(p) as they are stored, (B, k); and ``describe``."""
+    ) -> tuple[np.ndarray, np.ndarray, Tensor | None]:
+        """Return what is stored of samples, and their loss weights where these come for nothing.
+
+        Returns:
+            Projected gradients over sqrt(p), shape (B, k); what ``describe`` does; and Q, shape
+            (B, 1), or None.
+        """
         # load_checkpoint did this; the user's code may have switched back.
         self.model.eval()
         if not self._looked_at:
             check_task(self.task, self.model, batch)
             self._looked_at = True
+        computer = self.gradient_computer
+        of_matrix = self.projector, self.num_params_for_grad, model_id
+        projection = formless_projection(*of_matrix, batch[0].device)
 
-        def project(start: int, stop: int) -> Tensor:
-            gradients = self.gradient_computer.compute_per_sample_grad(
-                batch=[t[start:stop] for t in batch]
-            )
-            where = gradients, self.parameters, rows[start:stop]
-            # Through a matrix of ours what is not finite stays so: a look at the result will do.
-            if known_projection(self.projector, self.num_params_for_grad, model_id) is None:
-                check_gradients(*where)
+        def at_once(part: Sequence[Tensor]) -> list[Tensor] | None:
+            own = isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came
+            return computer.project_at_once(part, projection) if own and projection else None
+
+        def project(start: int, stop: int) -> list[Tensor]:
+            part = [t[start:stop] for t in batch]
+
+            def check() -> None:
+                gradients = computer.compute_per_sample_grad(batch=part)
+                check_gradients(gradients, self.parameters, rows[start:stop])
+
             try:
-                projected = self.projector.project(gradients, model_id=model_id)
+                found = at_once(part)
+                if found is None:
+                    gradients = computer.compute_per_sample_grad(batch=part)
+                    # Through a matrix of ours what is not finite stays so: a look at the result
+                    # will do.
+                    if known_projection(*of_matrix) is None:
+                        check_gradients(gradients, self.parameters, rows[start:stop])
+                    found = [self.projector.project(gradients, model_id=model_id)]
             except NotFiniteError:
-                check_gradients(*where)
+                check()
                 raise
-            if not torch.isfinite(projected).all():
-                check_gradients(*where)
-            return projected
+            if not torch.isfinite(found[0]).all():
+                check()
+            return found
 
-        samples = describe(self.task, self.model, batch)
         # The whole batch, or half of it as long as memory runs out.
-        projected = torch.cat([part for _, _, part in in_chunks(project, len(rows), len(rows))])
-        projected = projected / self.normalize_factor
-        return stored(projected, self.dtype, rows, "projected gradients"), samples
+        parts = [part for _, _, part in in_chunks(project, len(rows), len(rows))]
+        projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        projected = stored(
+            projected / self.normalize_factor, self.dtype, rows, "projected gradients"
+        )
+        if others:
+            weights, samples = others
+            return projected, samples.cpu().numpy(), weights
+        return projected, describe(self.task, self.model, batch), None
 
     def featurize(
         self,
@@ -262,8 +285,9 @@ class Featurizer:
             kept = torch.from_numpy(missing)
             tensors, written = [t[kept.to(t.device)] for t in tensors], rows[missing]
             with taken_by_the_model(tensors):
-                gradients, samples = self._gradients(tensors, model_id, written)
-                weights = self.gradient_computer.compute_loss_grad(tensors)
+                gradients, samples, weights = self._gradients(tensors, model_id, written)
+                if weights is None:
+                    weights = self.gradient_computer.compute_loss_grad(tensors)
                 weights = weights.reshape(len(written), 1)
             weights = stored(weights, self.dtype, written, "loss weights", may_vanish=True)
             store["grads"][written] = gradients

@@ -23,8 +23,12 @@ from trak_core.compat.modelout_functions import (
 )
 from trak_core.errors import InputError
 from trak_core.gradients import (
+    Batch,
     PerSample,
+    as_batch,
     check_finite,
+    check_labels,
+    count_classes,
     formed_gradients,
     gradients_at_once,
     gradients_one_by_one,
@@ -32,6 +36,8 @@ from trak_core.gradients import (
 )
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.models.projected import Features
+from trak_core.spec import ProjectionSpec
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
@@ -52,6 +58,9 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
         )
     return {name: value for name, value in parameters.items() if name in names}
 
+
+# Model, parameters, model output and samples.
+OfClassification = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 
 # Tasks whose f is exactly ``CLASSIFICATION``: not their subclasses, which may say something else.
 ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
@@ -177,7 +186,9 @@ class FunctionalGradientComputer(_OfChosenParameters):
     ``vmap(grad(f))`` for a task of the user's own, or a model that one pass cannot take.
     """
 
-    _takes_one_pass: bool | None = None  # not known yet
+    # Not known yet; what a model does with samples is the same under all checkpoints.
+    _takes_one_pass: bool | None = None
+    _n_classes: int | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
@@ -187,18 +198,59 @@ class FunctionalGradientComputer(_OfChosenParameters):
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return names of the chosen parameters to gradients (B, *shape)."""
-        if type(self.modelout_fn) in ONE_PASS:
-            samples = cast(ClassificationModelOutput, self.modelout_fn).as_samples(batch)
-            what = self.model, self._chosen, CLASSIFICATION, samples
-            # Once: what a model does with samples is the same under all checkpoints.
-            if self._takes_one_pass is None and len(batch[0]) > 1:
-                self._takes_one_pass = why_not_at_once(*what) is None
-            if self._takes_one_pass:
-                return formed_gradients(gradients_at_once, *what).gradients
+        what = self._for_one_pass(batch)
+        if what is not None:
+            return formed_gradients(gradients_at_once, *what).gradients
         value = _Value(self.model, self.modelout_fn, functional=True)
         parameters = {f"model.{name}": p for name, p in self._chosen.items()}
         found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients
         return {name.removeprefix("model."): gradient for name, gradient in found.items()}
+
+    def _for_one_pass(self, batch: Sequence[Tensor]) -> OfClassification | None:
+        """Return what one pass differentiates, None if it can't."""
+        if type(self.modelout_fn) not in ONE_PASS:
+            return None
+        samples = cast(ClassificationModelOutput, self.modelout_fn).as_samples(batch)
+        what = self.model, self._chosen, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
+        if self._takes_one_pass is None and len(batch[0]) > 1:
+            self._takes_one_pass = why_not_at_once(*what) is None
+        return what if self._takes_one_pass else None
+
+    @property
+    def is_as_it_came(self) -> bool:
+        """Whether gradients are this class's own: no subclass's, and of no replaced method."""
+        replaced = {"compute_per_sample_grad", "compute_loss_grad"} & set(vars(self))
+        return type(self) is FunctionalGradientComputer and not replaced
+
+    def project_at_once(
+        self, batch: Sequence[Tensor], projection: ProjectionSpec
+    ) -> list[Tensor] | None:
+        """Project without whole gradients, and return what else the same pass knows of samples.
+
+        Args:
+            batch: Inputs and, last, labels.
+            projection: Of the gradients.
+
+        Returns:
+            Projected gradients, shape (B, k), unscaled; Q, shape (B, 1); and ``SAMPLE_COLUMNS``,
+            shape (B, 4), float64. None where samples need other ways than one pass, or where Q is
+            that of a temperature.
+
+        Raises:
+            InputError: If a label is not one of the model's.
+        """
+        what = self._for_one_pass(batch)
+        if what is None or cast(ClassificationModelOutput, self.modelout_fn).loss_temperature != 1:
+            return None
+        *_, samples = what
+        labels, device = samples.labels, samples.labels.device
+        if self._n_classes is None:
+            self._n_classes = count_classes(self.model, CLASSIFICATION, samples, device)
+        check_labels(labels, CLASSIFICATION, self._n_classes, range(len(labels)))
+        sums = Features.zeros(self._chosen, [projection], len(labels), torch.get_num_threads())
+        f, predictions, loss_weights, curvature = gradients_at_once(*what, sums)
+        columns = [column.double() for column in (f, labels, predictions, curvature)]
+        return [sums.rows[0], loss_weights[:, None], torch.stack(columns, dim=1)]
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return Q of each sample, shape (B, 1)."""

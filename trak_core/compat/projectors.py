@@ -295,6 +295,29 @@ class ChunkedCudaProjector:
         return self.whole().project(grads, model_id)
 
 
+def formless_projection(
+    projector: object, n_params: int, model_id: int, device: torch.device
+) -> ProjectionSpec | None:
+    """Return which matrix a projector applies where it asks for no whole gradients.
+
+    Args:
+        projector: The projector.
+        n_params: Size of a gradient.
+        model_id: Whose matrix.
+        device: Where the gradients are.
+
+    Returns:
+        The projection; None for one with its matrix in memory, on another device, of a class that
+        is not one of these, or whose ``project`` somebody replaced.
+    """
+    own = isinstance(projector, BasicProjector | CudaProjector | ChunkedCudaProjector)
+    if not own or "project" in vars(projector):
+        return None
+    found = known_projection(projector, n_params, model_id)
+    there = torch.device(projector.device).type == device.type
+    return found if there and found is not None and found.n_params == n_params else None
+
+
 def known_projection(projector: object, n_params: int, model_id: int) -> ProjectionSpec | None:
     """Return which matrix a projector applies; None for a class that is not one of these.
 

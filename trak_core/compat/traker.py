@@ -102,7 +102,7 @@ class TRAKer(Featurizer):
         # Other calls in between may have opened another model id or experiment.
         self.saver.load_current_store(model_id, exp_name, num_targets)
         with taken_by_the_model(tensors):
-            gradients, samples = self._gradients(tensors, model_id, rows)
+            gradients, samples, _ = self._gradients(tensors, model_id, rows)
         store = self.saver.current_store
         if store.get(f"{exp_name}_samples") is not None:
             store[f"{exp_name}_samples"][rows] = samples

@@ -60,7 +60,7 @@ def hooked(handles: Iterable[Any]) -> Generator[None, None, None]:
 
 def backward(
     outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
+    gradients: Sequence[Tensor] | None,
     stops: Sequence[GradientEdge] | Sequence[Tensor],
     at_stops: Watcher,
     keep_graph: bool,
@@ -69,7 +69,7 @@ def backward(
 
     Args:
         outputs: Where it starts.
-        gradients: Of each of them, shape (rows, *shape).
+        gradients: Of each of them, shape (rows, *shape); None for one row of ones at scalars.
         stops: Where it ends; nothing runs that doesn't lead to one of them.
         at_stops: Takes the gradients there, once.
         keep_graph: Whether it is needed again.
@@ -81,11 +81,14 @@ def backward(
 
     def run(*rows: Tensor) -> Tensor:
         found = torch.autograd.grad(
-            outputs, stops, rows, retain_graph=keep_graph, allow_unused=True
+            outputs, stops, rows or None, retain_graph=keep_graph, allow_unused=True
         )
         show(found, at_stops)
-        return rows[0].new_zeros(())
+        return torch.zeros(())
 
+    if gradients is None:
+        run()
+        return
     if len(gradients[0]) == 1:
         run(*(gradient[0] for gradient in gradients))
         return

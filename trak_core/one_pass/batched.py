@@ -163,7 +163,7 @@ def _asked(
 def take_split(
     consumer: Consumer,
     output: GradientEdge,
-    gradients: Tensor,
+    gradients: Tensor | None,
     plan: Plan,
     n_samples: int,
     *,
@@ -175,7 +175,8 @@ def take_split(
         consumer: Takes them, rows (c, b).
         output: Where the pass starts.
         gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
-        plan: For this output.
+            None for one row where the pass starts at the sum of all entries.
+        plan: For the output.
         n_samples: B.
         keep_graph: Whether another pass may follow. If not, what operations have saved goes as the
             pass goes down, unless it is known to be needed afterwards.
@@ -207,6 +208,10 @@ def take_split(
 
     with hooked(node.register_prehook(watch(node)) for node in plan.inner):
         backward(
-            [output], [gradients], [GradientEdge(*stop) for stop in stops], at_stops, keep_graph
+            [output],
+            None if gradients is None else [gradients],
+            [GradientEdge(*stop) for stop in stops],
+            at_stops,
+            keep_graph,
         )
     gathered.finish()

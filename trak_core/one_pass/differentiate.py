@@ -73,6 +73,13 @@ def by_samples(
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
+    if n_each == 1:
+        # Of a sum torch makes the gradient itself. To compare the shape of one that it is given, it
+        # imports sympy, which takes longer than a small job's passes.
+        with torch.enable_grad():
+            total = get_gradient_edge(output.sum())
+        take_split(consumer, total, None, plan, n_samples, keep_graph=keep_graph)
+        return
     rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
     rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
     take_split(consumer, get_gradient_edge(output), rows, plan, n_samples, keep_graph=keep_graph)
