@@ -28,6 +28,16 @@ def test_blocks_batches_and_threads_change_no_bit(kind):
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_shares_of_the_samples_change_no_bit(kind):
+    """Fewer slices than threads, and samples enough for each."""
+    gradients, spec = real_gradients(3 * slices._SHARE + 5, 700), spec_of(kind, 700 + 77, 17)
+    whole = project(gradients, spec, offset=77)
+    blocks = np.split(gradients, [1, 1, 130, 697], axis=1)
+    for threads in (2, 3):
+        np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
+
+
 def test_waves_change_no_bit(monkeypatch):
     gradients = real_gradients(3, 7 * slice_length(spec_of("rademacher", 1, 8)) + 5)
     spec = spec_of("rademacher", gradients.shape[1], 8)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
+from trak_core.projection.cpu.lanes import LANES
 from trak_core.projection.cpu.normal import normal_slice_cpu
 from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
 from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
@@ -36,6 +37,7 @@ _KERNELS: dict[ProjectionKind, tuple[Callable[..., None], int]] = {
 }
 _WAVE = 4  # slices of one thread before all results are added up,
 _WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
+_SHARE = 64  # samples for which entries are worth making again, where slices are too few
 
 
 def slice_length(spec: ProjectionSpec) -> int:
@@ -130,6 +132,22 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
         yield from (results.pop(i) for i in range(at, len(wave)))
 
 
+def _project_shares(
+    blocks: Sequence[np.ndarray], spec: ProjectionSpec, offset: int, threads: int, out: np.ndarray
+) -> None:
+    """Do what ``project_cpu`` does, a share of the samples on each thread."""
+    # More than threads: torch's own, spinning for a while after its last work, may have a core.
+    n_shares = min(len(out) // _SHARE, _WAVE * threads)
+    size = -(-len(out) // (n_shares * LANES)) * LANES
+    shares = [slice(start, start + size) for start in range(0, len(out), size)]
+
+    def project_share(share: slice) -> None:
+        project_cpu([block[share] for block in blocks], spec, offset, 1, out[share])
+
+    for _ in _in_order((partial(project_share, one) for one in shares), threads, len(shares)):
+        pass
+
+
 def project_cpu(
     blocks: Sequence[np.ndarray], spec: ProjectionSpec, offset: int, threads: int, out: np.ndarray
 ) -> None:
@@ -143,13 +161,18 @@ def project_cpu(
             of bfloat16. The first starts at ``offset``, each other where the last ends.
         spec: Of any kind but ``identity``.
         offset: Coordinate of the first column.
-        threads: How many slices are worked on at a time.
+        threads: How many slices are worked on at a time, or shares of the samples where there are
+            few slices; changes no bit.
         out: Shape (n_samples, proj_dim), float32; added to.
     """
     stop = offset + sum(block.shape[1] for block in blocks)
     if stop == offset or not len(out):
         return
     length = slice_length(spec)
+    grid = range(offset // length * length, stop, length)
+    if len(grid) < 2 * threads and len(out) >= _SHARE * threads > _SHARE:
+        _project_shares(blocks, spec, offset, threads, out)
+        return
     kernel = _kernel(spec)
 
     def slice_sums(first: int, last: int) -> np.ndarray:
@@ -157,7 +180,6 @@ def project_cpu(
         kernel(*_slice_rows(blocks, first - offset, last - offset), first, out=sums)
         return sums
 
-    grid = range(offset // length * length, stop, length)
     results = _in_order(
         (partial(slice_sums, max(offset, at), min(stop, at + length)) for at in grid),
         threads,
