@@ -11,6 +11,7 @@ from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_
 from trak_core.config.scoring import fill_in_scoring
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
+from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import study_modules
 from trak_core.spec import (
@@ -289,6 +290,18 @@ class Specs:
         )
 
 
+def _check_modules(code: Sequence[Path]) -> None:
+    """Refuse Python files that would be one module to a job that loads both."""
+    named: dict[str, Path] = {}
+    for file in code:
+        other = named.setdefault(file.stem, file)
+        if other != file:
+            raise InputError(
+                "Python files of a study and its experiments are modules of one process: each must "
+                f"have a name of its own. Found {other} and {file}; rename one."
+            )
+
+
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
     """Check what a schema cannot, and fill in the defaults that a schema cannot know.
 
@@ -321,6 +334,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str)]
     code = [study, *(Path(path) for path in tables if path.endswith(".py"))]
+    _check_modules(code)
     files = {file: None for one in code for file in study_modules(one).values()}
     files = [*(files | dict.fromkeys(map(Path, [*data, *tables])))]
     digests = study_digests(study, data)
