@@ -22,10 +22,10 @@ from pipeline import read_scores, run_stages
 from torch import nn
 
 import trak_core.compat as trak
-from trak_core.artifacts import FEATURES, ArtifactError, open_artifact
+from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact
 from trak_core.compat.exchange import export_features, import_features
 from trak_core.compat.projectors import NoOpProjector
-from trak_core.compat.savers import ModelIDException
+from trak_core.compat.savers import SAMPLE_COLUMNS, ModelIDException
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
@@ -155,6 +155,18 @@ def test_exports_of_one_store_go_together(study, tmp_path):
     assert pd.read_hdf(tmp_path / "mine.h5", "features").shape == (len(TARGETS), K)
 
 
+def rewritten(file, **changes):
+    """Write a features file again as one of another specification."""
+    with open_artifact(file, FEATURES) as old:
+        features, ids = old.matrix("features")[:], old.index("features")
+        columns = {key: old.vector(key) for key in (*SAMPLE_COLUMNS, "loss_weights", "sample_ids")}
+        spec, provenance = {**old.spec, **changes}, old.provenance
+    with create(file, FEATURES, spec, provenance) as new:
+        new.matrix("features", ids, range(features.shape[1]))[:] = features
+        for key, values in columns.items():
+            new.vector(key, values)
+
+
 def test_what_does_not_belong_together_is_refused(study, tmp_path):
     made = featurized(study, tmp_path / "store")
     run1, file = stream_of("run1"), tmp_path / "train.h5"
@@ -165,6 +177,10 @@ def test_what_does_not_belong_together_is_refused(study, tmp_path):
     featurized_by_the_pipeline(study, file, "run1", "train")
     with pytest.raises(ArtifactError, match=r"settings of this TRAKer.*'stream'"):
         import_features(made, file, stream_of("run2"))
+    rewritten(file, preconditioner="adam")
+    with pytest.raises(ArtifactError, match=r"settings of this TRAKer.*'preconditioner': 'adam'"):
+        import_features(made, file, run1)
+    rewritten(file, preconditioner=None)
     other = trak.TRAKer(
         nn.Linear(6, 3), "image_classification", N, tmp_path / "b", device="cpu", proj_dim=K
     )

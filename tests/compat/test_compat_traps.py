@@ -149,6 +149,14 @@ def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
         np.testing.assert_allclose(fast[name], slow[name], bound, bound * np.abs(slow[name]).max())
 
 
+def test_a_method_that_was_replaced_is_called(tmp_path):
+    made = tracer(tmp_path)
+    made.task.get_out_to_loss_grad = lambda model, weights, buffers, batch: torch.full((N, 1), 0.5)
+    made.load_checkpoint(STATES[0], 0)
+    made.featurize(TRAIN, num_samples=N)
+    assert (made.saver.current_store["out_to_loss"] == 0.5).all()
+
+
 def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeypatch):
     made = tracer(tmp_path)
     made.load_checkpoint(STATES[0], 0)

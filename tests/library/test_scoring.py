@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.scores import combined, largest, most_frequent, similarities
+from trak_core.scoring.exact import divide_by_lengths
+from trak_core.scoring.scores import combined, largest, most_frequent, similarities, unit_rows
 from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
 
@@ -13,6 +14,33 @@ def test_similarities():
     found = similarities(phi, solved)
     assert found.dtype == np.float64
     np.testing.assert_allclose(found, phi.astype(np.float64) @ solved)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_rows_of_length_1(dtype):
+    """3, 4, 5 is exact; a row of zeros has no direction."""
+    rows = np.array([[3, 4], [0, 0], [0, -7]], dtype)
+    kept = rows.copy()
+    found = unit_rows(rows)
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, [[0.6, 0.8], [0, 0], [0, -1]])
+    np.testing.assert_array_equal(rows, kept)
+
+
+def test_a_gramian_of_gradients_of_length_1():
+    gradients, targets = RNG.standard_normal((6, 4)), RNG.standard_normal((3, 4))
+    gradients[2] = 0
+    gramian, cross = gradients @ gradients.T, gradients @ targets.T
+    # What sums that cancel leave of zeros.
+    gramian[2, 2], gramian[2, 3], gramian[3, 2], cross[2, 1] = 1e-16, 1e-16, 1e-16, -1e-16
+    for left in (1e-16, -1e-16, 0):
+        k, k_t = gramian.copy(), cross.copy()
+        k[2, 2] = left
+        divide_by_lengths(k, k_t)
+        unit = unit_rows(gradients)
+        np.testing.assert_allclose(k, unit @ unit.T, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(k_t, unit @ targets.T, rtol=1e-12, atol=1e-12)
+        assert not k[2].any()
 
 
 def test_powers_keep_the_sign():

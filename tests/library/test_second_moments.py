@@ -6,13 +6,11 @@ import numpy as np
 import oracle
 import pandas as pd
 import pytest
-import texts
 import torch
 from pipeline import run_stages
 from safetensors.torch import save_file
 from torch import nn
 from trained_cases import STUDIES
-from transformers import Trainer, TrainingArguments
 
 from trak_core.errors import InputError
 from trak_core.projection.reference import projection_matrix
@@ -23,8 +21,25 @@ from trak_core.study.study import Study
 BETAS, EPS, STEPS = (0.8, 0.9), 1e-3, 3
 
 
+def gpt2():
+    pytest.importorskip("transformers")
+    from texts import gpt2
+
+    return gpt2()
+
+
+def llama():
+    pytest.importorskip("transformers")
+    from texts import llama
+
+    return llama()
+
+
 def of_trainer(model, folder):
     """The Trainer's own groups: with weight decay, and without."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
     how = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
     groups = Trainer(model=model, args=how).create_optimizer().param_groups
     assert len(groups) == 2
@@ -48,11 +63,9 @@ def stepped(model, groups, kind=torch.optim.AdamW):
     return optimizer
 
 
-def saved(folder, model, optimizer):
-    folder.mkdir(exist_ok=True)
-    save_file(
-        {k: v.contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors"
-    )
+def saved(folder, optimizer):
+    """As a Trainer leaves it, beside weights that are not looked at here."""
+    folder.mkdir()
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     return folder
 
@@ -68,9 +81,20 @@ def expected(optimizer, parameter):
     return 1 / (corrected.sqrt() + EPS)
 
 
-def assert_own(model, optimizer, checkpoint, names):
+def scales(model, names, checkpoint):
+    """What a job gets that differentiates parameters of these names."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if name in names}
-    found = adam_scales(model, parameters, checkpoint)
+    return adam_scales(model, parameters, trained, checkpoint)
+
+
+def all_scales(model, checkpoint):
+    return scales(model, [name for name, _ in model.named_parameters()], checkpoint)
+
+
+def assert_own(model, optimizer, checkpoint, names):
+    parameters = dict(model.named_parameters())
+    found = scales(model, names, checkpoint)
     assert list(found) == names
     for name, scale in found.items():
         torch.testing.assert_close(
@@ -81,14 +105,15 @@ def assert_own(model, optimizer, checkpoint, names):
 @pytest.mark.parametrize(
     ("make", "grouped"),
     [
-        (texts.gpt2, "trainer"),
-        (texts.llama, "trainer"),
-        (texts.gpt2, "by_dimensions"),
+        (gpt2, "trainer"),
+        (llama, "trainer"),
+        (gpt2, "by_dimensions"),
         (digits, "by_dimensions"),
-        (texts.llama, "one"),
+        (llama, "one"),
         (digits, "one"),
-        (texts.gpt2, "named"),
+        (gpt2, "named"),
         (digits, "named"),
+        (digits, "named in parallel"),
     ],
 )
 def test_each_parameter_gets_its_own(tmp_path, make, grouped):
@@ -99,6 +124,7 @@ def test_each_parameter_gets_its_own(tmp_path, make, grouped):
         "one": lambda: [{"params": list(model.parameters())}],
         # Backwards: names alone tell.
         "named": lambda: [*model.named_parameters()][::-1],
+        "named in parallel": lambda: [(f"module.{n}", p) for n, p in model.named_parameters()],
     }
     optimizer = stepped(model, groups[grouped]())
     checkpoint = tmp_path / "checkpoint.pt"
@@ -106,20 +132,48 @@ def test_each_parameter_gets_its_own(tmp_path, make, grouped):
     assert_own(model, optimizer, checkpoint, [name for name, _ in model.named_parameters()])
 
 
-@pytest.mark.parametrize("freezes", [True, False])
-def test_frozen_parameters_have_no_number(tmp_path, freezes):
-    model = texts.gpt2()
+def with_the_last_block_trained():
+    model = gpt2()
     names = [name for name, _ in model.named_parameters() if ".h.1." in name]
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
+    return model, names
+
+
+def test_frozen_parameters_have_no_number(tmp_path):
+    model, names = with_the_last_block_trained()
     optimizer = stepped(model, of_trainer(model, tmp_path))
-    folder = tmp_path / "checkpoint-3"
-    folder.mkdir()
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    folder = saved(tmp_path / "checkpoint-3", optimizer)
+    assert_own(model, optimizer, folder, names)
+    assert_own(model, optimizer, folder, names[2:5])  # a part of what was trained
+    # All frozen, as what is loaded for inference: what is asked for is what was trained.
+    model.requires_grad_(False)
     assert_own(model, optimizer, folder, names)
     model.requires_grad_(True)
     with pytest.raises(InputError, match=r"optimizer\.pt.*of the model's 28.*no way to tell"):
-        adam_scales(model, dict(model.named_parameters()), folder)
+        all_scales(model, folder)
+
+
+def test_frozen_parameters_that_have_a_number_have_no_moments(tmp_path):
+    model, names = with_the_last_block_trained()
+    optimizer = stepped(model, [{"params": list(model.parameters())}])
+    folder = saved(tmp_path / "checkpoint-3", optimizer)
+    assert_own(model, optimizer, folder, names)
+    with pytest.raises(InputError, match=r"Found none for transformer\.wte\.weight, .* and more,"):
+        all_scales(model, folder)
+
+
+def test_the_largest_second_moments_count_where_adam_takes_them(tmp_path):
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, betas=BETAS, eps=EPS)
+    for size in (1.0, 1e-3):
+        model.weight.grad = torch.full((1, 3), size)
+        optimizer.step()
+    folder = saved(tmp_path / "checkpoint", optimizer)
+    (scale,) = all_scales(model, folder).values()
+    state = optimizer.state[model.weight]
+    corrected = state["max_exp_avg_sq"] / (1 - BETAS[1] ** 2)
+    torch.testing.assert_close(scale, 1 / (corrected.sqrt() + EPS))
 
 
 def test_what_training_never_moved_counts_nothing(tmp_path):
@@ -128,7 +182,7 @@ def test_what_training_never_moved_counts_nothing(tmp_path):
     model(torch.tensor([0, 2])).sum().backward()
     optimizer.step()
     torch.save({"optimizer_state_dict": optimizer.state_dict()}, tmp_path / "x.pt")
-    (scale,) = adam_scales(model, {"weight": model.weight}, tmp_path / "x.pt").values()
+    (scale,) = all_scales(model, tmp_path / "x.pt").values()
     assert torch.equal(scale > 0, torch.tensor([[True], [False], [True], [False]]).expand(4, 3))
     # Of equal gradients of 1 the second moment is 1.
     torch.testing.assert_close(scale[0], torch.ones(3), rtol=1e-6, atol=0)
@@ -160,6 +214,10 @@ def without_gradients(model):
     return optimizer
 
 
+def of_others(model):
+    return stepped(model, [(f"net.{name}", p) for name, p in model.named_parameters()])
+
+
 def spoiled(model):
     optimizer = stepped(model, model.parameters())
     optimizer.state[model.first.bias]["exp_avg_sq"][0] = torch.nan
@@ -172,15 +230,16 @@ def spoiled(model):
         (ambiguous, "several ways to tell which is which"),
         (without_moments, r"must be an Adam of torch's.*Found momentum_buffer"),
         (without_gradients, r"must have second moments\. Found none for second\.weight, second\.b"),
+        (of_others, r"Found no first\.bias, .* among net\.first\.weight, "),
         (spoiled, r"at least 0\. Found others for first\.bias"),
         (lambda model: torch.optim.Adam(model.parameters()), "have taken a step. Found no state"),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path, made, message):
     model = Twins()
-    folder = saved(tmp_path / "checkpoint", model, made(model))
+    folder = saved(tmp_path / "checkpoint", made(model))
     with pytest.raises(InputError, match=message):
-        adam_scales(model, dict(model.named_parameters()), folder)
+        all_scales(model, folder)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +249,11 @@ def test_what_is_not_known_is_refused(tmp_path, made, message):
         ("optimizer.pt", b"PK\x03\x04 and no more", "Reading it failed"),
         ("optimizer.pt", {"step": torch.ones(1)}, "Found the keys step"),
         ("plain.pt", {"weight": torch.ones(1)}, "Found the keys weight"),
-        ("plain.safetensors", {"weight": torch.ones(1)}, "Found the keys none"),
+        (
+            "plain.safetensors",
+            {"weight": torch.ones(1)},
+            "safetensors hold no optimizer. Name their folder",
+        ),
     ],
 )
 def test_where_there_is_no_state(tmp_path, name, content, message):
@@ -201,7 +264,7 @@ def test_where_there_is_no_state(tmp_path, name, content, message):
         (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
     checkpoint = tmp_path if name == "optimizer.pt" else path
     with pytest.raises(InputError, match=re.escape(str(path)) + ".*" + message):
-        adam_scales(nn.Linear(1, 1), {}, checkpoint)
+        all_scales(nn.Linear(1, 1), checkpoint)
 
 
 @pytest.fixture(scope="module")

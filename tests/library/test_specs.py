@@ -1,6 +1,7 @@
 """What decides each job's numbers, from a config: no Snakemake, no torch."""
 
 import copy
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -45,7 +46,10 @@ EVALUATION = {
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """Make the specs of a changed config; keys of a change may be paths, such as scoring.top."""
+    """Make the specs of a changed config.
+
+    Keys of a change may be paths, such as scoring__top; None takes a key away.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "study.py").write_text("make_model = None\n")
 
@@ -57,6 +61,8 @@ def made(tmp_path, monkeypatch):
             for name in above:
                 inner = inner[name]
             inner[key] = copy.deepcopy(value)
+            if value is None:
+                del inner[key]
         return specs_of(config, Path("results"))
 
     return specs
@@ -91,6 +97,35 @@ def test_a_spec_is_what_its_plain_values_say(made):
         plain = spec.as_dict()
         assert made_of(type(spec), plain).as_dict() == plain
         assert list(plain) == sorted(plain)
+
+
+def test_a_preconditioner_decides_features_and_all_that_follows(made):
+    own = {"training": None, "checkpoints": {"c0": "c0.pt", "c1": "c1.pt"}}
+    before, after = (all_specs(made(**own, preconditioner=one)) for one in ("none", "adam"))
+    changed = {name for name, spec in after.items() if spec != before[name]}
+    assert changed == set(after) - {"embeddings"}
+    assert after["train"].as_dict()["preconditioner"] == "adam"
+
+
+@pytest.mark.parametrize(
+    ("question", "beside", "found"),
+    [
+        ("asked/study.py", "asked/other.py", "study.py and asked/study.py"),
+        ("asked/question.py", "asked/common.py", "common.py and asked/common.py"),
+    ],
+)
+def test_two_modules_of_one_name_are_refused(made, question, beside, found):
+    made()  # and now we are where the study is
+    Path("study.py").write_text("import common\nmake_model = None\n")
+    Path("common.py").write_text("")
+    Path("asked").mkdir()
+    Path(beside).write_text("")
+    Path(question).write_text("import common\ntarget_data = None\n")
+    Path("same.py").write_text("import common\ntarget_data = None\n")
+    made(experiments__asked={"data": "same.py", "shards": 1})
+    made(experiments__asked={"data": "asked/../same.py", "shards": 1})
+    with pytest.raises(InputError, match=re.escape(f"Found {found}; rename one")):
+        made(experiments__asked={"data": question, "shards": 1})
 
 
 def test_no_field_of_scores_hides_one_of_features():

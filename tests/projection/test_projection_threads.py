@@ -29,13 +29,17 @@ def test_blocks_batches_and_threads_change_no_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_shares_of_the_samples_change_no_bit(kind):
+def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
     """Fewer slices than threads, and samples enough for each."""
+    shared = []
+    share = slices._project_shares
+    monkeypatch.setattr(slices, "_project_shares", lambda *what: shared.append(1) or share(*what))
     gradients, spec = real_gradients(3 * slices._SHARE + 5, 700), spec_of(kind, 700 + 77, 17)
     whole = project(gradients, spec, offset=77)
     blocks = np.split(gradients, [1, 1, 130, 697], axis=1)
     for threads in (2, 3):
         np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
+    assert len(shared) == 2
 
 
 def test_waves_change_no_bit(monkeypatch):

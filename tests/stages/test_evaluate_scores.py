@@ -112,14 +112,19 @@ def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path)
 def test_with_rows_of_length_1_settings_are_normalized_and_the_baseline_is_not(
     run, evaluated, tmp_path
 ):
-    run.stages(tmp_path / "own", normalize=True)
+    runs = {"a": ["c0", "c1"], "b": ["c2"]}
+    run.stages(tmp_path / "own", normalize=True, runs=runs)
     found = run.evaluate(
         tmp_path / "evaluation.h5",
         stages=tmp_path / "own",
         baselines=["gradient_dot"],
         sweep={"damping": [0.1], "loss_weight_power": [], "proj_dim": [20]},
-        spec=replace(run.spec, normalize=True),
+        spec=replace(run.spec, normalize=True, runs=runs),
     )
+    ends = Run.__new__(Run)
+    ends.__dict__ |= {**vars(run), "checkpoints": {c: run.checkpoints[c] for c in ("c1", "c2")}}
+    expected = run.lds(read_scores(ends.stages(tmp_path / "ends", normalize=True)))
+    assert np.abs(of_method(found, "ends_of_runs", PROJ_DIM) - expected).max() < 1e-12
     sweep = pd.read_hdf(found, "sweep")
     assert len(sweep) == 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():

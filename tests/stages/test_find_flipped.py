@@ -19,15 +19,17 @@ def self_influence_oracle(features, weights, power, *, normalize):
     """mean_c(A_c[i, i]) * mean_c(Q_c^power), dense; with the power .75 by curvature and norm."""
     diagonals, products = [], []
     for phi, q in zip(features, weights, strict=True):
-        phi = phi.astype(float)
+        own = phi = phi.astype(float)
         if normalize:
-            phi /= np.sqrt((phi**2).sum(1))[:, None]
+            phi = phi / np.sqrt((phi**2).sum(1))[:, None]
         w = (q * (1 - q)) ** power if power == 0.75 else np.ones_like(q)
         matrix = phi.T @ (w[:, None] * phi)
         matrix += 2 * np.mean(w * (phi**2).sum(1)) * np.eye(phi.shape[1])
         pairs = phi @ np.linalg.inv(matrix) @ phi.T
-        diagonals.append(np.diagonal(pairs))
-        products.append(np.diagonal(pairs) * q**power)
+        # Each is its own target, whose features stay as they are.
+        diagonal = np.diagonal(phi @ np.linalg.inv(matrix) @ own.T)
+        diagonals.append(diagonal)
+        products.append(diagonal * q**power)
         products[-1] /= np.linalg.norm(q[:, None] ** power * pairs)
     if power == 0.75:
         return np.mean(products, axis=0)

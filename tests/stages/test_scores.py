@@ -64,6 +64,21 @@ def test_scores_equal_the_formula_in_float64(
 
 
 @pytest.mark.parametrize(
+    ("settings", "unit"),
+    [
+        ({"weighting": "curvature"}, "that of the model output"),
+        ({"weighting": "curvature", "normalize": True}, "relative"),
+        ({"weighting": "curvature", "combine": "unit_average"}, "relative"),
+        ({}, "relative"),
+    ],
+)
+def test_scores_say_their_unit(cases, tmp_path, settings, unit):
+    path = cases["diabetes"].stages(tmp_path, 1, proj_dim=16, power=1, **settings)
+    with open_artifact(path, SCORES) as file:
+        assert file.attribute("unit").startswith(unit)
+
+
+@pytest.mark.parametrize(
     "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 1}]
 )
 def test_shards_batches_and_memory_do_not_change_scores(case, tmp_path, other):

@@ -70,6 +70,7 @@ class Run:
         weighting="plain",
         *,
         normalize=False,
+        runs=None,
     ):
         return run_stages(
             results,
@@ -83,6 +84,7 @@ class Run:
             power=power,
             weighting=weighting,
             normalize=normalize,
+            runs=runs,
         )
 
     def retrain(self, first, last, folder=None):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from pipeline import features_spec
-from refusals import GOOD, STUDY
+from refusals import GOOD, STUDY, message, refuse
 from safetensors.torch import save_file
 from torch import nn
 
@@ -169,6 +169,15 @@ def test_bad_checkpoint(workspace, tmp_path, name):
     assert re.search(expected, str(error.value))
     assert not (tmp_path / "out.h5").exists()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_its_optimizer_is_refused_before_any_job(workspace):
+    workspace.path("folder").mkdir()
+    workspace.path("folder/model.safetensors").write_bytes(b"")
+    config = {**GOOD, "preconditioner": "adam", "checkpoints": {"c0": "folder"}}
+    found = message(refuse(workspace, config))
+    assert "must hold optimizer.pt, as a Trainer saves it" in found
+    assert "Found none in folder." in found
 
 
 def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):

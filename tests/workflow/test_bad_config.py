@@ -67,10 +67,6 @@ CONFIGS = {
         {"preconditioner": "adam", "distortion": {}},
         r"With `preconditioner: adam`, what a projection keeps .* Found `distortion`\. Leave",
     ),
-    "two modules of one name": (
-        {"experiments": {"mine": {"data": "asked/diabetes.py"}}},
-        r"must have a name of its own\. Found diabetes\.py and asked/diabetes\.py; rename one",
-    ),
     "exact scores of top influences alone": (
         {"projection": "exact", "scoring": {"keep": "top_k"}},
         r"With `projection: exact`, scoring\.keep must be full: .* Found top_k",

@@ -48,6 +48,9 @@ def _shared_spec(traker: TRAKer, projection: ProjectionSpec) -> dict[str, Any]:
         "projection": {**projection.as_dict(), "scale": scale},
         "parameters_digest": parameters_digest(traker.parameters),
         "model_output": model_output_of(traker.task),
+        # What a TRAKer never does to gradients or labels.
+        "preconditioner": None,
+        "flipped": None,
     }
 
 
@@ -122,8 +125,6 @@ def export_features(
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
         "study_digest": digests.get("features"),
-        "preconditioner": None,
-        "flipped": None,
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": (None if exp_name is None else targets_digest(ids, None, digests)),
     }

@@ -28,7 +28,7 @@ from trak_core.compat.gradient_computers import (
     chosen_parameters,
 )
 from trak_core.compat.modelout_functions import AbstractModelOutput
-from trak_core.compat.projectors import formless_projection, known_projection
+from trak_core.compat.projectors import BasicProjector, formless_projection, known_projection
 from trak_core.compat.samples import check_task, describe
 from trak_core.compat.savers import AbstractSaver, MmapSaver
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
@@ -216,32 +216,30 @@ class Featurizer:
         of_matrix = self.projector, self.num_params_for_grad, model_id
         projection = formless_projection(*of_matrix, batch[0].device)
 
-        def at_once(part: Sequence[Tensor]) -> list[Tensor] | None:
+        def at_once(part: Sequence[Tensor], rows: np.ndarray) -> list[Tensor] | None:
             own = isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came
-            return computer.project_at_once(part, projection) if own and projection else None
+            return computer.project_at_once(part, projection, rows) if own and projection else None
 
         def project(start: int, stop: int) -> list[Tensor]:
             part = [t[start:stop] for t in batch]
-
-            def check() -> None:
-                gradients = computer.compute_per_sample_grad(batch=part)
-                check_gradients(gradients, self.parameters, rows[start:stop])
-
+            found = at_once(part, rows[start:stop])
+            if found is not None:
+                if isinstance(self.projector, BasicProjector):
+                    self.projector.model_id = model_id  # as it does itself
+                return found
+            gradients = computer.compute_per_sample_grad(batch=part)
+            where = gradients, self.parameters, rows[start:stop]
+            # Through a matrix of ours what is not finite stays so: a look at the result will do.
+            if known_projection(*of_matrix) is None:
+                check_gradients(*where)
             try:
-                found = at_once(part)
-                if found is None:
-                    gradients = computer.compute_per_sample_grad(batch=part)
-                    # Through a matrix of ours what is not finite stays so: a look at the result
-                    # will do.
-                    if known_projection(*of_matrix) is None:
-                        check_gradients(gradients, self.parameters, rows[start:stop])
-                    found = [self.projector.project(gradients, model_id=model_id)]
+                projected = self.projector.project(gradients, model_id=model_id)
             except NotFiniteError:
-                check()
+                check_gradients(*where)
                 raise
-            if not torch.isfinite(found[0]).all():
-                check()
-            return found
+            if not torch.isfinite(projected).all():
+                check_gradients(*where)
+            return [projected]
 
         # The whole batch, or half of it as long as memory runs out.
         parts = [part for _, _, part in in_chunks(project, len(rows), len(rows))]

@@ -29,6 +29,7 @@ from trak_core.gradients import (
     check_finite,
     check_labels,
     count_classes,
+    explain_not_finite,
     formed_gradients,
     gradients_at_once,
     gradients_one_by_one,
@@ -37,6 +38,7 @@ from trak_core.gradients import (
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.projected import Features
+from trak_core.projection import NotFiniteError
 from trak_core.spec import ProjectionSpec
 
 
@@ -218,18 +220,21 @@ class FunctionalGradientComputer(_OfChosenParameters):
 
     @property
     def is_as_it_came(self) -> bool:
-        """Whether gradients are this class's own: no subclass's, and of no replaced method."""
+        """Whether nothing is a subclass's, or a method that was replaced, here or in the task."""
         replaced = {"compute_per_sample_grad", "compute_loss_grad"} & set(vars(self))
-        return type(self) is FunctionalGradientComputer and not replaced
+        task = type(self.modelout_fn)
+        of_task = {name for name in vars(self.modelout_fn) if callable(getattr(task, name, None))}
+        return type(self) is FunctionalGradientComputer and not replaced and not of_task
 
     def project_at_once(
-        self, batch: Sequence[Tensor], projection: ProjectionSpec
+        self, batch: Sequence[Tensor], projection: ProjectionSpec, rows: np.ndarray
     ) -> list[Tensor] | None:
         """Project without whole gradients, and return what else the same pass knows of samples.
 
         Args:
             batch: Inputs and, last, labels.
             projection: Of the gradients.
+            rows: Positions of the samples, for messages.
 
         Returns:
             Projected gradients, shape (B, k), unscaled; Q, shape (B, 1); and ``SAMPLE_COLUMNS``,
@@ -237,7 +242,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
             that of a temperature.
 
         Raises:
-            InputError: If a label is not one of the model's.
+            InputError: If a label is not one of the model's, or if gradients are not finite.
         """
         what = self._for_one_pass(batch)
         if what is None or cast(ClassificationModelOutput, self.modelout_fn).loss_temperature != 1:
@@ -248,7 +253,13 @@ class FunctionalGradientComputer(_OfChosenParameters):
             self._n_classes = count_classes(self.model, CLASSIFICATION, samples, device)
         check_labels(labels, CLASSIFICATION, self._n_classes, range(len(labels)))
         sums = Features.zeros(self._chosen, [projection], len(labels), torch.get_num_threads())
-        f, predictions, loss_weights, curvature = gradients_at_once(*what, sums)
+        try:
+            f, predictions, loss_weights, curvature = gradients_at_once(*what, sums)
+        except NotFiniteError:
+            explain_not_finite(*what, rows.tolist())
+            raise
+        if not sums.rows[0].isfinite().all():
+            explain_not_finite(*what, rows.tolist())
         columns = [column.double() for column in (f, labels, predictions, curvature)]
         return [sums.rows[0], loss_weights[:, None], torch.stack(columns, dim=1)]
 

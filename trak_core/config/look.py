@@ -18,7 +18,7 @@ from trak_core.config.demands import check_columns, check_sizes
 from trak_core.config.specs import TRAIN, Specs
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest
-from trak_core.spec import projection_of
+from trak_core.spec import OPTIMIZER_FILE, projection_of
 from trak_core.system.record import read_record, write_record
 
 # Snakemake leaves out a larger one, and only warns.
@@ -62,6 +62,13 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         gone = [path for path in own if not Path(path).exists()]
         if gone:
             raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
+        folders = [Path(path) for path in own if Path(path).is_dir()]
+        bare = [str(one) for one in folders if not (one / OPTIMIZER_FILE).is_file()]
+        if bare and specs.all_features.preconditioner is not None:
+            raise InputError(
+                f"With `preconditioner: adam`, folders of checkpoints must hold {OPTIMIZER_FILE}, "
+                f"as a Trainer saves it without save_only_model. Found none in {', '.join(bare)}."
+            )
     truth = specs.evaluation.get("ground_truth")
     if truth is not None and "://" not in truth and not Path(truth).is_file():
         raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")

@@ -290,16 +290,22 @@ class Specs:
         )
 
 
-def _check_modules(code: Sequence[Path]) -> None:
-    """Refuse Python files that would be one module to a job that loads both."""
-    named: dict[str, Path] = {}
-    for file in code:
-        other = named.setdefault(file.stem, file)
-        if other != file:
+def _modules(code: Sequence[Path]) -> list[Path]:
+    """Return Python files and what they import beside them, each once.
+
+    Raises:
+        InputError: If two would be one module to a job that loads both.
+    """
+    named: dict[tuple[str, ...], Path] = {}
+    for name, file in (pair for one in code for pair in study_modules(one).items()):
+        other = named.setdefault(name, file)
+        if other.resolve() != file.resolve():
             raise InputError(
-                "Python files of a study and its experiments are modules of one process: each must "
-                f"have a name of its own. Found {other} and {file}; rename one."
+                "Python files of a study and its experiments, and what lies beside them, are "
+                "modules of one process: each must have a name of its own. Found "
+                f"{other} and {file}; rename one."
             )
+    return [*named.values()]
 
 
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
@@ -334,8 +340,6 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str)]
     code = [study, *(Path(path) for path in tables if path.endswith(".py"))]
-    _check_modules(code)
-    files = {file: None for one in code for file in study_modules(one).values()}
-    files = [*(files | dict.fromkeys(map(Path, [*data, *tables])))]
+    files = [*dict.fromkeys([*_modules(code), *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
     return Specs(config, checkpoints, experiments, digests, files, defaults)

@@ -1,6 +1,6 @@
 """What gradients are taken of: a study's model under one checkpoint, and a look at its samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,9 +23,8 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.models.arranged import Arranged, arranged
 from trak_core.models.kept import Kept
 from trak_core.models.named_output import N_OTHERS, OTHERS_SEED, model_output
-from trak_core.models.projected import Features
 from trak_core.provenance import parameters_digest
-from trak_core.spec import FeaturesSpec, ProjectionSpec
+from trak_core.spec import FeaturesSpec
 from trak_core.study.checkpoints import load_checkpoint, weights_sha256
 from trak_core.study.second_moments import adam_scales, optimizer_sha256
 from trak_core.study.study import TRAIN, Split, Study
@@ -76,18 +75,15 @@ class LoadedModel:
         model = study.make_model()
         load_checkpoint(model, checkpoint)
         model.to(device)
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
         pairs = study.split(TRAIN, None) if TABLE[spec.model_output].needs_pairs else None
         output = model_output(spec.model_output, model, pairs, device)
         scales = None
         if spec.preconditioner is not None:
-            found = adam_scales(model, parameters, checkpoint)
+            found = adam_scales(model, parameters, trained, checkpoint)
             scales = {name: one.to(device) for name, one in found.items()}
         return cls(study, model, parameters, output, device, scales)
-
-    def sums(self, projections: Sequence[ProjectionSpec], n_samples: int, threads: int) -> Features:
-        """Return features of so many samples, 0 before their gradients come."""
-        return Features.zeros(self.parameters, projections, n_samples, threads, self.scales)
 
     def arranged(self, *splits: Split, window: int | None = None) -> list[Arranged]:
         """Return the samples of splits in the order in which to take them; see ``arranged``."""

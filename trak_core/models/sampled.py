@@ -9,6 +9,7 @@ import numpy as np
 from trak_core.gradients import Batch, GradientMethod, formed_gradients, in_chunks
 from trak_core.models.kept import Kept
 from trak_core.models.loaded import LoadedModel
+from trak_core.models.projected import Features
 from trak_core.spec import ProjectionSpec
 from trak_core.system.progress import with_progress
 from trak_core.trust.distortion import peakedness
@@ -57,7 +58,7 @@ class SampledGradients:
         what = self.loaded.model, self.loaded.parameters, self.loaded.output
 
         def projected(batch: Batch) -> list[np.ndarray]:
-            sums = self.loaded.sums(projections, len(batch), threads)
+            sums = Features.zeros(self.loaded.parameters, projections, len(batch), threads)
             self.method(*what, batch, sums)
             return [rows.cpu().numpy() for rows in sums.scaled()]
 

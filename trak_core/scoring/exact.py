@@ -13,6 +13,23 @@ from trak_core.scoring.solve import MAX_CONDITION, no_norm
 _COLUMNS = 256
 
 
+def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
+    """Make inner products those of training gradients of length 1, in place.
+
+    A gradient of zeros stays one, and what rounding has left of one becomes so.
+
+    Args:
+        gramian: K = J J^T, shape (n, n), float64.
+        cross: K_t = J J_t^T, shape (n, m), float64; the targets' gradients stay as they are.
+    """
+    squares = np.diagonal(gramian)
+    there = squares > np.finfo(np.float32).eps ** 2 * squares.max()
+    shares = (there / np.sqrt(np.where(there, squares, 1)))[:, None]
+    gramian *= shares
+    gramian *= shares.T
+    cross *= shares
+
+
 @dataclass(frozen=True, slots=True)
 class DampedGramian:
     """S K S + lambda I of a Gramian K and S = W^(1/2), factorized.

@@ -2,6 +2,7 @@
 
 from trak_core.spec.jobs import (
     EXACT,
+    OPTIMIZER_FILE,
     Combine,
     FeaturesSpec,
     NormalSpec,
@@ -25,6 +26,7 @@ from trak_core.spec.projection import (
 
 __all__ = [
     "EXACT",
+    "OPTIMIZER_FILE",
     "Combine",
     "FeaturesSpec",
     "Kind",

@@ -16,6 +16,8 @@ from trak_core.spec.projection import (
 
 # What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
+# The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.
+OPTIMIZER_FILE = "optimizer.pt"
 
 
 class Weighting(StrEnum):

@@ -21,7 +21,7 @@ from trak_core.scoring.scores import combined, most_frequent
 from trak_core.scoring.solve import damped_factor, damped_squares
 from trak_core.scoring.weights import powered
 from trak_core.spec import Combine, ScoresSpec
-from trak_core.stages._splits import Damped, rows_of
+from trak_core.stages._splits import Damped
 from trak_core.system.progress import blocks_with_progress
 
 
@@ -31,11 +31,15 @@ def _similarities(
     """Return A_c[i, i] of every training sample, shape (n,)."""
     factor = damped_factor(damped.matrix, damped.lambda_, damped.ends)
     values = train.matrix("features")
-    rows = rows_of(values, normalize=normalize)
     found = np.empty(len(values))
     block = scores_need(values.shape[1], 1).rows(memory_mb)
     for start, stop in blocks_with_progress(len(values), block, "training samples"):
-        found[start:stop] = damped_squares(factor, rows(start, stop))
+        rows = values[start:stop]
+        found[start:stop] = damped_squares(factor, rows)
+        if normalize:
+            # As a training sample it has length 1; as its own target it is as it is.
+            lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
+            found[start:stop] /= np.where(lengths > 0, lengths, 1)
     return found
 
 

@@ -113,10 +113,11 @@ def _influences(
     })
 
 
-def _unit(weighting: str, power: float, combine: Combine, model_output: str) -> str:
+def _unit(spec: ScoresSpec) -> str:
     """Return the scores' unit in plain words (spec of the scores, "What a score says")."""
-    if weighting == "curvature" and power == 1 and combine is not Combine.UNIT_AVERAGE:
-        return f"that of the model output ({model_output})"
+    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
+    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
+        return f"that of the model output ({spec.features.model_output})"
     return "relative: order and ratios within a target mean something, the absolute size does not"
 
 
@@ -188,7 +189,7 @@ def average_scores(
             SCORES,
             file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(spec.weighting, power, combine, spec.features.model_output),
+            unit=_unit(spec),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"

@@ -13,7 +13,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import exact_need
-from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.exact import DampedGramian, divide_by_lengths
 from trak_core.scoring.weights import powered
 from trak_core.spec import ScoresSpec
 from trak_core.stages._splits import normal_weights, write_samples
@@ -54,12 +54,7 @@ def compute_exact_scores(
         weights = normal_weights(train_file, spec.curvature_power)
         gramian, cross = train_file.matrix("gramian")[:], target_file.matrix("gramian")[:]
         if spec.normalize:
-            # Of gradients divided by their lengths; one of zeros stays so.
-            lengths = np.sqrt(np.diagonal(gramian))
-            shares = np.divide(1, lengths, out=np.ones_like(lengths), where=lengths > 0)[:, None]
-            gramian *= shares
-            gramian *= shares.T
-            cross *= shares
+            divide_by_lengths(gramian, cross)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
         damped = DampedGramian.of(gramian, weights, spec.damping)
         similarities = damped.similarities(cross)

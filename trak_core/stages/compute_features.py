@@ -14,6 +14,7 @@ from trak_core.models.arranged import part_of
 from trak_core.models.columns import write_columns
 from trak_core.models.device import device_name
 from trak_core.models.loaded import LoadedModel
+from trak_core.models.projected import Features
 from trak_core.models.projection_device import compilers, projecting_device
 from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
@@ -132,7 +133,7 @@ def compute_features(
         batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
         check_labels(batch.labels, output, n_classes, ids)
         what = model, parameters, output, batch
-        sums = loaded.sums([projection], len(batch), threads)
+        sums = Features.zeros(parameters, [projection], len(batch), threads, loaded.scales)
         try:
             columns = method(*what, sums)
             (rows,) = sums.scaled()

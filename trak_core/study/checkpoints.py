@@ -27,7 +27,7 @@ _FOLDER_FILES = (
 # Where training frameworks put the state dict inside a larger dict.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 # What data parallelism and torch.compile put before every key.
-_PREFIXES = ("module.", "_orig_mod.")
+PREFIXES = ("module.", "_orig_mod.")
 _FOLDER = 0x10  # among a zip entry's attributes
 
 
@@ -222,7 +222,7 @@ def _is_of_type(stored: Tensor, own: Tensor) -> bool:
 def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """Return the state as it is, then without each further prefix that all of its keys have."""
     found = [state]
-    for prefix in _PREFIXES * 2:
+    for prefix in PREFIXES * 2:
         if state and all(key.startswith(prefix) for key in found[-1]):
             found.append({key.removeprefix(prefix): value for key, value in found[-1].items()})
     return found

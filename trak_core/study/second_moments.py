@@ -1,12 +1,13 @@
 """Adam's second moments, from the state of the optimizer that lies with a checkpoint.
 
-An optimizer's state numbers its parameters and has no names: group after group, each in the model's
-order. Whose they are is told by shapes, and only where these leave one way.
+An optimizer's state numbers its parameters, group after group, and has names only where it was
+given them. Without, each group is taken to be in the model's order, as most are, and shapes must
+tell which group has which parameter in the one way that they leave.
 """
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.study.checkpoints import unpickled
+from trak_core.spec import OPTIMIZER_FILE
+from trak_core.study.checkpoints import PREFIXES, unpickled
 
-# What transformers' Trainer saves beside the weights.
-_FILE = "optimizer.pt"
 # Where a file of model and optimizer has the latter.
 _KEYS = ("optimizer_state_dict", "optimizer")
 # Ways to tell parameters apart that are followed at once.
@@ -26,7 +26,7 @@ _MOST_WAYS = 10_000
 
 def optimizer_file(checkpoint: Path) -> Path:
     """Return the file of a checkpoint that has the optimizer's state, if any file has."""
-    return checkpoint / _FILE if checkpoint.is_dir() else checkpoint
+    return checkpoint / OPTIMIZER_FILE if checkpoint.is_dir() else checkpoint
 
 
 def optimizer_sha256(checkpoint: Path) -> str:
@@ -36,16 +36,21 @@ def optimizer_sha256(checkpoint: Path) -> str:
 
 
 def adam_scales(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], checkpoint: Path
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    trained: Collection[str],
+    checkpoint: Path,
 ) -> dict[str, Tensor]:
     """Return what Adam multiplies each entry of a gradient by: 1 / (sqrt(v / (1 - b^t)) + eps).
 
-    v is the running mean of squared gradients, b its rate beta_2, and t how many steps it has seen.
+    v is the running mean of squared gradients (with ``amsgrad`` the largest that there was), b its
+    rate beta_2, and t how many steps it has seen.
     An entry whose gradient was always 0 in training gets 0: nothing in training moved it.
 
     Args:
         model: With the checkpoint's weights.
         parameters: Those to differentiate, by name.
+        trained: Names of those that had ``requires_grad`` when the study had made the model.
         checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
             with the state of model and optimizer.
 
@@ -59,22 +64,23 @@ def adam_scales(
     """
     source = optimizer_file(checkpoint)
     groups, moments = _state(source)
-    numbers = _numbers(model, groups, moments, source)
+    numbers = _numbers(model, {*parameters}, {*trained}, groups, moments, source)
     lacking = [name for name in parameters if numbers.get(name) not in moments]
     if lacking:
         raise InputError(
             f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {', '.join(lacking[:8])}, which had no gradient in training. Leave out what "
-            "was not trained, by `parameters`."
+            f"none for {_listed(lacking)}, which had no gradient in training. Leave out what was "
+            "not trained, by `parameters`."
         )
     about = {number: group for group in groups for number in group["params"]}
     scales = {}
     for name, parameter in parameters.items():
         moment, group = moments[numbers[name]], about[numbers[name]]
-        v = moment["exp_avg_sq"]
-        if v.shape != parameter.shape or not (v.isfinite() & (v >= 0)).all():
+        v = moment.get("max_exp_avg_sq", moment["exp_avg_sq"])
+        fits = v.shape == parameter.shape and v.is_floating_point()
+        if not fits or not (v.isfinite() & (v >= 0)).all():
             raise InputError(
-                f"{source}: second moments must have their parameter's shape, and be finite and at "
+                f"{source}: second moments must be real, of their parameter's shape, finite and at "
                 f"least 0. Found others for {name}. Take another checkpoint, or train again."
             )
         scales[name] = _scale(v.float(), moment, group)
@@ -97,9 +103,8 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
             f"{source}: the optimizer's state must lie with the weights. Found no such file. {how}."
         )
     if source.suffix == ".safetensors":
-        found = None
-    else:
-        found = unpickled(source, f"an optimizer's state must be a file of torch.save. {how}")
+        raise InputError(f"{source}: safetensors hold no optimizer. Name their folder: {how}.")
+    found = unpickled(source, f"an optimizer's state must be a file of torch.save. {how}")
     inside = found if isinstance(found, dict) else {}
     state = next((inside[key] for key in _KEYS if key in inside), inside)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
@@ -126,6 +131,8 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
 
 def _numbers(
     model: nn.Module,
+    selected: set[str],
+    trained: set[str],
     groups: Sequence[Mapping[str, Any]],
     moments: Mapping[int, Mapping[str, Any]],
     source: Path,
@@ -134,16 +141,26 @@ def _numbers(
     ids = [list(group["params"]) for group in groups]
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # optimizers that were given names
-        given = [name for group in groups for name in group["param_names"]]
+        given = [str(name) for group in groups for name in group["param_names"]]
+        for prefix in PREFIXES * 2:
+            if all(name.startswith(prefix) for name in given):
+                given = [name.removeprefix(prefix) for name in given]
+        unknown = selected - set(given)
+        if unknown or len(given) != len(flat):
+            raise InputError(
+                f"{source}: the optimizer's names must be those of the model that make_model() "
+                f"returns. Found no {_listed(sorted(unknown))} among {_listed(given)}."
+            )
         return dict(zip(given, flat, strict=True))
     shapes = {
         number: tuple(moments[number]["exp_avg_sq"].shape) if number in moments else None
         for number in flat
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    trained = {n: s for n, s in named.items() if model.get_parameter(n).requires_grad}
+    # Those that are trained; where all were frozen for inference, those that are asked for.
     ways = 0
-    for own in (trained, named):
+    for names in (trained, selected, {*named}):
+        own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
             ways, order = _in_turns(list(own.values()), ids, shapes)
             if ways == 1:
@@ -153,10 +170,14 @@ def _numbers(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
         "returns, group after group in its order, told apart by their shapes. Found "
         f"{len(shapes)} in {len(ids)} groups, beside {len(trained)} with requires_grad of the "
-        f"model's {len(named)}, and {several} which is which. Freeze in make_model() what was "
-        "frozen in training, or give the optimizer names, `AdamW(model.named_parameters())`, which "
-        "it then saves."
+        f"model's {len(named)}, and {several} which is which. Let make_model() freeze what was "
+        "frozen in training and nothing else (PeftModel.from_pretrained takes is_trainable=True), "
+        "or give the optimizer names, `AdamW(model.named_parameters())`, which it then saves."
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
 
 
 def _in_turns(
