@@ -164,6 +164,18 @@ def target_ids() -> list[str]:
     return list(questions())
 
 
+def encode(question: str, answer: str) -> dict[str, torch.Tensor]:
+    """Return a question of somebody's own, whose answer is the word that is explained."""
+    return Texts([f"{question} {answer}"], is_questions=True)[0]
+
+
+def describe(sample: dict[str, torch.Tensor]) -> str:
+    """Return a text's words, with a line for those that the vocabulary doesn't have."""
+    named = {number: word for word, number in vocabulary().items()}
+    tokens = sample["input_ids"][sample["attention_mask"] > 0].tolist()
+    return " ".join(named.get(token, "_") for token in tokens)
+
+
 def make_model() -> nn.Module:
     """Return a GPT-2 of 130,000 parameters."""
     size: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}

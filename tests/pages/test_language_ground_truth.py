@@ -3,8 +3,21 @@
 import re
 import shutil
 
+import pandas as pd
 from pages import blocks, follow
+from report_page import Page
 from workspace import REPOSITORY, Workspace
+
+from trak_core.study.study import Study
+
+
+def ranks_of(workspace):
+    """Mean reciprocal ranks of the better planted text, by how it is asked for."""
+    questions = Study.load(workspace.path("config/facts.py")).module.questions()
+    scores = pd.read_hdf(workspace.path("results-facts/scores/asked.h5"), "scores")
+    ranks = scores.rank(ascending=False)
+    found = {name: 1 / ranks.loc[planted, name].min() for name, (_, planted) in questions.items()}
+    return pd.Series(found).groupby(lambda name: name.split("-")[0]).mean()
 
 
 def test_the_page_on_planted_facts(tmp_path, monkeypatch):
@@ -21,6 +34,11 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     # By chance: 0.01, and half of the texts.
     assert of_first["copy"] > of_first["reworded"] > 0.2
     assert max(median.values()) < 60
+    # The same with the option that the page tries last.
+    normalized = ranks_of(workspace)
+    assert normalized["reworded"] > of_first["reworded"]
+    answer = Page(workspace.path("results-facts/answers/mine.html").read_text())
+    assert "we know that old songs of vuntoria praise the dog" in answer.text
     question, *answers = texts.splitlines()
     assert question.startswith("asked: ")
     assert any(line.endswith("(planted)") for line in answers)
