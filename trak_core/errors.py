@@ -1,4 +1,4 @@
-"""The one kind of error that is meant for the person at the keyboard."""
+"""The error that is meant for the person at the keyboard, and the one that is no mistake."""
 
 
 class InputError(ValueError):
@@ -7,3 +7,7 @@ class InputError(ValueError):
     Its message stands alone: what must hold, what was found, what to do. Jobs print it without a
     traceback; any other exception is a defect of ours and keeps its traceback.
     """
+
+
+class ToldToStopError(SystemExit):
+    """A job got SIGTERM: it ends as after ``sys.exit``, and nobody's code has made a mistake."""

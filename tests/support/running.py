@@ -15,7 +15,23 @@ import torch
 import yaml
 from workspace import Workspace
 
-# One checkpoint, one experiment: features of 700 KB, a sample at a time so that it takes a while.
+# Training samples that take their time, so that a job can be hurt in the middle of its work.
+SLOWLY = """
+
+
+class Slowly(torch.utils.data.Dataset):
+    def __len__(self):
+        return 342
+
+    def __getitem__(self, i):
+        time.sleep(0.002)
+        return x[i], y[i]
+
+
+def train_data():
+    return Slowly()
+"""
+# One checkpoint, one experiment: features of 700 KB, a sample at a time.
 SMALL = {
     "model_output": "regression",
     "checkpoints": {"c0": "mine/c0.pt"},
@@ -28,6 +44,8 @@ SMALL = {
 def small_study(folder: Path) -> Workspace:
     """Make the study with its checkpoint; nothing has run."""
     study = Workspace.make(folder, "diabetes.py", copy.deepcopy(SMALL))
+    file = study.path("diabetes.py")
+    file.write_text(f"import time\n{file.read_text()}{SLOWLY}")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     study.path("mine").mkdir()

@@ -8,18 +8,6 @@ import numpy as np
 from trak_core.spec import Combine
 
 
-def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows divided by their lengths, float64; a row of zeros stays one.
-
-    Args:
-        rows: Shape (rows, k), any float dtype.
-    """
-    rows = rows.astype(np.float64)
-    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
-    rows /= np.where(lengths > 0, lengths, 1)
-    return rows
-
-
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
     """Return rows of A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T.
 

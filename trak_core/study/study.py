@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, ToldToStopError
 from trak_core.system.faults import came_from_no_memory, no_room
 
 TRAIN = "train"
@@ -142,11 +142,11 @@ def users_code(what: str) -> Generator[None, None, None]:
 
     Raises:
         InputError: In place of any other exception, SystemExit included; but for a full disk or
-            memory, which are no mistake of the study's.
+            memory, and a job that is told to stop, which are no mistakes of the study's.
     """
     try:
         yield
-    except InputError:
+    except (InputError, ToldToStopError):
         raise
     except (Exception, SystemExit) as error:
         if came_from_no_memory(error) or no_room(error):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, ToldToStopError
 from trak_core.system.faults import came_from_no_memory, no_room
 from trak_core.system.quiet import quiet_libraries
 
@@ -21,7 +21,7 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     # Once is enough: a second one, of whoever started this job, would cut its clearing up short.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Not an Exception: no code that tries another way may catch it.
-    raise SystemExit(
+    raise ToldToStopError(
         "Error: the job was told to stop (SIGTERM), as when it is cancelled, preempted or out of "
         "time. It left nothing half-written. Run snakemake again: what is finished stays."
     )
