@@ -289,7 +289,7 @@ def test_memory_is_that_of_the_longest_in_a_batch(tmp_path, monkeypatch, capsys)
 
 def test_a_text_that_memory_does_not_hold_is_named(tmp_path):
     case = Case("GPT-2", tmp_path)
-    with pytest.raises(InputError, match=r"memory_mb must .* longest text, 30 tokens, in .*text-2"):
+    with pytest.raises(InputError, match=r"memory_mb must .* text-2 is a text of 30 tokens"):
         case.features("none", memory_mb=0)
 
 
@@ -301,10 +301,20 @@ def train_data():
     samples[11] = {name: x[:3].repeat(11) for name, x in samples[11].items()}
     return samples
 """)
-    expected = r"IndexError.* This is the longest text, 33 tokens, in sample text-11: texts must"
+    expected = r"IndexError.* Sample text-11 is a text of 33 tokens: texts must"
     for job in (case.look, lambda: case.features("none"), lambda: case.gramian("train")):
         with pytest.raises(InputError, match=expected):
             job()
+
+
+def test_the_only_text_is_named_if_it_is_longer_than_the_positions(tmp_path):
+    case = Case("GPT-2", tmp_path)
+    case.write("""
+def target_data():
+    return [{name: x[:3].repeat(11) for name, x in texts.data(7, 0)[0].items()}] * 7
+""")
+    with pytest.raises(InputError, match=r"IndexError.* Sample \S+ is a text of 33 tokens: texts"):
+        case.look()
 
 
 @pytest.mark.parametrize("split", ["train", "mine"])

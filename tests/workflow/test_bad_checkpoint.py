@@ -174,10 +174,12 @@ def test_bad_checkpoint(workspace, tmp_path, name):
 def test_a_folder_without_its_optimizer_is_refused_before_any_job(workspace):
     workspace.path("folder").mkdir()
     workspace.path("folder/model.safetensors").write_bytes(b"")
-    config = {**GOOD, "preconditioner": "adam", "checkpoints": {"c0": "folder"}}
+    workspace.path("c1.safetensors").write_bytes(b"")
+    checkpoints = {"c0": "folder", "c1": "c1.safetensors", "c2": "c0.pt"}
+    config = {**GOOD, "preconditioner": "adam", "checkpoints": checkpoints}
     found = message(refuse(workspace, config))
-    assert "must hold optimizer.pt, as a Trainer saves it" in found
-    assert "Found none in folder." in found
+    assert "must be folders that hold optimizer.pt, as a Trainer saves it" in found
+    assert "Found no optimizer in folder, c1.safetensors. Name only those that have one" in found
 
 
 def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):

@@ -11,7 +11,11 @@ from workspace import Workspace
 CONFIGS = {
     "unknown key": (
         {"projecton": {}},
-        r"the config: unknown key 'projecton'\. Known keys: study, data_files, results",
+        r"the config: unknown key 'projecton'\. Did you mean projection\? Known keys: study, data",
+    ),
+    "a key that is misspelt": (
+        {"scoring": {"normalise": True}},
+        r"scoring: unknown key 'normalise'\. Did you mean normalize\? Known keys: damping",
     ),
     "unknown key inside": (
         {"projection": {"dim": 3}},

@@ -121,9 +121,10 @@ def test_questions_in_python_and_in_a_table(study):
     [
         ("", "asked.jsonl", "there must be questions. Found none"),
         ("{}\n[]\n", "asked.jsonl", "every line must fill the same fields"),
-        ("no json\n", "asked.jsonl", "Reading it failed"),
-        ('{"patient": 1}\n', "asked.jsonl", '{"patient": 1} must end without an error'),
-        ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids"),
+        ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
+        ('{"a": null}\n', "asked.jsonl", "the same fields, none with null"),
+        ('{"patient": 1}\n', "asked.jsonl", 'number 1 of asked.jsonl, {"patient": 1}, must end'),
+        ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids: 1."),
         ("id\tpatient\n1\n", "asked.tsv", "every line must fill the same fields"),
         ("x = 1\n", "asked.py", "the study must define a function target_data()"),
     ],

@@ -62,16 +62,24 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         gone = [path for path in own if not Path(path).exists()]
         if gone:
             raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
-        folders = [Path(path) for path in own if Path(path).is_dir()]
-        bare = [str(one) for one in folders if not (one / OPTIMIZER_FILE).is_file()]
+        bare = [path for path in own if _lacks_optimizer(Path(path))]
         if bare and specs.all_features.preconditioner is not None:
             raise InputError(
-                f"With `preconditioner: adam`, folders of checkpoints must hold {OPTIMIZER_FILE}, "
-                f"as a Trainer saves it without save_only_model. Found none in {', '.join(bare)}."
+                "With `preconditioner: adam`, checkpoints must be folders that hold "
+                f"{OPTIMIZER_FILE}, as a Trainer saves it without save_only_model, or files of "
+                f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
+                "that have one, or leave `preconditioner` out."
             )
     truth = specs.evaluation.get("ground_truth")
     if truth is not None and "://" not in truth and not Path(truth).is_file():
         raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+
+
+def _lacks_optimizer(checkpoint: Path) -> bool:
+    """Whether it is known without reading it that no optimizer's state is in there."""
+    if checkpoint.is_dir():
+        return not (checkpoint / OPTIMIZER_FILE).is_file()
+    return checkpoint.suffix == ".safetensors"
 
 
 def check_sources(files: Sequence[Path]) -> None:

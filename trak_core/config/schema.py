@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import jsonschema
@@ -28,7 +29,14 @@ def _explained(error: jsonschema.ValidationError) -> str:
         known = schema.get("properties", {})
         given = error.instance if isinstance(error.instance, Mapping) else {}
         unknown = ", ".join(repr(key) for key in given if key not in known)
-        return f"{where}: unknown key {unknown}. Known keys: {', '.join(known)}."
+        near = [
+            one
+            for key in given
+            if key not in known
+            for one in get_close_matches(str(key), known, 1)
+        ]
+        meant = f" Did you mean {', '.join(near)}?" if near else ""
+        return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known)}."
     if error.validator == "required":
         return f"{where}: {error.message}."
     meaning = schema.get("description")

@@ -99,9 +99,9 @@ TABLE: dict[str, About] = {
     "image_classification": _OF_A_LABEL,
     "text_classification": _OF_A_LABEL,
     "language_modelling": About(
-        name="the log-odds of the whole text",
+        name="the joint log-odds of the tokens that count",
         unit=_LOG_ODDS,
-        meaning="the likelier the model finds the text",
+        meaning="the likelier the model finds them",
         label="tokens",
         prediction="right",
         columns="label: how many tokens count; prediction: how many of them the model gets right",

@@ -137,14 +137,14 @@ class Arranged:
 
 @contextmanager
 def blaming(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Name a text, the longest there is, in an error that may come of its length."""
+    """Name a text in an error that may come of its length."""
     try:
         yield
     except InputError as error:
         raise InputError(
-            f"{error} This is the longest text, {length} tokens, in sample {sample_id}: texts must "
-            "be no longer than the model's positions and the memory allow. Cut longer ones into "
-            "pieces."
+            f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens: texts "
+            "must be no longer than the model's positions and the memory allow. Cut longer ones "
+            "into pieces."
         ) from error
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,10 @@ def check_study(
             split = split_of(study, name, targets, question)
             output = named_output(model_output, model, split, device, n_others=1)
             _check_weighting(weighting, model_output, output)
-            n_classes = count_classes(model, output, split.batch(0, 1), device)
+            first = as_batch(split.batch(0, 1), output)
+            is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
+            with blaming(split.ids[0], first.labels.numel()) if is_text else nullcontext():
+                n_classes = count_classes(model, output, first, device)
             _check_split(split, model, output, n_classes)
             if study.has("describe"):
                 with users_code(f"reading sample {split.ids[0]}"):

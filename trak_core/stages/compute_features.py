@@ -98,6 +98,8 @@ def compute_features(
     if spec.flipped is not None:
         data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
+    if loaded.scales is not None:
+        print(f"Gradients are divided by the root of the second moments in {checkpoint}")
     projection = projection_of(spec, [p.shape for p in parameters.values()])
     file_spec = loaded.file_spec(spec, checkpoint, projection.scaled())
     if n_shards > 1:

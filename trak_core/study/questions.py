@@ -24,6 +24,7 @@ class _Encoded:
     """Samples that the study makes of lines."""
 
     study: Study
+    path: Path
     lines: Sequence[Mapping[str, Any]]
 
     def __len__(self) -> int:
@@ -31,13 +32,21 @@ class _Encoded:
 
     def __getitem__(self, index: int) -> Any:
         encode = self.study.function("encode")
-        with users_code(f"{self.study.path}: encode() of {_shortened(self.lines[index])}"):
+        line = f"number {index + 1} of {self.path}, {_shortened(self.lines[index])}"
+        with users_code(f"{self.study.path}: encode() of {line},"):
             return encode(**self.lines[index])
 
 
 def _shortened(line: Mapping[str, Any]) -> str:
     text = json.dumps(line, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _parsed(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {str(error).split(':')[0]}, in {line[:80]!r}") from error
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -49,18 +58,19 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             lines: list[Any] = list(rows)
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
-            lines = [json.loads(line) for line in text.split("\n") if line.strip()]
+            lines = [_parsed(*one) for one in enumerate(text.split("\n"), 1) if one[1].strip()]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(
-            f"{path}: questions must be a Python file ({_PYTHON}), JSON lines ({_LINES}) or a "
-            f"tab-separated table with a header ({_TABLE}). Reading it failed: {error}."
+            f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
+            f"every line. Reading it failed: {error}."
         ) from error
     keys = lines[0].keys() if lines and isinstance(lines[0], dict) else {}
     for number, line in enumerate(lines, 1):
         if not isinstance(line, dict) or line.keys() != keys or None in [*line, *line.values()]:
             raise InputError(
-                f"{path}: every line must fill the same fields, for the study's encode(). Found "
-                f"{_shortened(line)} as number {number}; the first has {', '.join(keys) or 'none'}."
+                f"{path}: every line must fill the same fields, none with null, for the study's "
+                f"encode(). Found {_shortened(line)} as number {number}; the first has "
+                f"{', '.join(keys) or 'none'}."
             )
     if not lines:
         raise InputError(f"{path}: there must be questions. Found none.")
@@ -97,4 +107,6 @@ def _questions(study: Study, path: Path) -> Split:
     ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
     if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
         ids = [int(i) for i in ids]
-    return Split(_Encoded(study, lines), checked_ids(ids, len(lines), f"{path}: the field id"))
+    return Split(
+        _Encoded(study, path, lines), checked_ids(ids, len(lines), f"{path}: the field id")
+    )

@@ -104,7 +104,8 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
         )
     if source.suffix == ".safetensors":
         raise InputError(f"{source}: safetensors hold no optimizer. Name their folder: {how}.")
-    found = unpickled(source, f"an optimizer's state must be a file of torch.save. {how}")
+    must = "an optimizer's state must be a whole file of torch.save"
+    found = unpickled(source, must, f" If it was cut off or changed, copy it again. {how}.")
     inside = found if isinstance(found, dict) else {}
     state = next((inside[key] for key in _KEYS if key in inside), inside)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
@@ -122,9 +123,9 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
     if not moments or not all("betas" in group and "eps" in group for group in groups):
         kept = sorted({str(key) for one in state["state"].values() for key in one})
         raise InputError(
-            f"{source}: the optimizer must be an Adam of torch's, whose state has `exp_avg_sq`, "
-            f"and have taken a step. Found {', '.join(kept[:8]) or 'no state'}. Leave "
-            "`preconditioner` out."
+            f"{source}: the optimizer must be an Adam of torch's, with `exp_avg_sq` in its state "
+            "and `betas` and `eps` in its groups, and have taken a step. Found in its state "
+            f"{', '.join(kept[:8]) or 'nothing'}. Leave `preconditioner` out."
         )
     return groups, moments
 

@@ -208,7 +208,10 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
             f"of printable text only. Found {', '.join(repr(i) for i in found[:3])}."
         )
     if len(set(plain)) < n_samples:
-        raise InputError(f"{function} must give every sample its own id. Found repeated ids.")
+        twice = next(i for i, one in enumerate(plain) if one in plain[:i])
+        raise InputError(
+            f"{function} must give every sample its own id. Found repeated ids: {plain[twice]!r}."
+        )
     return plain
 
 
