@@ -8,7 +8,7 @@ import numpy as np
 
 from trak_core.artifacts import NORMAL_MATRIX, Artifact, Rows, Writer, check_same
 from trak_core.errors import InputError
-from trak_core.scoring.rows import unit_rows
+from trak_core.scoring.directions import unit_rows
 from trak_core.scoring.solve import train_norm
 from trak_core.spec import NormalSpec, ScoresSpec
 

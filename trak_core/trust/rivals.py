@@ -7,7 +7,7 @@ from typing import Self
 import numpy as np
 
 from trak_core.config.sweep import Setting
-from trak_core.scoring.rows import unit_rows
+from trak_core.scoring.directions import unit_rows
 from trak_core.scoring.solve import Spectrum, mean_squared_norm, train_norm
 from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
