@@ -1,6 +1,6 @@
 """What exact scores and evaluations demand of a config that is valid otherwise. Pure functions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trak_core.errors import InputError
@@ -30,12 +30,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
     ]
-    for is_wrong, reason, found in refused:
-        if is_wrong:
-            raise InputError(
-                f"With `projection: exact`, {reason}. Found {found}. Leave it out, or take a "
-                "projection."
-            )
+    _refuse("projection: exact", refused, "Leave it out, or take a projection.")
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
@@ -54,12 +49,14 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
+    _refuse(f"preconditioner: {config['preconditioner']}", refused, "Leave either out.")
+
+
+def _refuse(asked: str, refused: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
+    """Raise what is wrong first: each says whether it is, what must hold, and what was found."""
     for is_wrong, must, found in refused:
         if is_wrong:
-            raise InputError(
-                f"With `preconditioner: {config['preconditioner']}`, {must}. Found {found}. Leave "
-                "either out."
-            )
+            raise InputError(f"With `{asked}`, {must}. Found {found}. {remedy}")
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,6 @@ def _counts(n_checkpoints: int) -> list[int]:
     return [count for count in steps if count < n_checkpoints] + [n_checkpoints]
 
 
-def _dim(setting: Setting) -> int:
-    return setting.proj_dim
-
-
 def _blocks(rows: ReadRows, n_rows: int, block: int) -> Iterator[tuple[int, int, np.ndarray]]:
     for start in range(0, n_rows, block):
         stop = min(start + block, n_rows)
@@ -299,7 +296,8 @@ def evaluate_scores(
             passes = [(FeatureRivals(settings, dot, averages), None)]
             if spec.normalize:
                 # Fewer numbers have another length; the baseline's gradients stay as they are.
-                by_dim = groupby(sorted(settings, key=_dim), _dim)
+                dim_of = attrgetter("proj_dim")
+                by_dim = groupby(sorted(settings, key=dim_of), dim_of)
                 passes = [(FeatureRivals([*of], None, averages), dim) for dim, of in by_dim]
                 passes += [(FeatureRivals([], dot, {}), None)]
             pairs = zip(train, targets, strict=True)
