@@ -68,7 +68,7 @@ class Case:
     batch: int
 
 
-_CASES = {"digits": Case(10, 512, 400), "resnet": Case(2, 2048, 50)}
+_CASES = {"digits": Case(10, 512, 400), "resnet": Case(2, 2048, 64)}
 _SIDES = {"traker": "trak", "compat": "trak_core.compat", "pipeline": ""}
 
 

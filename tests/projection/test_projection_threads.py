@@ -11,7 +11,7 @@ import pytest
 from projections import KINDS, real_gradients, spec_of
 
 from trak_core.projection import project
-from trak_core.projection.cpu import slices
+from trak_core.projection.cpu import rademacher, slices
 from trak_core.projection.cpu.slices import slice_length
 
 
@@ -30,16 +30,40 @@ def test_blocks_batches_and_threads_change_no_bit(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
-    """Fewer slices than threads, and samples enough for each."""
-    shared = []
-    share = slices._project_shares
-    monkeypatch.setattr(slices, "_project_shares", lambda *what: shared.append(1) or share(*what))
-    gradients, spec = real_gradients(3 * slices._SHARE + 5, 700), spec_of(kind, 700 + 77, 17)
+    """Fewer slices than keep the threads busy, and samples enough for more than one."""
+    cut = []
+    shares = slices._shares
+    monkeypatch.setattr(slices, "_shares", lambda *what: cut.append(shares(*what)) or cut[-1])
+    n_samples = 2 * slices._KERNELS[kind].share + 5
+    gradients, spec = real_gradients(n_samples, 700), spec_of(kind, 700 + 77, 17)
     whole = project(gradients, spec, offset=77)
     blocks = np.split(gradients, [1, 1, 130, 697], axis=1)
     for threads in (2, 3):
         np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
-    assert len(shared) == 2
+    assert [len(one) for one in cut] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("n_slices", [1, 3, 5, 20])
+@pytest.mark.parametrize("threads", [1, 2, 16])
+@pytest.mark.parametrize("n_samples", [1, 16, 33, 64, 400])
+def test_shares_are_all_samples_and_enough_for_the_threads(n_samples, threads, n_slices):
+    shares = slices._shares(n_samples, 16, n_slices, threads)
+    found = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]
+    assert found == list(range(n_samples))
+    assert len(shares) == 1 or all(share.start % 16 == 0 for share in shares)
+    assert len(shares) * n_slices >= min(threads, n_samples // 32 * n_slices)
+    assert threads > 1 or len(shares) == 1
+
+
+@pytest.mark.parametrize("n_samples", [1, 8, 9, 16, 17, 35])
+def test_two_tiles_at_once_change_no_bit(n_samples, monkeypatch):
+    """Whichever of the two this machine's processor takes, the other one is computed too."""
+    found = []
+    for in_pairs in (False, True):
+        monkeypatch.setattr(rademacher, "holds_two_tiles", lambda pairs=in_pairs: pairs)
+        gradients, spec = real_gradients(n_samples, 701), spec_of("rademacher", 701 + 77, 19)
+        found.append(project(gradients, spec, offset=77))
+    np.testing.assert_array_equal(*found)
 
 
 def test_waves_change_no_bit(monkeypatch):

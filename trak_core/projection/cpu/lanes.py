@@ -8,9 +8,11 @@ LLVM doesn't find these vectors by itself in loops over the lanes: the intrinsic
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import extending
 
 from trak_core.projection.compiled import compiled
@@ -36,13 +38,14 @@ class LaneArrays:
         )
         return self._builder.gep(array.data, [index])
 
-    def _row(self, argument: int, row: Any) -> Any:
+    def _row(self, argument: int, row: Any, n: int = 1) -> Any:
         first = self._builder.mul(row, ir.IntType(64)(LANES))
-        return self._builder.bitcast(self.pointer(argument, first), _VECTOR.as_pointer())
+        vector = ir.VectorType(ir.FloatType(), n * LANES)
+        return self._builder.bitcast(self.pointer(argument, first), vector.as_pointer())
 
-    def load(self, argument: int, row: Any) -> Any:
-        """Return a row of lanes of an array argument."""
-        vector = self._builder.load(self._row(argument, row))
+    def load(self, argument: int, row: Any, n: int = 1) -> Any:
+        """Return a row of lanes of an array argument, or n rows that follow one another."""
+        vector = self._builder.load(self._row(argument, row, n))
         vector.align = 4
         return vector
 
@@ -59,9 +62,24 @@ class LaneArrays:
         vector.align = 4
         return vector
 
-    def store(self, vector: Any, argument: int, row: Any) -> None:
-        """Write a row of lanes of an array argument."""
-        self._builder.store(vector, self._row(argument, row)).align = 4
+    def store(self, vector: Any, argument: int, row: Any, n: int = 1) -> None:
+        """Write a row of lanes of an array argument, or n rows that follow one another."""
+        self._builder.store(vector, self._row(argument, row, n)).align = 4
+
+    def gather(self, argument: int, rows: Sequence[Any]) -> Any:
+        """Return one or two rows of lanes, wherever they are, side by side in one vector."""
+        first, last = self.load(argument, rows[0]), self.load(argument, rows[-1])
+        return first if len(rows) == 1 else self._picked(first, last, range(2 * LANES))
+
+    def scatter(self, vector: Any, argument: int, rows: Sequence[Any]) -> None:
+        """Write what ``gather`` returns of these rows."""
+        for i, row in enumerate(rows):
+            part = self._picked(vector, vector, range(i * LANES, (i + 1) * LANES))
+            self.store(part, argument, row)
+
+    def _picked(self, first: Any, second: Any, lanes: Sequence[int]) -> Any:
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+        return self._builder.shuffle_vector(first, second, mask)
 
     def spread(self, number: Any) -> Any:
         """Return a row of lanes that all hold one float32."""
@@ -69,6 +87,20 @@ class LaneArrays:
         one = self._builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), number, i32(0))
         zeros = ir.Constant(ir.VectorType(i32, LANES), [0] * LANES)
         return self._builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), zeros)
+
+
+@cache
+def holds_two_tiles() -> bool:
+    """Return whether this processor adds up rows of two tiles as fast as one.
+
+    Its vectors must be of 512 bits, and its nearest cache larger than the 32 KiB that
+    ``rademacher_slice_cpu`` keeps there for two: on others one tile at a time was the best.
+    """
+    if not binding.get_host_cpu_features().get("avx512f"):
+        return False
+    nearest = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
+    kib = nearest.read_text().strip().removesuffix("K") if nearest.exists() else ""
+    return kib.isdecimal() and int(kib) > 32
 
 
 @compiled

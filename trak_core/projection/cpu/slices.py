@@ -9,6 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from typing import TypeVar
@@ -25,24 +26,40 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")
 
-_DENSE_SLICE = 2**14  # coordinates; enough work for one thread at every proj_dim
-_SPARSE_SLICE = 2**17  # the kinds whose work does not grow with proj_dim
-# Each kind's kernel, and the length of a slice; the identity needs neither.
-_KERNELS: dict[ProjectionKind, tuple[Callable[..., None], int]] = {
-    ProjectionKind.RADEMACHER: (rademacher_slice_cpu, _DENSE_SLICE),
-    ProjectionKind.NORMAL: (normal_slice_cpu, _DENSE_SLICE),
-    ProjectionKind.HADAMARD: (hadamard_slice_cpu, _SPARSE_SLICE),
-    ProjectionKind.SJLT: (sjlt_slice_cpu, _SPARSE_SLICE),
-    ProjectionKind.TENSOR_SKETCH: (tensor_sketch_slice_cpu, _SPARSE_SLICE),
-}
 _WAVE = 4  # slices of one thread before all results are added up,
 _WAVE_BYTES = 2**26  # and what these results may take, where it is more than one a thread
-_SHARE = 64  # samples for which entries are worth making again, where slices are too few
+_TWO_TILES = 2 * LANES  # samples that a kernel may take together
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """How a kind is computed.
+
+    Attributes:
+        add: Takes rows, a range of columns, the first coordinate, the key and the result.
+        length: Coordinates of a slice: enough work for one thread at every proj_dim.
+        share: Samples for which a slice's entries are worth making again on another thread.
+    """
+
+    add: Callable[..., None]
+    length: int
+    share: int
+
+
+_DENSE, _SPARSE = 2**14, 2**17  # where work grows with proj_dim, and where it does not
+# The identity needs none.
+_KERNELS = {
+    ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16),
+    ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128),
+    ProjectionKind.HADAMARD: _Kernel(hadamard_slice_cpu, _SPARSE, 16),
+    ProjectionKind.SJLT: _Kernel(sjlt_slice_cpu, _SPARSE, 64),
+    ProjectionKind.TENSOR_SKETCH: _Kernel(tensor_sketch_slice_cpu, _SPARSE, 16),
+}
 
 
 def slice_length(spec: ProjectionSpec) -> int:
     """Return the coordinates of a slice; a kind of blocks has whole ones in it."""
-    return max(_KERNELS[spec.kind][1], spec.lossless_block or 1)
+    return max(_KERNELS[spec.kind].length, spec.lossless_block or 1)
 
 
 def _as_float32(rows: np.ndarray) -> np.ndarray:
@@ -78,7 +95,7 @@ def _kernel(spec: ProjectionSpec) -> Callable[..., None]:
         return lambda *rows, out: tensor_sketch_slice_cpu(*rows, *sides, out)
     key = np.uint32(spec.seed & 0xFFFFFFFF), np.uint32(spec.seed >> 32), np.uint32(spec.stream)
     stripes = () if spec.stripes is None else (spec.stripes,)
-    kernel = _KERNELS[spec.kind][0]
+    kernel = _KERNELS[spec.kind].add
     return lambda *rows, out: kernel(*rows, key, *stripes, out)
 
 
@@ -132,20 +149,12 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
         yield from (results.pop(i) for i in range(at, len(wave)))
 
 
-def _project_shares(
-    blocks: Sequence[np.ndarray], spec: ProjectionSpec, offset: int, threads: int, out: np.ndarray
-) -> None:
-    """Do what ``project_cpu`` does, a share of the samples on each thread."""
-    # More than threads: torch's own, spinning for a while after its last work, may have a core.
-    n_shares = min(len(out) // _SHARE, _WAVE * threads)
-    size = -(-len(out) // (n_shares * LANES)) * LANES
-    shares = [slice(start, start + size) for start in range(0, len(out), size)]
-
-    def project_share(share: slice) -> None:
-        project_cpu([block[share] for block in blocks], spec, offset, 1, out[share])
-
-    for _ in _in_order((partial(project_share, one) for one in shares), threads, len(shares)):
-        pass
+def _shares(n_samples: int, least: int, n_slices: int, threads: int) -> list[slice]:
+    """Cut the samples into shares, so that few slices keep all threads busy to the end."""
+    wanted = 1 if threads == 1 else -(-_WAVE * threads // n_slices)
+    n_shares = max(1, min(wanted, n_samples // least))
+    size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
+    return [slice(start, start + size) for start in range(0, n_samples, size)]
 
 
 def project_cpu(
@@ -161,8 +170,8 @@ def project_cpu(
             of bfloat16. The first starts at ``offset``, each other where the last ends.
         spec: Of any kind but ``identity``.
         offset: Coordinate of the first column.
-        threads: How many slices are worked on at a time, or shares of the samples where there are
-            few slices; changes no bit.
+        threads: How many slices are worked on at a time, or shares of the samples in them where
+            there are few slices; changes no bit.
         out: Shape (n_samples, proj_dim), float32; added to.
     """
     stop = offset + sum(block.shape[1] for block in blocks)
@@ -170,27 +179,24 @@ def project_cpu(
         return
     length = slice_length(spec)
     grid = range(offset // length * length, stop, length)
-    if len(grid) < 2 * threads and len(out) >= _SHARE * threads > _SHARE:
-        _project_shares(blocks, spec, offset, threads, out)
-        return
     kernel = _kernel(spec)
+    shares = _shares(len(out), _KERNELS[spec.kind].share, len(grid), threads)
 
-    def slice_sums(first: int, last: int) -> np.ndarray:
-        sums = np.empty(out.shape, np.float32)
-        kernel(*_slice_rows(blocks, first - offset, last - offset), first, out=sums)
-        return sums
+    def slice_sums(at: int, share: slice) -> tuple[slice, np.ndarray]:
+        first, last = max(offset, at), min(stop, at + length)
+        part = _slice_rows([block[share] for block in blocks], first - offset, last - offset)
+        sums = np.empty((len(part[0]), out.shape[1]), np.float32)
+        kernel(*part, first, out=sums)
+        return share, sums
 
-    results = _in_order(
-        (partial(slice_sums, max(offset, at), min(stop, at + length)) for at in grid),
+    # One factor on the whole sum (reference.py).
+    total = out if spec.stripes is None else np.zeros_like(out)
+    wave = _WAVE_BYTES * len(shares) // out.nbytes
+    for share, sums in _in_order(
+        (partial(slice_sums, at, share) for at in grid for share in shares),
         threads,
-        max(threads, min(_WAVE * threads, _WAVE_BYTES // out.nbytes)),
-    )
+        max(threads, min(_WAVE * threads * len(shares), wave)),
+    ):
+        total[share] += sums
     if spec.stripes is not None:
-        # One factor on the whole sum (reference.py).
-        total = np.zeros_like(out)
-        for sums in results:
-            total += sums
         out += total * np.float32(spec.entry_factor)
-    else:
-        for sums in results:
-            out += sums
