@@ -39,6 +39,8 @@ from trak_core.projection import NotFiniteError
 NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.
 MODEL_IDS = 2**32
+# Samples of a batch for one pass: with more, no model is faster (benchmarks/batches.py).
+_AT_ONCE = 128
 
 
 class Featurizer:
@@ -216,13 +218,13 @@ class Featurizer:
         of_matrix = self.projector, self.num_params_for_grad, model_id
         projection = formless_projection(*of_matrix, batch[0].device)
 
-        def at_once(part: Sequence[Tensor], rows: np.ndarray) -> list[Tensor] | None:
-            own = isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came
-            return computer.project_at_once(part, projection, rows) if own and projection else None
+        own = isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came
 
         def project(start: int, stop: int) -> list[Tensor]:
             part = [t[start:stop] for t in batch]
-            found = at_once(part, rows[start:stop])
+            found = None
+            if own and projection:
+                found = computer.project_at_once(part, projection, rows[start:stop])
             if found is not None:
                 if isinstance(self.projector, BasicProjector):
                     self.projector.model_id = model_id  # as it does itself
@@ -241,8 +243,10 @@ class Featurizer:
                 check_gradients(*where)
             return [projected]
 
-        # The whole batch, or half of it as long as memory runs out.
-        parts = [part for _, _, part in in_chunks(project, len(rows), len(rows))]
+        # The whole batch, or half of it as long as memory runs out; what our own pass takes at
+        # once is ours to choose.
+        most = min(len(rows), _AT_ONCE) if own and projection else len(rows)
+        parts = [part for _, _, part in in_chunks(project, len(rows), most)]
         projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
         projected = stored(
             projected / self.normalize_factor, self.dtype, rows, "projected gradients"

@@ -11,6 +11,7 @@ from types import FrameType
 
 from trak_core.errors import InputError, ToldToStopError
 from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.system.heap import keep_freed
 from trak_core.system.quiet import quiet_libraries
 
 # Snakemake's own measurements are of the process that it started, which may wait for another.
@@ -88,6 +89,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
     os.dup2(log, 1)
     os.dup2(log, 2)
     quiet_libraries()
+    keep_freed()
     try:
         yield
         peak = _peak_mib()

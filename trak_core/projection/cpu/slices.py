@@ -23,6 +23,7 @@ from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
 from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
 from trak_core.projection.cpu.tensor_sketch import sides_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
+from trak_core.system import openmp
 
 T = TypeVar("T")
 
@@ -132,6 +133,7 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
     if threads == 1:
         yield from (call() for call in calls)
         return
+    openmp.rest()
     while wave := list(islice(calls, wave_length)):
         left, results = deque(enumerate(wave)), dict[int, T]()
         others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
