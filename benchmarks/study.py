@@ -7,10 +7,10 @@ targets, those of its experiment `sample`, k = 512. `resnet`: two of a ResNet wi
 (308,266 parameters, random weights), 2,000 images of noise of 3 x 32 x 32, a hundred targets, k =
 2,048. Each side is a process of its own with all of its imports: TRAK's package (`traker`, by its
 BasicProjector), the same script by `trak_core.compat`, and `snakemake scores`. TRAK's package makes
-its matrix anew for every batch: the scripts run with a small batch and with the one that it is
-fastest with, of those tried. Two cores are used by all; the sides take turns, and the medians of the
-rounds count, with the least and the greatest. Ratios are over traker with the same batch, of the
-pipeline over traker with the larger one.
+its matrix anew for every batch: the scripts run with the pipeline's batch of 64, and with the one
+that TRAK's package was fastest with (of 64, 128, 256, 500 and 1,000; of 200, 400 and 1,200). Two
+cores are used by all; the sides take turns, and the medians of the rounds count, with the least and
+the greatest. Ratios are over traker with the same batch; the pipeline's over traker at its fastest.
 """
 
 import argparse

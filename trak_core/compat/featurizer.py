@@ -39,7 +39,8 @@ from trak_core.projection import NotFiniteError
 NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.
 MODEL_IDS = 2**32
-# Samples of a batch for one pass: with more, no model is faster (benchmarks/batches.py).
+# Samples of a batch for one pass: with more, all but small networks are slower
+# (benchmarks/batches.py).
 _AT_ONCE = 128
 
 
