@@ -8,9 +8,10 @@ targets, those of its experiment `sample`, k = 512. `resnet`: two of a ResNet wi
 2,048. Each side is a process of its own with all of its imports: TRAK's package (`traker`, by its
 BasicProjector), the same script by `trak_core.compat`, and `snakemake scores`. TRAK's package makes
 its matrix anew for every batch: the scripts run with the pipeline's batch of 64, and with the one
-that TRAK's package was fastest with (of 64, 128, 256, 500 and 1,000; of 200, 400 and 1,200). Two
-cores are used by all; the sides take turns, and the medians of the rounds count, with the least and
-the greatest. Ratios are over traker with the same batch; the pipeline's over traker at its fastest.
+that TRAK's package was fastest with (`digits`: of 64, 200, 400 and 1,200; `resnet`: of 64, 128,
+256, 500 and 1,000). Two cores are used by all; the sides take turns, and the medians of the rounds
+count, with the least and the greatest. Ratios are over traker with the same batch, the pipeline's
+over the faster traker.
 """
 
 import argparse
@@ -218,7 +219,8 @@ def main() -> None:
                     seconds.append(_seconds(case, side, batch, folder))
         for (side, batch), seconds in taken.items():
             median = statistics.median(seconds)
-            peer = statistics.median(taken["traker", batch or large])
+            peers = (small, large) if batch is None else (batch,)
+            peer = min(statistics.median(taken["traker", one]) for one in peers)
             row = Row(case, side, batch, median, min(seconds), max(seconds), median / peer)
             rows.append(row)
             span = f"{row.least:.1f}-{row.greatest:.1f}"

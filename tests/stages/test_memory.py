@@ -198,6 +198,8 @@ STAGES = """
 import re, sys
 from pathlib import Path
 import test_memory
+from trak_core.system.heap import keep_freed
+keep_freed()  # as jobs do
 getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 # Not ru_maxrss, which a process has from the one that started it.
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

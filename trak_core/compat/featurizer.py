@@ -39,7 +39,7 @@ from trak_core.projection import NotFiniteError
 NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.
 MODEL_IDS = 2**32
-# Samples of a batch for one pass: with more, all but small networks are slower
+# Samples of a batch for one pass on a CPU: with more, all but small networks are slower
 # (benchmarks/batches.py).
 _AT_ONCE = 128
 
@@ -246,7 +246,8 @@ class Featurizer:
 
         # The whole batch, or half of it as long as memory runs out; what our own pass takes at
         # once is ours to choose.
-        most = min(len(rows), _AT_ONCE) if own and projection else len(rows)
+        ours = own and projection is not None and batch[0].device.type == "cpu"
+        most = min(len(rows), _AT_ONCE) if ours else len(rows)
         parts = [part for _, _, part in in_chunks(project, len(rows), most)]
         projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
         projected = stored(

@@ -4,18 +4,20 @@ import ctypes
 import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT = 2**28  # bytes that may lie idle
-_LARGEST = 2**25  # bytes of an array that is taken from what was kept; glibc allows no more
-_BY_THE_USER = {"GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+_KEPT = 2**28  # bytes that may lie free at the end of the heap
+_LARGEST = 2**25  # bytes of an array that is taken from the heap; glibc allows no more
+_OF_THE_HEAP = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def keep_freed() -> None:
-    """Have the C library keep what is freed, up to 256 MiB, where that is glibc.
+    """Have the C library keep up to 256 MiB that lie free at its heap's end, where it is glibc.
 
     Else every batch's tensors go back to the system, which gives them out again page by page,
-    filled with zeros. What the user has set for glibc comes first.
+    filled with zeros. What the user has set for glibc's heap comes first.
     """
-    if os.name != "posix" or _BY_THE_USER & set(os.environ):
+    by_the_user = not _OF_THE_HEAP.isdisjoint(os.environ)
+    by_the_user |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if os.name != "posix" or by_the_user:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -8,12 +8,13 @@ LLVM doesn't find these vectors by itself in loops over the lanes: the intrinsic
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import extending
+from numba import config, extending
 
 from trak_core.projection.compiled import compiled
 
@@ -68,8 +69,10 @@ class LaneArrays:
 
     def gather(self, argument: int, rows: Sequence[Any]) -> Any:
         """Return one or two rows of lanes, wherever they are, side by side in one vector."""
-        first, last = self.load(argument, rows[0]), self.load(argument, rows[-1])
-        return first if len(rows) == 1 else self._picked(first, last, range(2 * LANES))
+        first = self.load(argument, rows[0])
+        if len(rows) == 1:
+            return first
+        return self._picked(first, self.load(argument, rows[1]), range(2 * LANES))
 
     def scatter(self, vector: Any, argument: int, rows: Sequence[Any]) -> None:
         """Write what ``gather`` returns of these rows."""
@@ -94,12 +97,16 @@ def holds_two_tiles() -> bool:
     """Return whether this processor adds up rows of two tiles as fast as one.
 
     Its vectors must be of 512 bits, and its nearest cache larger than the 32 KiB that
-    ``rademacher_slice_cpu`` keeps there for two: on others one tile at a time was the best.
+    ``rademacher_slice_cpu`` keeps there for two, as of AMD's fifth Zen, for which it was measured
+    (benchmarks/RESULTS.md). With less, one at a time was the best on AMD's third.
     """
-    if not binding.get_host_cpu_features().get("avx512f"):
+    own = config.CPU_NAME is None and config.CPU_FEATURES is None  # pyright: ignore[reportAttributeAccessIssue] -- set at run time
+    if not own or not binding.get_host_cpu_features().get("avx512f"):
         return False
-    nearest = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
-    kib = nearest.read_text().strip().removesuffix("K") if nearest.exists() else ""
+    kib = ""
+    with suppress(OSError):
+        nearest = Path("/sys/devices/system/cpu/cpu0/cache/index0/size")
+        kib = nearest.read_text(encoding="ascii").strip().removesuffix("K")
     return kib.isdecimal() and int(kib) > 32
 
 

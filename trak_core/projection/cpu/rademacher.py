@@ -28,7 +28,7 @@ _CHAINS = 4  # sums that grow side by side, to hide the latency of an addition
 
 @compiled
 def _aligned(n):
-    """Return n float32, without content, of which no 16 in a row lie in two lines of the cache."""
+    """Return n float32, without content, that begin with a line of the cache."""
     found = np.empty(n + 16, np.float32)
     first = -found.ctypes.data % 64 // 4
     return found[first : first + n]

@@ -133,8 +133,9 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
     if threads == 1:
         yield from (call() for call in calls)
         return
-    openmp.rest()
     while wave := list(islice(calls, wave_length)):
+        if len(wave) > 1:
+            openmp.rest()
         left, results = deque(enumerate(wave)), dict[int, T]()
         others = [_pool(threads - 1).submit(_work, left, results) for _ in range(threads - 1)]
         at = 0
@@ -164,8 +165,9 @@ def project_cpu(
 ) -> None:
     """Add the unscaled projection of the gradient blocks to ``out``.
 
-    Memory beyond arguments: for each thread a result, or up to four if all are within 64 MiB, and a
-    slice of the gradients where they are not float32 or the slice has parts of several blocks.
+    Memory beyond arguments: for each thread a result, or up to four if all are within 64 MiB, what
+    its kernel adds up in, up to two results of whole tiles, and a slice of the gradients where they
+    are not float32 or the slice has parts of several blocks.
 
     Args:
         blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
@@ -184,9 +186,11 @@ def project_cpu(
     kernel = _kernel(spec)
     shares = _shares(len(out), _KERNELS[spec.kind].share, len(grid), threads)
 
-    def slice_sums(at: int, share: slice) -> tuple[slice, np.ndarray]:
+    parts = [(share, [block[share] for block in blocks]) for share in shares]
+
+    def slice_sums(at: int, share: slice, blocks: list[np.ndarray]) -> tuple[slice, np.ndarray]:
         first, last = max(offset, at), min(stop, at + length)
-        part = _slice_rows([block[share] for block in blocks], first - offset, last - offset)
+        part = _slice_rows(blocks, first - offset, last - offset)
         sums = np.empty((len(part[0]), out.shape[1]), np.float32)
         kernel(*part, first, out=sums)
         return share, sums
@@ -195,7 +199,7 @@ def project_cpu(
     total = out if spec.stripes is None else np.zeros_like(out)
     wave = _WAVE_BYTES * len(shares) // out.nbytes
     for share, sums in _in_order(
-        (partial(slice_sums, at, share) for at in grid for share in shares),
+        (partial(slice_sums, at, *part) for at in grid for part in parts),
         threads,
         max(threads, min(_WAVE * threads * len(shares), wave)),
     ):
