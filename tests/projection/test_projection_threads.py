@@ -30,29 +30,33 @@ def test_blocks_batches_and_threads_change_no_bit(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
-    """Fewer slices than keep the threads busy, and samples enough for more than one."""
+    """Fewer slices than keep the threads busy, and samples enough for more than one share."""
     cut = []
     shares = slices._shares
-    monkeypatch.setattr(slices, "_shares", lambda *what: cut.append(shares(*what)) or cut[-1])
-    n_samples = 2 * slices._KERNELS[kind].share + 5
+    kernel = slices._KERNELS[kind]
+    n_samples = max(2 * kernel.share, kernel.most if kernel.most < 100 else 0) + 5
     gradients, spec = real_gradients(n_samples, 700), spec_of(kind, 700 + 77, 17)
+    monkeypatch.setattr(slices, "_shares", lambda n, *_: [slice(0, n)])
     whole = project(gradients, spec, offset=77)
+    monkeypatch.setattr(slices, "_shares", lambda *what: cut.append(shares(*what)) or cut[-1])
     blocks = np.split(gradients, [1, 1, 130, 697], axis=1)
-    for threads in (2, 3):
+    for threads in (1, 2, 3):
         np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
-    assert [len(one) for one in cut] == [1, 2, 2]
+    assert all(len(one) > 1 for one in cut[1:])
+    assert (len(cut[0]) > 1) == (n_samples > kernel.most)
 
 
 @pytest.mark.parametrize("n_slices", [1, 3, 5, 20])
 @pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("n_samples", [1, 16, 33, 64, 400])
+@pytest.mark.parametrize("n_samples", [1, 16, 33, 64, 128, 129, 400])
 def test_shares_are_all_samples_and_enough_for_the_threads(n_samples, threads, n_slices):
-    shares = slices._shares(n_samples, 16, n_slices, threads)
+    kernel = slices._Kernel(print, 1, share=16, most=128)
+    shares = slices._shares(n_samples, kernel, n_slices, threads)
     found = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]
     assert found == list(range(n_samples))
-    assert len(shares) == 1 or all(share.start % 16 == 0 for share in shares)
+    assert all(share.start % 16 == 0 and share.stop - share.start <= 128 for share in shares)
     assert len(shares) * n_slices >= min(threads, n_samples // 32 * n_slices)
-    assert threads > 1 or len(shares) == 1
+    assert threads > 1 or len(shares) == -(-n_samples // 128)
 
 
 @pytest.mark.parametrize("n_samples", [1, 8, 9, 16, 17, 35])

@@ -40,21 +40,23 @@ class _Kernel:
         add: Takes rows, a range of columns, the first coordinate, the key and the result.
         length: Coordinates of a slice: enough work for one thread at every proj_dim.
         share: Samples for which a slice's entries are worth making again on another thread.
+        most: Samples whose rows and sums stay in the caches together; more take longer each.
     """
 
     add: Callable[..., None]
     length: int
     share: int
+    most: int
 
 
 _DENSE, _SPARSE = 2**14, 2**17  # where work grows with proj_dim, and where it does not
 # The identity needs none.
 _KERNELS = {
-    ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16),
-    ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128),
-    ProjectionKind.HADAMARD: _Kernel(hadamard_slice_cpu, _SPARSE, 16),
-    ProjectionKind.SJLT: _Kernel(sjlt_slice_cpu, _SPARSE, 64),
-    ProjectionKind.TENSOR_SKETCH: _Kernel(tensor_sketch_slice_cpu, _SPARSE, 16),
+    ProjectionKind.RADEMACHER: _Kernel(rademacher_slice_cpu, _DENSE, 16, 512),
+    ProjectionKind.NORMAL: _Kernel(normal_slice_cpu, _DENSE, 128, 512),
+    ProjectionKind.HADAMARD: _Kernel(hadamard_slice_cpu, _SPARSE, 16, 64),
+    ProjectionKind.SJLT: _Kernel(sjlt_slice_cpu, _SPARSE, 64, 64),
+    ProjectionKind.TENSOR_SKETCH: _Kernel(tensor_sketch_slice_cpu, _SPARSE, 16, 64),
 }
 
 
@@ -152,10 +154,10 @@ def _in_order(calls: Iterator[Callable[[], T]], threads: int, wave_length: int) 
         yield from (results.pop(i) for i in range(at, len(wave)))
 
 
-def _shares(n_samples: int, least: int, n_slices: int, threads: int) -> list[slice]:
-    """Cut the samples into shares, so that few slices keep all threads busy to the end."""
+def _shares(n_samples: int, kernel: _Kernel, n_slices: int, threads: int) -> list[slice]:
+    """Cut the samples: what caches hold, and few slices keep all threads busy to the end."""
     wanted = 1 if threads == 1 else -(-_WAVE * threads // n_slices)
-    n_shares = max(1, min(wanted, n_samples // least))
+    n_shares = max(min(wanted, n_samples // kernel.share), -(-n_samples // kernel.most))
     size = -(-n_samples // (n_shares * _TWO_TILES)) * _TWO_TILES
     return [slice(start, start + size) for start in range(0, n_samples, size)]
 
@@ -184,7 +186,7 @@ def project_cpu(
     length = slice_length(spec)
     grid = range(offset // length * length, stop, length)
     kernel = _kernel(spec)
-    shares = _shares(len(out), _KERNELS[spec.kind].share, len(grid), threads)
+    shares = _shares(len(out), _KERNELS[spec.kind], len(grid), threads)
 
     parts = [(share, [block[share] for block in blocks]) for share in shares]
 
