@@ -8,10 +8,11 @@ each kind of projection, are features from one backward pass. "vmap" forms every
 gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
 projects it: what the pipeline did before. Each of our features is first compared with
 those of formed gradients (of two samples), and is not timed if they differ. Then all sides take
-turns, one thread each, and the medians of the rounds count; times are CPU seconds. Ratios are over
-the floor, with the least and the greatest of the rounds. Memory is measured in a process for each
-side: what it adds at its peak to what was there before it, the model included, by sample. Prints a
-Markdown table; --csv writes the same rows with the device, the versions and the commit.
+turns, one thread each, and the medians of the rounds count; times are CPU seconds. All of them keep
+freed memory, as jobs do. Ratios are over the floor, with the least and the greatest of the rounds.
+Memory is measured in a process for each side: what it adds at its peak to what was there before it,
+the model included, by sample. Prints a Markdown table; --csv writes the same rows with the device,
+the versions and the commit.
 """
 
 import argparse
@@ -48,6 +49,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.models.projected import Features
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+from trak_core.system.heap import keep_freed
 
 KINDS = ["rademacher", "hadamard", "tensor_sketch"]
 
@@ -217,6 +219,7 @@ def main() -> None:
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed()
     rows: list[Row] = []
     if not arguments.peak:
         print(HEADER, flush=True)

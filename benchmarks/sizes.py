@@ -19,6 +19,7 @@ from pathlib import Path
 from trak_core.provenance import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.system.door import stage_of
+from trak_core.system.heap import keep_freed
 
 # The default study's network on as many images as asked for, of uniform noise.
 _STUDY = """
@@ -57,6 +58,7 @@ def write_study(study: Path, n: int, m: int, checkpoints: list[str]) -> None:
 
 def _measured(rule: str, arguments: dict, queue: multiprocessing.Queue) -> None:
     sys.stdout = io.StringIO()  # progress bars
+    keep_freed()  # as jobs do
     run = stage_of(rule)
     start = time.perf_counter()
     run(**arguments)
@@ -174,6 +176,7 @@ def main() -> None:
             features=[folder / f"{c}-train.h5" for c in ids] if options.keep == "top_k" else [],
             spec=spec,
             defaults="",
+            columns="",
             top=20,
             code="",
             memory_mb=budget,

@@ -96,7 +96,7 @@ def trained(name: str, epochs: int) -> Trained:
     if name == "digits":
         sys.path.insert(0, str(Path(__file__).parents[1] / "config"))
         study = importlib.import_module("digits")
-        model = study.train(seed=0, epochs=epochs)
+        *_, (_, model) = study.train(seed=0, epochs=epochs)
         train, targets = study.train_data(), study.target_data()
         chosen = [train[i] for i in range(N_TRAIN)] + [targets[i] for i in range(N_TARGETS)]
         samples = torch.utils.data.default_collate(chosen)
