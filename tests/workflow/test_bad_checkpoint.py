@@ -1,5 +1,6 @@
 """A bad checkpoint stops the job that reads it, with one message; none of its code runs."""
 
+import argparse
 import pickle
 import re
 import zipfile
@@ -89,14 +90,35 @@ NO_STATE = (
 CHECKPOINTS = {
     "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
     "an empty file": (lambda path: path.write_bytes(b""), NO_STATE),
-    "text": (lambda path: path.write_text("weights"), NO_STATE),
-    "a cut file": (cut, NO_STATE),
+    "text": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        r"it is a text that begins with 'version https://git-lfs\.github\.com/",
+    ),
+    "text in place of safetensors": (
+        lambda path: path.write_text("<html>\n<body>no such page</body>"),
+        r"it is a text that begins with '<html>\\n<body>",
+    ),
+    "a pickle of something else": (
+        lambda path: path.write_bytes(b"\x93NUMPY"),
+        r"Reading it failed: Unsupported operand 147\. ",
+    ),
+    "a cut file": (cut, r"begins as a zip file does, and has no end: it was cut off\. Save `model"),
     "a cut safetensors file": (cut_safetensors, NO_STATE),
     "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
     "a part marked as a folder": (marked_as_folder, r"a part is a folder: the file is damaged"),
     "a bomb": (bomb, r"its parts are larger than the file: torch\.save never compresses"),
-    "a whole model": (lambda path: saved(path, net()), NO_STATE),
-    "a pickle that runs code": (lambda path: saved(path, Evil(path.with_name("ran"))), NO_STATE),
+    "a whole model": (
+        lambda path: saved(path, net()),
+        r"failed: it holds torch\.nn\.modules\.container\.Sequential\. Save `model\.state_dict",
+    ),
+    "arguments beside the weights": (
+        lambda path: saved(path, {"model": changed(), "args": argparse.Namespace(lr=0.1)}),
+        r"Reading it failed: it holds argparse\.Namespace\. Save `model\.state_dict\(\)` and use",
+    ),
+    "a pickle that runs code": (
+        lambda path: saved(path, Evil(path.with_name("ran"))),
+        r"Reading it failed: it holds (_?io|builtins)\.open\. ",
+    ),
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),
         NO_STATE,

@@ -5,6 +5,7 @@ Nothing here unpickles: PyTorch files are read with ``weights_only=True``, the r
 
 import hashlib
 import json
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,6 +121,23 @@ def _check_zip(path: Path) -> None:
         )
 
 
+def _reason(error: Exception, path: Path) -> str:
+    """Return in a sentence what a reader of tensors complains of, without the advice of torch."""
+    with path.open("rb") as file:
+        start = file.read(40)
+    if start and start.isascii() and start.decode().splitlines()[0].isprintable():
+        # A pointer of Git LFS, a page of a website.
+        return f"it is a text that begins with {start.decode()!r}."
+    other = re.search(r"(?:global:|unsupported) GLOBAL (\S+)", str(error))
+    if other:
+        return f"it holds {other[1]}."
+    if isinstance(error, zipfile.BadZipFile):
+        return "it begins as a zip file does, and has no end: it was cut off."
+    unpickler = re.search(r"WeightsUnpickler error:\s+(.+)", str(error))
+    first = unpickler[1] if unpickler else (str(error).splitlines() or ["it ends too early"])[0]
+    return f"{first.rstrip('. ')}."
+
+
 def unpickled(path: Path, must: str, remedy: str = "") -> Any:
     """Read a file of tensors, and of nothing that would run code, on the CPU.
 
@@ -141,10 +159,9 @@ def unpickled(path: Path, must: str, remedy: str = "") -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         # What a broken file makes of its reader is open-ended: any error is the file's.
-        reason = (str(error).splitlines() or ["it ends too early."])[0]
         raise InputError(
             f"{path}: {must}; pickled objects other than tensors are never loaded. Reading it "
-            f"failed: {reason}{remedy}"
+            f"failed: {_reason(error, path)}{remedy}"
         ) from error
 
 
