@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import OPTIMIZER_FILE
-from trak_core.study.checkpoints import PREFIXES, unpickled
+from trak_core.study.checkpoints import PREFIXES
+from trak_core.study.tensor_files import unpickled
 
 # Where a file of model and optimizer has the latter.
 _KEYS = ("optimizer_state_dict", "optimizer")
