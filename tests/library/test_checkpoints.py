@@ -9,6 +9,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint, read_state_dict
+from trak_core.study.tensor_files import unpickled
 
 
 def net():
@@ -70,9 +71,27 @@ def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
         load_checkpoint(net(), tmp_path / "empty.pt")
 
 
-def test_safetensors(state, tmp_path):
-    save_file(state, tmp_path / "a.safetensors")
-    assert same(state, tmp_path / "a.safetensors")
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "a"])
+def test_any_ending_of_a_name(state, tmp_path, name):
+    save_file(state, tmp_path / name)
+    assert same(state, tmp_path / name)
+    for zipped in (True, False):
+        torch.save(state, tmp_path / name, _use_new_zipfile_serialization=zipped)
+        assert same(state, tmp_path / name)
+
+
+def test_what_the_system_refuses_to_read(tmp_path):
+    with pytest.raises(InputError, match=r"must be; .*Reading it failed: Is a directory\. Give a"):
+        unpickled(tmp_path, "it must be", "")
+    with pytest.raises(InputError, match=r"No such file or directory\. Give a file that may be"):
+        unpickled(tmp_path / "none.pt", "it must be", "")
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
+    torch.save(state, tmp_path / "a.pt")
+    monkeypatch.setattr(torch, "load", lambda *_, **__: bytearray(2**62))
+    with pytest.raises(MemoryError):
+        read_state_dict(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

@@ -83,27 +83,69 @@ def cut_safetensors(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
+def cut_wide_safetensors(path):
+    """The first bytes of 2,600, of a header's length, are a bracket and an end of a line."""
+    save_file(changed(), path, metadata={"note": ""})
+    short = int.from_bytes(path.read_bytes()[:8], "little")
+    save_file(changed(), path, metadata={"note": "-" * (2600 - short)})
+    assert path.read_bytes().startswith(b"(\n")
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def cut_old(path):
+    torch.save(changed(), path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def scripted(path):
+    """What torch knows an archive of TorchScript by."""
+    saved(path, changed())
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(f"{path.stem}/constants.pkl", b"")
+
+
+def damaged_list(path):
+    saved(path, changed())
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02")] ^= 1
+    path.write_bytes(data)
+
+
 NO_STATE = (
     r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it fa"
 )
 
 CHECKPOINTS = {
     "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
-    "an empty file": (lambda path: path.write_bytes(b""), NO_STATE),
-    "text": (
+    "an empty file": (lambda path: path.write_bytes(b""), r"it is empty\. Copy it again\.$"),
+    "zeros": (lambda path: path.write_bytes(bytes(999)), r"it begins with zeros alone\. Copy it"),
+    "a pointer of Git LFS in place of safetensors": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
-        r"it is a text that begins with 'version https://git-lfs\.github\.com/",
+        r"it is a pointer of Git LFS\. Fetch the file itself by `git lfs pull`\.$",
     ),
-    "text in place of safetensors": (
-        lambda path: path.write_text("<html>\n<body>no such page</body>"),
-        r"it is a text that begins with '<html>\\n<body>",
+    "text": (
+        lambda path: path.write_text("\ufeff<html>\n\t<body>no such page</body>"),
+        r"it begins with b'\\xef\\xbb\\xbf<html>\\n\\t<body>no su.*', as neither .*\. Save `mod",
     ),
     "a pickle of something else": (
         lambda path: path.write_bytes(b"\x93NUMPY"),
-        r"Reading it failed: Unsupported operand 147\. ",
+        r"it begins with b'\\x93NUMPY', as neither torch\.save's files nor safetensors do\. Save",
     ),
-    "a cut file": (cut, r"begins as a zip file does, and has no end: it was cut off\. Save `model"),
-    "a cut safetensors file": (cut_safetensors, NO_STATE),
+    "a cut file": (cut, r"as a zip file and doesn't end as one: it was cut off\. Copy it again\.$"),
+    "a cut file of an old torch": (
+        cut_old,
+        r"Reading it failed: it was cut off, or is damaged\. Copy it again\.$",
+    ),
+    "a damaged list of parts": (damaged_list, r"the list of its parts is damaged: .*\. Copy it"),
+    "a cut safetensors file": (cut_safetensors, r"failed: it was cut off, or is damaged\. Copy it"),
+    "a cut safetensors file whose header's length is that of a text": (
+        cut_wide_safetensors,
+        r"failed: it was cut off, or is damaged\. Copy it",
+    ),
+    "TorchScript": (
+        scripted,
+        r"with TorchScript archives passed to ``torch\.load``\. Save `model\.state_dict\(\)`",
+    ),
     "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
     "a part marked as a folder": (marked_as_folder, r"a part is a folder: the file is damaged"),
     "a bomb": (bomb, r"its parts are larger than the file: torch\.save never compresses"),
@@ -171,6 +213,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file that looks like a TorchScript")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_bad_checkpoint(workspace, tmp_path, name):
     write, expected = CHECKPOINTS[name]

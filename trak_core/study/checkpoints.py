@@ -96,7 +96,7 @@ def _existing(index: Path, names: list[str]) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Tensor]:
     must = "a checkpoint must be a state dict saved by torch.save, or safetensors"
-    state = unpickled(path, must, " Save `model.state_dict()` and use that file.")
+    state = unpickled(path, must, "Save `model.state_dict()` and use that file.")
     for wrapper in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
             state = state[wrapper]

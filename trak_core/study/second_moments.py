@@ -106,7 +106,7 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
     if source.suffix == ".safetensors":
         raise InputError(f"{source}: safetensors hold no optimizer. Name their folder: {how}.")
     must = "an optimizer's state must be a whole file of torch.save"
-    found = unpickled(source, must, f" If it was cut off or changed, copy it again. {how}.")
+    found = unpickled(source, must, f"{how}.")
     inside = found if isinstance(found, dict) else {}
     state = next((inside[key] for key in _KEYS if key in inside), inside)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
