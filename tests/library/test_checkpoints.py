@@ -37,7 +37,7 @@ def same(state, path):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-@pytest.mark.parametrize("wrapper", [None, "state_dict", "model"])
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model_state_dict", "model"])
 def test_pytorch_files(state, tmp_path, prefix, wrapper):
     stored = {prefix + key: value for key, value in state.items()}
     torch.save({wrapper: stored, "epoch": 3} if wrapper else stored, tmp_path / "a.pt")

@@ -53,7 +53,7 @@ def _check_zip(path: Path) -> None:
     if damaged:
         raise _UnreadableError(
             f"the checksum of its part {damaged} differs: the file is damaged, or was saved after "
-            f"torch.serialization.set_crc32_options(False). {_AGAIN}"
+            "torch.serialization.set_crc32_options(False). Copy it again, or save it with checksums."
         )
 
 
