@@ -42,7 +42,7 @@ def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
     Args:
         n_pairs: How many there are.
         n_drawn: How many to draw; all of them if there are fewer.
-        seed: Of the draw, the same on every device.
+        seed: Fixes the draw on every device.
 
     Returns:
         Indices in ascending order.

@@ -1,4 +1,4 @@
-"""The public door of the projection: checks its arguments, then calls the device's backend."""
+"""Project gradients: check the arguments, then call the backend of their device."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -57,7 +57,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return where the result goes, zeroed unless it is to be added to."""
+    """Return where the result goes, zeroed unless the caller accumulates."""
     shape = (len(like), proj_dim)
     if out is None:
         if accumulate:

@@ -12,7 +12,7 @@ from trak_core.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is to be known of a kind of projection, but for how its entries come about.
+    """Properties of a kind of projection; ``projection/reference.py`` defines its entries.
 
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
@@ -35,7 +35,7 @@ class Kind:
 
 
 class ProjectionKind(StrEnum):
-    """The kinds of projection, a row each: the one table that all read who must know them apart.
+    """The kinds of projection, one row each.
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
     ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
@@ -60,7 +60,7 @@ class ProjectionKind(StrEnum):
 
     @property
     def tag(self) -> int:
-        """The row's number of a kind that has one."""
+        """The kind's number in the counter of random words."""
         assert self.about.tag is not None
         return self.about.tag
 

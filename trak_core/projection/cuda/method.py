@@ -20,8 +20,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
 
     Args:
         spec: The projection.
-        dtype: Of the gradients.
-        device: Where they are.
+        dtype: The gradients' dtype.
+        device: The gradients' device.
 
     Raises:
         InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
@@ -73,15 +73,15 @@ def require_right_matrix(
 ) -> None:
     """Compare the bits of R that a kernel makes with the definition, at its first use on a device.
 
-    Rows that are zero but for a one pick out single rows of R, at coordinates beyond 2^32, across
+    Rows of zeros with a single one pick out single rows of R, at coordinates beyond 2^32, across
     the edge of a slice and in all places of a block of 128.
 
     Args:
         method: What ``choose`` returned for the other arguments.
-        spec: The projection that is to be computed.
-        dtype: Of the gradients.
-        device: Where they are.
-        n_samples: How many rows they have: it decides which variant of a kernel runs.
+        spec: The projection to compute.
+        dtype: The gradients' dtype.
+        device: The gradients' device.
+        n_samples: The gradients' rows; their number decides which variant of a kernel runs.
 
     Raises:
         InputError: If the kernel cannot be compiled or started, or if any entry differs.
