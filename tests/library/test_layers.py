@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
-    {"errors", "reached"},
+    {"errors"},
     {"spec", "provenance"},
     {"system"},
     {"projection", "model_outputs"},
@@ -57,7 +57,7 @@ def test_imports_point_down(path):
 
 def test_all_but_what_is_said_everywhere_lies_in_a_folder():
     loose = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert loose == {"errors", "provenance", "reached"}
+    assert loose == {"errors", "provenance"}
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == RANK.keys() - loose
 
 
