@@ -20,11 +20,11 @@ _PACKAGE = "trak_core"
 # What code reads beside its modules: templates and styles of the report.
 _BESIDE = (".j2", ".css")
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-# By these, code may reach what it never names.
+# With one of these words, code may reach what it never names.
 _REFLECTS = {
     *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "sys"),
     *("import_module", "__import__", "__main__", "__dict__", "__getattr__", "__globals__"),
-    *("f_globals", "__builtins__", "builtins", "runpy"),
+    *("f_globals", "__builtins__", "builtins", "runpy", "module_from_spec", "load_module"),
     # Libraries that call what a file names.
     *("pickle", "cloudpickle", "dill", "joblib", "weights_only", "allow_pickle", "hydra"),
     *("instantiate", "pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
@@ -223,11 +223,9 @@ def study_modules(study: Path) -> dict[_Name, Path]:
 def study_imports(study: Path) -> list[str]:
     """Find what a study imports whenever it is loaded, and doesn't lie beside it.
 
-    Nothing where the study may change what an import does: by variables of its environment, or by
-    where modules are looked for.
-
     Returns:
-        Dotted names, sorted.
+        Dotted names, sorted; none if the study may change what an import does, by variables of its
+        environment or by the folders of modules.
 
     Raises:
         InputError: See ``study_modules``.
@@ -282,11 +280,10 @@ def study_digest(
 ) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
-    Same rules as ``code_digest``; installed packages don't count. A function ``without`` which the
-    hash is asked for counts all the same where code outside it could reach it: where its name is
-    said, as a name or in a text, in the file or beside it; where its definition runs code
-    (decorators, defaults); where the file, or a module beside it, may reach what it never names
-    (``globals``, ``sys.modules``, ...); and where one of them imports the file back.
+    Same rules as ``code_digest``; installed packages don't count. A function in ``without`` counts
+    all the same in doubt: if code that counts says its name, as a name or in a text; if its
+    definition has decorators, or defaults that are no constants; if code that counts may reach what
+    it never names (``globals``, ``sys.modules``, ...); or if the file is imported back.
 
     Args:
         study: The study's Python file.

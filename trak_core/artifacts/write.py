@@ -30,19 +30,23 @@ _Place = tuple[str, str, int]
 _PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
 
 
+# What PyTables and pandas look for, in the order in which files have it.
+_FRAME = {
+    **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
+    **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
+    **{"ndim": 2, "nblocks": 1, "axis0_variety": "regular", "axis1_variety": "regular"},
+    "block0_items_variety": "regular",
+}
+_VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
+_AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
+
+
 def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
     values = ids_array(ids)
     dataset = group.create_dataset(name, data=values, fletcher32=True, chunks=values.shape)
-    put_attributes(
-        dataset,
-        CLASS="ARRAY",
-        VERSION="2.4",
-        TITLE="",
-        FLAVOR="numpy",
-        kind="string" if values.dtype.kind == "S" else "integer",
-        name=np.bytes_(b"N."),  # pandas' own spelling of "the axis has no name"
-        transposed=np.uint8(1),
-    )
+    kind = "string" if values.dtype.kind == "S" else "integer"
+    # pandas' own spelling of "the axis has no name".
+    put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
 
 
 @dataclass(slots=True)
@@ -74,34 +78,15 @@ class Writer:
             A dataset of shape (len(index), len(columns)).
         """
         group = self.file.create_group(key)
-        put_attributes(
-            group,
-            CLASS="GROUP",
-            VERSION="1.0",
-            TITLE="",
-            pandas_type="frame",
-            pandas_version=_PANDAS_VERSION,
-            encoding="UTF-8",
-            errors="strict",
-            ndim=2,
-            nblocks=1,
-            axis0_variety="regular",
-            axis1_variety="regular",
-            block0_items_variety="regular",
-        )
+        put_attributes(group, **_FRAME)
         for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
             _axis(group, name, ids)
         shape = (len(index), len(columns))
+        chunks = (min(shape[0], chunks[0]), min(shape[1], chunks[1]))
         values = group.create_dataset(
-            "block0_values",
-            shape=shape,
-            dtype=dtype,
-            chunks=(min(shape[0], chunks[0]), min(shape[1], chunks[1])),
-            fletcher32=True,
+            "block0_values", shape=shape, dtype=dtype, chunks=chunks, fletcher32=True
         )
-        put_attributes(
-            values, CLASS="CARRAY", VERSION="1.1", TITLE="", FLAVOR="numpy", transposed=np.uint8(1)
-        )
+        put_attributes(values, **_VALUES, transposed=np.uint8(1))
         return values
 
     def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
@@ -202,11 +187,8 @@ def create(
     """
     with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:
-            put_attributes(
-                file,
-                **{"encoding-type": kind.encoding_type, "encoding-version": VERSION},
-                **attributes,
-            )
+            own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
+            put_attributes(file, **own, **attributes)
             write_object(file, "spec", spec)
             write_object(file, "provenance", provenance)
             writer = Writer(file)
