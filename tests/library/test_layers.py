@@ -88,10 +88,12 @@ def test_no_module_imports_itself_by_a_detour():
 
 
 def test_no_module_of_two_folders_has_one_name():
-    """But for what a package itself is called, and the kernels' twins."""
+    """Except for packages, the kernels' twins, and how artifacts are read and written."""
     found = {}
     for path in MODULES:
-        if not (path.name.startswith("_") or {"cpu", "cuda", "compat"} & set(path.parts)):
+        if not (
+            path.name.startswith("_") or {"cpu", "cuda", "compat", "artifacts"} & set(path.parts)
+        ):
             found.setdefault(path.name, []).append(str(path.relative_to(PACKAGE)))
     assert [paths for paths in found.values() if len(paths) > 1] == []
 
