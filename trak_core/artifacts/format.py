@@ -1,8 +1,8 @@
 """The file format that writer and reader share: kinds, layout, JSON objects, hash and seal.
 
-A specification, and a provenance, is JSON in an attribute, except for its lists. An attribute holds
-64 KiB, and lists grow with a study: of its checkpoints, targets, retrained models. Each is a vector
-in the group of the same name, one JSON text an element. With h5py alone:
+Specification and provenance are JSON in an attribute each, except for their lists, because an
+attribute holds 64 KiB and lists grow with a study. Each list is a vector in the group of the same
+name, one JSON text an element. With h5py alone:
 
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
@@ -26,11 +26,10 @@ import numpy as np
 from trak_core.errors import InputError
 
 VERSION = 1
-_HASH_BLOCK_BYTES = 2**24
-_MARK = b"trak-seal blake2b "
+_HASH_BLOCK_BYTES, _SEAL_BLOCK_BYTES = 2**24, 2**22
 _DIGEST_BYTES = 16
+_MARK = b"trak-seal blake2b "
 _SEAL_BYTES = len(_MARK) + 2 * _DIGEST_BYTES
-_SEAL_BLOCK_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +162,9 @@ def content_hash(file: h5py.File) -> str:
         32 hexadecimal digits.
 
     Raises:
-        ValueError: If a floating-point value is not finite; it names the dataset.
+        ValueError: If a number is not finite, or a dataset not filled; it names the dataset.
     """
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     def visit(name: str, node: h5py.Group | h5py.Dataset) -> None:
         digest.update(name.encode() + b"\0")
@@ -174,7 +173,7 @@ def content_hash(file: h5py.File) -> str:
                 digest.update(attribute.encode() + b"\0" + _attribute_bytes(node.attrs[attribute]))
         if isinstance(node, h5py.Dataset):
             digest.update(f"{node.dtype.descr}{node.shape}".encode())
-            # Nothing here is compressed or sparse: a damaged shape would read as endless zeros.
+            # Nothing here is compressed; a part that was never filled would read as zeros.
             if node.id.get_storage_size() < node.size * node.dtype.itemsize:
                 raise ValueError(f"{name!r} is shorter than its shape {node.shape}")
             for block in _blocks(node):

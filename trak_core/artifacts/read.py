@@ -52,7 +52,7 @@ class _HeldFile:
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
-        """Return the open file, valid until another is asked for.
+        """Return the open file, valid until another is read.
 
         Raises:
             OSError: If it is not HDF5, or not the file that lay there first.
