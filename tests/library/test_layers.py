@@ -14,10 +14,10 @@ LAYERS = [
     {"spec", "provenance"},
     {"system"},
     {"projection", "model_outputs"},
-    {"study", "artifacts", "config", "one_pass"},
+    {"study", "artifacts", "config", "autograd"},
     {"gradients", "scoring"},
     {"gramian", "trust"},
-    {"models", "report"},
+    {"model", "report"},
     {"stages"},
     {"compat"},
 ]
@@ -100,7 +100,7 @@ def test_no_module_of_two_folders_has_one_name():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_modules_are_small(path):
-    assert len(path.read_text().splitlines()) <= 350
+    assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_modules_are_small(path):
         ("trak_core.stages.find_flipped", {"torch", "numba"}),
         ("trak_core.stages.compare_removals", {"torch", "numba"}),
         ("trak_core.config.specs", {"torch", "numpy", "h5py", "numba", "pandas"}),
-        ("trak_core.config.look", {"torch", "numpy", "h5py", "numba", "pandas"}),
+        ("trak_core.config.preflight", {"torch", "numpy", "h5py", "numba", "pandas"}),
         ("trak_core.stages.join_shards", {"torch", "numba", "pandas"}),
     ],
 )
