@@ -11,7 +11,7 @@ import yaml
 from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
-from trak_core.artifacts._format import content_hash
+from trak_core.artifacts.format import seal
 from trak_core.config import keys as config
 
 SOURCES = [
@@ -97,7 +97,7 @@ def test_a_pickle_in_a_table_is_not_opened(tmp_path):
             file.table(key, rows, ["id"])
     with h5py.File(path, "r+") as file:
         file["targets/table"].attrs["values_block_0_kind"] = f"cos\nmkdir\n(V{ran}\ntR.".encode()
-        file.attrs["content-hash"] = content_hash(file)
+    seal(path)
     with open_artifact(path, SCORES) as file:
         pd.testing.assert_frame_equal(file.table("targets"), rows)
     assert not ran.exists()

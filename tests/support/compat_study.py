@@ -95,7 +95,7 @@ def expected_spec(study):
         model_output="image_classification",
         projection={"kind": "rademacher", "proj_dim": K, "seed": 0},
         damping=DAMPING,
-        study_digest=study_digests(study["path"])["features"],
+        study_digest=study_digests(study["path"])["training"],
         targets_code=study_digests(study["path"])["targets"],
     )
 

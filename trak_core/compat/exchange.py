@@ -124,7 +124,7 @@ def export_features(
         "checkpoint": identity,
         "split": TRAIN if exp_name is None else exp_name,
         "dtype": "float32",
-        "study_digest": digests.get("features"),
+        "study_digest": digests.get("training"),
         "parameter_patterns": traker.grad_wrt,
         "targets_digest": (None if exp_name is None else targets_digest(ids, None, digests)),
     }

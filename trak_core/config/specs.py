@@ -136,7 +136,7 @@ class Specs:
             parameter_patterns=None if patterns == "all" else patterns,
             projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
-            study_digest=self.digests["features"],
+            study_digest=self.digests["training"],
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
         )
 
@@ -284,7 +284,7 @@ class Specs:
             subsets=subsets,
             arguments=self.training,
             model_output=self.config["model_output"],
-            study_digest=self.digests["retraining"],
+            study_digest=self.digests["targets"],
             seeds=seeds,
             seed=seed,
         )

@@ -16,7 +16,7 @@ from trak_core.artifacts import (
     SCORES,
     SELF_INFLUENCE,
     Artifact,
-    Kind,
+    ArtifactKind,
     open_artifact,
 )
 from trak_core.report.facts import Distortion, Error, Experiment, Matrix, Measured, Source
@@ -101,7 +101,9 @@ def read_distortion(path: Path, results: Path) -> Distortion:
         )
 
 
-def _measured(path: Path, kind: Kind, results: Path, *tables: str, **counts: int) -> Measured:
+def _measured(
+    path: Path, kind: ArtifactKind, results: Path, *tables: str, **counts: int
+) -> Measured:
     """Read the tables that a file has out of those asked for, and its numbers."""
     with open_artifact(path, kind) as file:
         source = _source(file, results)

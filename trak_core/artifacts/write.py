@@ -1,4 +1,4 @@
-"""Writing an artifact: whole under its final name, or not at all."""
+"""To write artifacts: whole under their final names, or not at all."""
 
 import contextlib
 import json
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from trak_core.artifacts._format import (
+from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
-    Kind,
+    ArtifactKind,
     content_hash,
     ids_array,
+    put_attributes,
+    seal,
     table_columns,
+    write_object,
 )
-from trak_core.artifacts._objects import write_object
-from trak_core.artifacts._seal import seal
 from trak_core.system.whole_file import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
@@ -29,34 +30,23 @@ _Place = tuple[str, str, int]
 _PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
 
 
-def _text(value: str) -> tuple[np.bytes_, np.dtype]:
-    # PyTables reads its own attributes only as UTF-8 of a fixed length.
-    encoded = value.encode()
-    return np.bytes_(encoded), h5py.string_dtype("utf-8", max(1, len(encoded)))
-
-
-def _put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
-    for name, value in attributes.items():
-        if isinstance(value, str):
-            data, dtype = _text(value)
-            node.attrs.create(name, data, dtype=dtype)
-        else:
-            node.attrs[name] = value
+# What PyTables and pandas look for, in the order in which files have it.
+_FRAME = {
+    **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
+    **{"pandas_version": _PANDAS_VERSION, "encoding": "UTF-8", "errors": "strict"},
+    **{"ndim": 2, "nblocks": 1, "axis0_variety": "regular", "axis1_variety": "regular"},
+    "block0_items_variety": "regular",
+}
+_VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
+_AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
 
 
 def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
     values = ids_array(ids)
     dataset = group.create_dataset(name, data=values, fletcher32=True, chunks=values.shape)
-    _put_attributes(
-        dataset,
-        CLASS="ARRAY",
-        VERSION="2.4",
-        TITLE="",
-        FLAVOR="numpy",
-        kind="string" if values.dtype.kind == "S" else "integer",
-        name=np.bytes_(b"N."),  # pandas' own spelling of "the axis has no name"
-        transposed=np.uint8(1),
-    )
+    kind = "string" if values.dtype.kind == "S" else "integer"
+    # pandas' own spelling of "the axis has no name".
+    put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
 
 
 @dataclass(slots=True)
@@ -75,47 +65,28 @@ class Writer:
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
     ) -> h5py.Dataset:
-        """Make a frame and return its values, to be filled by blocks.
+        """Make a frame and return its values, to fill by blocks.
 
         Args:
             key: Name of the frame.
             index: Row ids, integers or strings.
             columns: Column ids, likewise.
-            dtype: Of the values.
+            dtype: The values' dtype.
             chunks: Rows and columns of a chunk at most.
 
         Returns:
             A dataset of shape (len(index), len(columns)).
         """
         group = self.file.create_group(key)
-        _put_attributes(
-            group,
-            CLASS="GROUP",
-            VERSION="1.0",
-            TITLE="",
-            pandas_type="frame",
-            pandas_version=_PANDAS_VERSION,
-            encoding="UTF-8",
-            errors="strict",
-            ndim=2,
-            nblocks=1,
-            axis0_variety="regular",
-            axis1_variety="regular",
-            block0_items_variety="regular",
-        )
+        put_attributes(group, **_FRAME)
         for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
             _axis(group, name, ids)
         shape = (len(index), len(columns))
+        chunks = (min(shape[0], chunks[0]), min(shape[1], chunks[1]))
         values = group.create_dataset(
-            "block0_values",
-            shape=shape,
-            dtype=dtype,
-            chunks=(min(shape[0], chunks[0]), min(shape[1], chunks[1])),
-            fletcher32=True,
+            "block0_values", shape=shape, dtype=dtype, chunks=chunks, fletcher32=True
         )
-        _put_attributes(
-            values, CLASS="CARRAY", VERSION="1.1", TITLE="", FLAVOR="numpy", transposed=np.uint8(1)
-        )
+        put_attributes(values, **_VALUES, transposed=np.uint8(1))
         return values
 
     def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
@@ -146,8 +117,8 @@ def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]
     """Write a table by pandas.
 
     Returns:
-        Where each column lies: its name, field and place there. pandas keeps that as a pickle,
-        which a reader must not open.
+        Name, field and place there of each column. pandas keeps that as a pickle, which a reader
+        must not open.
     """
     # No compression: pandas passes checksums on only where one is named.
     import pandas as pd
@@ -174,17 +145,17 @@ def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]
     return [(name, *places[name]) for name in rows.columns]
 
 
-def _same(found: Any, written: np.ndarray) -> bool:
-    return np.array_equal(found, written, equal_nan=written.dtype.kind == "f")
-
-
 def _reads_back(path: Path, key: str, rows: "pd.DataFrame", columns: list[_Place]) -> bool:
     """Say whether a table reads as it was written: PyTables hides failed writes."""
     try:
         with h5py.File(path) as file:
             table: Any = file[f"{key}/table"]
-            found = table_columns(table, columns)
-        return all(_same(found[name], rows[name].to_numpy()) for name in rows)
+            values = table_columns(table, columns)
+        written = {name: rows[name].to_numpy() for name in rows}
+        return all(
+            np.array_equal(values[name], column, equal_nan=column.dtype.kind == "f")
+            for name, column in written.items()
+        )
     except Exception:  # of many kinds, where the file breaks off
         return False
 
@@ -192,7 +163,7 @@ def _reads_back(path: Path, key: str, rows: "pd.DataFrame", columns: list[_Place
 @contextlib.contextmanager
 def create(
     path: Path,
-    kind: Kind,
+    kind: ArtifactKind,
     spec: Mapping[str, Any],
     provenance: Mapping[str, Any],
     **attributes: Any,
@@ -201,9 +172,9 @@ def create(
 
     Args:
         path: Final name; its folder is made.
-        kind: What it is.
-        spec: Everything that decides the numbers, as plain values. Its lists may grow with the
-            study; what else it holds must fit an attribute (64 KiB).
+        kind: The file's kind.
+        spec: Everything that decides the numbers, as plain values. Its lists may have any length;
+            the other values together must fit an attribute (64 KiB).
         provenance: Software and device; no clock times, so that a repeated run is byte-identical.
         **attributes: More root attributes.
 
@@ -216,13 +187,10 @@ def create(
     """
     with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:
-            _put_attributes(
-                file,
-                **{"encoding-type": kind.encoding_type, "encoding-version": VERSION},
-                **attributes,
-            )
-            write_object(file, "spec", spec, _put_attributes)
-            write_object(file, "provenance", provenance, _put_attributes)
+            own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
+            put_attributes(file, **own, **attributes)
+            write_object(file, "spec", spec)
+            write_object(file, "provenance", provenance)
             writer = Writer(file)
             yield writer
         # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
@@ -232,9 +200,9 @@ def create(
                 raise does_not_fit(path, f"the table {key} does not read as it was written")
         with h5py.File(partial, "r+") as file:
             for key, columns in fields.items():
-                _put_attributes(file.require_group(key), columns=json.dumps(columns))
+                put_attributes(file.require_group(key), columns=json.dumps(columns))
             try:
-                _put_attributes(file, **{"content-hash": content_hash(file)})
+                put_attributes(file, **{"content-hash": content_hash(file)})
             except ValueError as error:
                 raise ArtifactError(
                     f"{path}: every number of an artifact must be finite, but {error}. "
