@@ -55,7 +55,7 @@ def add_code(text):
     [
         ("projection/cpu/rademacher.py", PROJECTED),
         ("gradients/methods.py", {*LOADED, *RETRAINED, "preflight_study"}),
-        ("study/checkpoints.py", LOADED),
+        ("study/checkpoints.py", {*LOADED, "preflight_study"}),
         ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
         ("scoring/exact.py", {"compute_exact_scores"}),
