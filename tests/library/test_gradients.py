@@ -1,5 +1,6 @@
 """Per-sample gradients against one backward pass a sample, and what is refused beforehand."""
 
+import inspect
 import subprocess
 import sys
 
@@ -614,7 +615,7 @@ def test_counting_classes():
     batch = (torch.zeros(2, 4), torch.tensor([0, 1]))
     assert count_classes(nn.Linear(4, 3), CLASSIFICATION, batch, torch.device("cpu")) == 3
     assert count_classes(Wrapped(), CLASSIFICATION, batch, torch.device("cpu")) == 3
-    with pytest.raises(InputError, match=r"shapes \(1, 4\) failed"):
+    with pytest.raises(InputError, match=r"one sample of \(1, 4\) float32; parameters of"):
         count_classes(nn.Linear(5, 3), CLASSIFICATION, batch, torch.device("cpu"))
     with pytest.raises(InputError, match=r"at least 2 classes\. Found 1: for a single logit"):
         count_classes(nn.Linear(4, 1), CLASSIFICATION, batch, CPU)
@@ -626,8 +627,29 @@ def test_counting_classes():
         InputError, match=r"one number a sample\. Found \(3,\) from .* sample, \(3,\), and"
     ):
         count_classes(nn.Linear(4, 3), REGRESSION, batch, CPU)
-    with pytest.raises(InputError, match=r"shapes x \(1, 4\) failed: TypeError"):
+    with pytest.raises(InputError, match=r"of x \(1, 4\) float32; .*\. Found TypeError: .*'x'\nIf"):
         count_classes(nn.Linear(4, 3), CLASSIFICATION, {"x": batch[0], "labels": batch[1]}, CPU)
+
+
+class Mistaken(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x.view(len(x), 7)
+
+
+def test_a_sample_of_another_dtype_is_told_from_a_mistake_in_the_model():
+    samples = (torch.zeros(1, 4), torch.tensor([0]))
+    double = (samples[0].double(), samples[1])
+    with pytest.raises(
+        InputError, match=r"one sample of \(1, 4\) float64; parameters of float32\."
+    ):
+        count_classes(nn.Linear(4, 3), CLASSIFICATION, double, CPU)
+    with pytest.raises(InputError) as error:
+        count_classes(Mistaken(4, 3), CLASSIFICATION, samples, CPU)
+    line = inspect.getsourcelines(Mistaken)[1] + 3
+    said = f"\nin {__file__}:{line}, forward: return x.view(len(x), 7)\n"
+    assert "of (1, 4) float32; parameters of float32. Found RuntimeError: shape" in str(error.value)
+    assert said in str(error.value)
 
 
 def test_what_a_model_returns_must_fit_the_labels():

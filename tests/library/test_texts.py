@@ -19,7 +19,7 @@ from trak_core.gradients import (
 from trak_core.model.sample_order import arranged, part_of
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.study.study import Split
+from trak_core.study.split import Split
 
 
 class Takes(torch.nn.Module):

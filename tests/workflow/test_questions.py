@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from workspace import jobs
 
-from trak_core.study.questions import split_of
 from trak_core.study.study import Study
+from trak_core.study.targets import split_of
 
 STUDY = """
 

@@ -12,8 +12,9 @@ from typing import Any
 from trak_core.report.facts import Experiment, Row
 from trak_core.report.samples import Picture, drawn, printed
 from trak_core.report.texts import readable
-from trak_core.study.questions import split_of
-from trak_core.study.study import TRAIN, Split, Study, users_code
+from trak_core.study.split import Split, users_code
+from trak_core.study.study import TRAIN, Study
+from trak_core.study.targets import split_of
 
 # Training samples of either sign beside a target; targets of an experiment, and targets in all,
 # which bounds the page's size.

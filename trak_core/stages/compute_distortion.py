@@ -26,7 +26,8 @@ from trak_core.model.load import LoadedModel
 from trak_core.model.sample_order import Arranged, Kept
 from trak_core.model.sampled import SampledGradients
 from trak_core.spec import FeaturesSpec, projection_of
-from trak_core.study.study import TRAIN, Split
+from trak_core.study.split import Split
+from trak_core.study.study import TRAIN
 from trak_core.system.software import software
 from trak_core.trust.distortion import (
     Agreement,
@@ -192,7 +193,7 @@ def compute_distortion(
         "inner_product": inner_product_agreement(gramian, list(features), predicted_sd),
     }
     file_spec = {
-        **loaded.file_spec(spec, checkpoint, own.scaled()),
+        **loaded.file_spec(spec, own.scaled()),
         "sample": {"drawn": n_drawn, "seed": _SEED},
         "streams": n_streams,
     }

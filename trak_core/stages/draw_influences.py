@@ -26,8 +26,8 @@ from trak_core.report.figure import influences_figure
 from trak_core.report.read import read_experiment
 from trak_core.report.samples import printed
 from trak_core.report.texts import on_one_line, readable
-from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN, Study
+from trak_core.study.targets import split_of
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 from trak_core.system.whole_file import written_whole

@@ -1,12 +1,11 @@
-"""Adam's second moments, from the state of the optimizer that lies with a checkpoint.
+"""Read Adam's second moments from the optimizer's state that lies with a checkpoint.
 
-An optimizer's state numbers its parameters, group after group, and has names only where it was
-given them. Without, each group is taken to be in the model's order, as most are, and shapes must
-tell which group has which parameter in the one way that they leave.
+An optimizer's state numbers its parameters, group after group, and has names only if the optimizer
+was given them. Without names, parameters are matched to groups by order and shape; an ambiguous
+match is refused.
 """
 
 import hashlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,13 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import OPTIMIZER_FILE
-from trak_core.study.checkpoints import PREFIXES
-from trak_core.study.tensor_files import unpickled
+from trak_core.study.checkpoints import shared_prefixes
+from trak_core.study.tensor_files import Digest, read_tensors
 
 # Where a file of model and optimizer has the latter.
 _KEYS = ("optimizer_state_dict", "optimizer")
-# Ways to tell parameters apart that are followed at once.
+# Partial matches of parameters that are followed at the same time.
 _MOST_WAYS = 10_000
-
-
-def optimizer_file(checkpoint: Path) -> Path:
-    """Return the file of a checkpoint that has the optimizer's state, if any file has."""
-    return checkpoint / OPTIMIZER_FILE if checkpoint.is_dir() else checkpoint
-
-
-def optimizer_sha256(checkpoint: Path) -> str:
-    """Return the SHA-256 of that file, 64 hexadecimal digits."""
-    with optimizer_file(checkpoint).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def adam_scales(
@@ -41,7 +29,7 @@ def adam_scales(
     parameters: Mapping[str, nn.Parameter],
     trained: Collection[str],
     checkpoint: Path,
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], str]:
     """Return what Adam multiplies each entry of a gradient by: 1 / (sqrt(v / (1 - b^t)) + eps).
 
     v is the running mean of squared gradients (with ``amsgrad`` the largest that there was), b its
@@ -56,15 +44,17 @@ def adam_scales(
             with the state of model and optimizer.
 
     Returns:
-        By name, in each parameter's shape, float32, on the CPU.
+        By name, in each parameter's shape, float32, on the CPU; and the SHA-256 of the file with
+        the state, 64 hexadecimal digits.
 
     Raises:
         InputError: If there is no state of an Adam there that is known to be of these parameters.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
-    source = optimizer_file(checkpoint)
-    groups, moments = _state(source)
+    source = checkpoint / OPTIMIZER_FILE if checkpoint.is_dir() else checkpoint
+    digest = hashlib.sha256()
+    groups, moments = _state(source, digest)
     numbers = _numbers(model, {*parameters}, {*trained}, groups, moments, source)
     lacking = [name for name in parameters if numbers.get(name) not in moments]
     if lacking:
@@ -85,7 +75,7 @@ def adam_scales(
                 f"least 0. Found others for {name}. Take another checkpoint, or train again."
             )
         scales[name] = _scale(v.float(), moment, group)
-    return scales
+    return scales, digest.hexdigest()
 
 
 def _scale(v: Tensor, moment: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
@@ -93,7 +83,7 @@ def _scale(v: Tensor, moment: Mapping[str, Any], group: Mapping[str, Any]) -> Te
     return torch.where(v > 0, 1 / (root + group["eps"]), 0)
 
 
-def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
+def _state(source: Path, digest: Digest) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
     """Return groups of parameters, and by number what has second moments."""
     how = (
         "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
@@ -106,7 +96,7 @@ def _state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]
     if source.suffix == ".safetensors":
         raise InputError(f"{source}: safetensors hold no optimizer. Name their folder: {how}.")
     must = "an optimizer's state must be a whole file of torch.save"
-    found = unpickled(source, must, f"{how}.")
+    found = read_tensors(source, must, f"{how}.", digest)
     inside = found if isinstance(found, dict) else {}
     state = next((inside[key] for key in _KEYS if key in inside), inside)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
@@ -144,9 +134,8 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # optimizers that were given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        for prefix in PREFIXES * 2:
-            if all(name.startswith(prefix) for name in given):
-                given = [name.removeprefix(prefix) for name in given]
+        bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
+        given = next((names for names in bare if selected <= {*names}), given)
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(
@@ -164,7 +153,7 @@ def _numbers(
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
-            ways, order = _in_turns(list(own.values()), ids, shapes)
+            ways, order = _orders(list(own.values()), ids, shapes)
             if ways == 1:
                 return dict(zip(own, order, strict=True))
     several = "several ways to tell" if ways else "no way to tell"
@@ -182,35 +171,32 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
 
 
-def _in_turns(
+def _orders(
     wanted: Sequence[tuple[int, ...]],
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> tuple[int, list[int]]:
-    """Take from the groups, each in its order, so that shapes are as wanted.
+    """Take numbers from the groups, each group in its order, so that shapes are as wanted.
 
     Returns:
         How many ways there are, and the numbers in order if it is one.
     """
-    ways: list[Counter[tuple[int, ...]]] = [Counter({(0,) * len(groups): 1})]
-    steps: list[dict[tuple[int, ...], int]] = []
+    # By how many are taken from each group: in how many ways, and the last way, backwards.
+    ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, ())}
     for shape in wanted:
-        following, taken = Counter[tuple[int, ...]](), {}
-        for places, count in ways[-1].items():
+        following: dict[tuple[int, ...], tuple[int, Any]] = {}
+        for places, (count, way) in ways.items():
             for i, (place, group) in enumerate(zip(places, groups, strict=True)):
                 if place < len(group) and shapes[group[place]] in (shape, None):
                     after = (*places[:i], place + 1, *places[i + 1 :])
-                    following[after] += count
-                    taken[after] = i
+                    before, _ = following.get(after, (0, ()))
+                    following[after] = before + count, (group[place], way)
         if len(following) > _MOST_WAYS:
             return len(following), []
-        ways.append(following)
-        steps.append(taken)
-    places = tuple(map(len, groups))
-    found = ways[-1][places]
+        ways = following
+    count, way = next(iter(ways.values()), (0, ()))
     order: list[int] = []
-    for taken in reversed(steps) if found == 1 else []:
-        i = taken[places]
-        places = (*places[:i], places[i] - 1, *places[i + 1 :])
-        order.append(groups[i][places[i]])
-    return found, order[::-1]
+    while way:
+        number, way = way
+        order.append(number)
+    return count, order[::-1]

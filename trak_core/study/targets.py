@@ -1,4 +1,4 @@
-"""Questions: targets that an experiment brings by itself, beside the study.
+"""Read the targets of an experiment: the study's own, or those in a file that the experiment names.
 
 A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In JSON lines, or
 a tab-separated table with a header, each line is one target: the study's ``encode(**line)`` makes a
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.study.study import Split, Study, checked_ids, users_code
+from trak_core.study.split import Split, checked_ids, users_code
+from trak_core.study.study import Study
 
 _PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """Samples that the study makes of lines."""
+    """Samples that the study's ``encode`` makes from lines."""
 
     study: Study
     path: Path
@@ -83,23 +84,22 @@ def split_of(
     """Return the training samples, or the targets of an experiment.
 
     Args:
-        study: Whose model they are put to.
-        name: ``"train"``, or that of the experiment.
-        targets: Ids of the experiment's targets, in order; None for all of its file, and for the
-            training samples.
-        question: The file of an experiment that brings its own; None for the study's
-            ``target_data()``.
+        study: Encodes the lines of a file, and has the targets where there is no file.
+        name: ``"train"``, or the experiment's name.
+        targets: Ids of the experiment's targets, in order; None for all targets of its file, and
+            for the training samples.
+        question: The experiment's own file; None for the study's ``target_data()``.
 
     Raises:
         InputError: If there is no such file, or if data or ids are not what they must be.
     """
     if question is None:
         return study.split(name, targets)
-    split = _questions(study, question)
+    split = _targets_in(question, study)
     return split if targets is None else split.take(targets)
 
 
-def _questions(study: Study, path: Path) -> Split:
+def _targets_in(path: Path, study: Study) -> Split:
     if path.suffix == _PYTHON:
         return Study.load(path).split("target", None)
     lines = _read_lines(path)

@@ -1,5 +1,6 @@
 """Adam's second moments of a checkpoint: whose they are, and features of what they divide."""
 
+import hashlib
 import re
 
 import numpy as np
@@ -15,7 +16,7 @@ from trained_cases import STUDIES
 from trak_core.errors import InputError
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, matrix_shape, stream_of
-from trak_core.study.second_moments import adam_scales
+from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.study import Study
 
 BETAS, EPS, STEPS = (0.8, 0.9), 1e-3, 3
@@ -85,7 +86,10 @@ def scales(model, names, checkpoint):
     """What a job gets that differentiates parameters of these names."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     parameters = {name: p for name, p in model.named_parameters() if name in names}
-    return adam_scales(model, parameters, trained, checkpoint)
+    found, sha256 = adam_scales(model, parameters, trained, checkpoint)
+    file = checkpoint / "optimizer.pt" if checkpoint.is_dir() else checkpoint
+    assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
 
 
 def all_scales(model, checkpoint):
@@ -114,6 +118,7 @@ def assert_own(model, optimizer, checkpoint, names):
         (gpt2, "named"),
         (digits, "named"),
         (digits, "named in parallel"),
+        (digits, "named within another"),
     ],
 )
 def test_each_parameter_gets_its_own(tmp_path, make, grouped):
@@ -125,6 +130,7 @@ def test_each_parameter_gets_its_own(tmp_path, make, grouped):
         # Backwards: names alone tell.
         "named": lambda: [*model.named_parameters()][::-1],
         "named in parallel": lambda: [(f"module.{n}", p) for n, p in model.named_parameters()],
+        "named within another": lambda: [(f"net.a.{n}", p) for n, p in model.named_parameters()],
     }
     optimizer = stepped(model, groups[grouped]())
     checkpoint = tmp_path / "checkpoint.pt"
@@ -215,7 +221,7 @@ def without_gradients(model):
 
 
 def of_others(model):
-    return stepped(model, [(f"net.{name}", p) for name, p in model.named_parameters()])
+    return stepped(model, [(f"net.{name}_", p) for name, p in model.named_parameters()])
 
 
 def spoiled(model):
@@ -230,7 +236,7 @@ def spoiled(model):
         (ambiguous, "several ways to tell which is which"),
         (without_moments, r"must be an Adam of torch's.*Found in its state momentum_buffer"),
         (without_gradients, r"must have second moments\. Found none for second\.weight, second\.b"),
-        (of_others, r"Found no first\.bias, .* among net\.first\.weight, "),
+        (of_others, r"Found no first\.bias, .* among net\.first\.weight_, "),
         (spoiled, r"at least 0\. Found others for first\.bias"),
         (
             lambda model: torch.optim.Adam(model.parameters()),
