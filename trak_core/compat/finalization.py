@@ -1,4 +1,4 @@
-"""From a store's gradients to its features, and from its features to scores: 0.3.2's formula.
+"""Compute a store's features from its gradients, and scores from its features: 0.3.2's formula.
 
     K_c    = inv(G_c^T G_c + lambda I),  then K_c /= mean(|K_c|)
     scores = mean_c(G_c K_c T_c^T) * mean_c(Q_c)
@@ -15,31 +15,29 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from trak_core.compat.batches import listed, stored
+from trak_core.compat.checks import listed, stored
 from trak_core.compat.savers import AbstractSaver, ModelIDException
 from trak_core.compat.score_computers import AbstractScoreComputer
 from trak_core.errors import InputError
 
 
 def checked_ids(saver: AbstractSaver, model_ids: Iterable[int] | None) -> list[int]:
-    """Return model ids of the store: those given, or all.
+    """Return model ids of the store: the given ones, or all.
 
     Raises:
         ModelIDException: If one is not in the store, or if there is none.
     """
-    if model_ids is not None and not isinstance(model_ids, Iterable):
-        raise InputError(f"`model_ids` must be a list of model ids. Found {model_ids!r}.")
     saver.refresh()
-    found = sorted(saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
-    unknown = [m for m in found if not saver.is_registered(m)]
-    if unknown or not found:
+    chosen = sorted(saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
+    unknown = [m for m in chosen if not saver.is_registered(m)]
+    if unknown or not chosen:
         raise ModelIDException(
             f"Model ids must be in {saver.save_dir}, at least one. Found "
             f"{f'no {listed(unknown)}' if unknown else 'none'}; it has "
             f"{listed(sorted(saver.model_ids)) or 'none'}. `load_checkpoint` and `featurize` make "
             "them."
         )
-    return found
+    return chosen
 
 
 def finalize_model(
@@ -51,10 +49,10 @@ def finalize_model(
     device: str | torch.device,
     dtype: torch.dtype,
 ) -> bool:
-    """Compute G K of one model id and store it, unless it is there with this lambda.
+    """Compute G K of one model id and store it, if the store has none with this lambda.
 
     Returns:
-        Whether it was computed.
+        True if it was computed.
 
     Raises:
         ModelIDException: If not all training samples are featurized.
@@ -68,17 +66,17 @@ def finalize_model(
         missing = np.flatnonzero(np.asarray(saver.current_store["is_featurized"]).ravel() == 0)
         raise ModelIDException(
             f"All training samples must be featurized first. Found {len(missing)} of model id "
-            f"{model_id} that are not: {listed(missing.tolist())}. Call `featurize` for them."
+            f"{model_id} that are not: {listed(missing.tolist())}. Call `featurize` with them."
         )
     if state["is_finalized"] and state.get("lambda_reg") == lambda_reg:
         return False
     if saver.current_store["grads"] is None:
         raise InputError(
-            f"Features must be finalized again: those of model id {model_id} were with lambda_reg "
-            f"{state.get('lambda_reg')}, now it is {lambda_reg}. Found its gradients deleted "
-            "(`del_grads`). Use that lambda_reg, or featurize under another model id."
+            f"Another lambda_reg needs the gradients of model id {model_id}. Found them deleted "
+            f"(`del_grads`), and its features finalized with {state.get('lambda_reg')}, not "
+            f"{lambda_reg}. Use that lambda_reg, or featurize under another model id."
         )
-    # A kill from here on must not leave half of the features under a finished name.
+    # A kill from here on must not leave half of the features marked as finished.
     state["is_finalized"] = 0
     saver.serialize_current_model_id_metadata()
     gradients = torch.as_tensor(np.asarray(saver.current_store["grads"]), device=device)
@@ -96,13 +94,13 @@ def finalize_model(
 def _what_is_missing(
     saver: AbstractSaver, model_id: int, exp_name: str, num_targets: int, lambda_reg: float
 ) -> str | None:
-    """Open a model id's arrays for an experiment and say what keeps it from counting, in words."""
+    """Open a model id's arrays for an experiment, and say in words why its scores cannot count."""
     if not saver.model_ids[model_id]["is_finalized"]:
         return "its features are not finalized: call `finalize_features`"
-    found = saver.model_ids[model_id].get("lambda_reg")
-    if found != lambda_reg:
+    known = saver.model_ids[model_id].get("lambda_reg")
+    if known != lambda_reg:
         return (
-            f"its features are finalized with lambda_reg {found}, not {lambda_reg}: call "
+            f"its features are finalized with lambda_reg {known}, not {lambda_reg}: call "
             "`finalize_features`"
         )
     saver.load_current_store(model_id, mode="r")
@@ -112,7 +110,7 @@ def _what_is_missing(
         return "its targets are not scored: call `start_scoring_checkpoint` and `score`"
     unscored = np.flatnonzero(np.isnan(targets).any(axis=1))
     if len(unscored):
-        return f"its targets {listed(unscored.tolist())} are not scored: call `score` for them"
+        return f"its targets {listed(unscored.tolist())} are not scored: call `score` with them"
     return None
 
 
@@ -126,20 +124,14 @@ def usable_ids(
     allow_skip: bool,
     all_of_them: bool,
 ) -> list[int]:
-    """Return the model ids that count in an experiment; warn of those left out.
+    """Return the model ids that count in an experiment, and warn about the others.
 
-    Args:
-        saver: The store.
-        exp_name: The experiment.
-        num_targets: m.
-        model_ids: Which.
-        lambda_reg: With which their features must be finalized.
-        allow_skip: Whether any of them may be left out.
-        all_of_them: Whether nobody asked for these in particular: those whose features are not
-            finalized may be left out then.
+    Features that were finalized with another ``lambda_reg`` don't count. ``allow_skip`` leaves out
+    whatever cannot count. With ``all_of_them`` the user named no model ids, so unfinished features
+    may be left out.
 
     Raises:
-        ModelIDException: If one cannot count and may not be left out, or if none is left.
+        ModelIDException: If one cannot count and must not be left out, or if none is left.
     """
     reasons = {m: _what_is_missing(saver, m, exp_name, num_targets, lambda_reg) for m in model_ids}
     missing = {m: reason for m, reason in reasons.items() if reason is not None}
