@@ -69,7 +69,7 @@ def add_code(text):
                 *("train_checkpoint", "preflight_study", "draw_influences", "write_report"),
             },
         ),
-        ("report/render.py", {"write_report"}),
+        ("report/render.py", {"write_report", "draw_influences"}),
         ("report/samples.py", {"write_report", "draw_influences"}),
         ("system/door.py", set()),
         ("errors.py", set(STAGES)),
