@@ -1,6 +1,8 @@
-"""Numbers for the eye: the filters that templates format with."""
+"""Numbers and labels as readers see them: the filters that templates format with."""
 
 from typing import Any
+
+from trak_core.model_outputs.table import About
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -39,3 +41,19 @@ def plural(count: int, noun: str) -> str:
 def label(value: Any) -> str:
     """Return a sample's label or prediction: a number in three digits, a class as it is."""
     return number(value) if isinstance(value, float) else str(value)
+
+
+def of_target(target: Any, output: About) -> str:
+    """Return a target's label, and what the models make of it: ``label 3, predicted 5``.
+
+    Args:
+        target: A row of an experiment's table ``targets``.
+        output: The model output, which has the words.
+    """
+    parts = ((output.label, target.label), (output.prediction, target.prediction))
+    return ", ".join(f"{word} {label(value)}" for word, value in parts if word)
+
+
+def of_training_sample(influence: Any, output: About) -> str:
+    """Return the label in a row of ``top_influences``; empty where it says nothing."""
+    return f"{output.label} {label(influence.train_label)}" if output.label else ""
