@@ -56,10 +56,10 @@ def add_code(text):
         ("projection/cpu/rademacher.py", PROJECTED),
         ("gradients/methods.py", {*LOADED, *RETRAINED, "preflight_study"}),
         ("study/checkpoints.py", LOADED),
-        ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
+        ("scoring/scores.py", {*SOLVED, "average_scores", *MEASURED}),
         ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
         ("scoring/exact.py", {"compute_exact_scores"}),
-        ("trust/rivals.py", {"evaluate_scores"}),
+        ("evaluation/baselines.py", {"evaluate_scores"}),
         ("stages/draw_influences.py", {"draw_influences"}),
         (
             "study/study.py",

@@ -116,8 +116,8 @@ def pipeline_scores(study, folder, features) -> pd.DataFrame:
         parts.append(folder / f"{name}-scores.h5")
         compute_scores(
             scores=parts[-1],
-            train=train,
-            targets=targets,
+            train_path=train,
+            targets_path=targets,
             normal_matrix=folder / f"{name}-matrix.h5",
             spec=spec,
             keep="full",

@@ -6,12 +6,12 @@ from typing import Any
 
 from jinja2 import Environment
 
+from trak_core.evaluation.distortion import spread_norm_sd
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import conditions, evaluation, how_to_read, run, warnings
 from trak_core.report.examples import EACH, Examples
 from trak_core.report.facts import Facts
 from trak_core.report.markup import environment, filled_in, style
-from trak_core.trust.distortion import spread_norm_sd
 
 # What templates may ask for: `{% for chart in lds_charts(measured) %}`.
 _FUNCTIONS = (
