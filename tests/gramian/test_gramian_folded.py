@@ -188,7 +188,7 @@ def primal(j, j_t, weights, damping):
 
 def _exact(gramian, cross, weights, damping):
     damped = DampedGramian.of(gramian, weights, damping)
-    return damped.similarities(cross), damped.lambda_
+    return damped.similarities(cross), damped.ridge
 
 
 @pytest.mark.parametrize("damping", [0.01, 2.0])
@@ -199,18 +199,18 @@ def _exact(gramian, cross, weights, damping):
 def test_exact_scores_equal_the_formula(n_params, weights, damping):
     j, j_t = J[:, :n_params], J_T[:, :n_params]
     expected, shift = primal(j, j_t, weights, damping)
-    found, lambda_ = _exact(j @ j.T, j @ j_t.T, weights, damping)
+    found, ridge = _exact(j @ j.T, j @ j_t.T, weights, damping)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-11)
-    np.testing.assert_allclose(lambda_, shift)
+    np.testing.assert_allclose(ridge, shift)
 
 
 def test_exact_scores_without_damping():
     """With fewer samples than parameters, the limit of ever less damping."""
     weights = 0.5 + RNG.random(9)
-    found, lambda_ = _exact(J @ J.T, J @ J_T.T, weights, 0)
+    found, ridge = _exact(J @ J.T, J @ J_T.T, weights, 0)
     limit = J @ np.linalg.pinv((J.T * weights) @ J, rcond=1e-10) @ J_T.T
     np.testing.assert_allclose(found, limit, rtol=1e-8)
-    assert lambda_ == 0
+    assert ridge == 0
 
 
 @pytest.mark.parametrize(

@@ -84,18 +84,7 @@ GRAMIAN = ArtifactKind(
 # The same files by another road.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
-_OF_PAIRS = ("gramian", "predicted_sd", "projected_gramian")
-DISTORTION = ArtifactKind(
-    "trak-distortion",
-    ("agreement", "by_stream", "sample_ids", *_OF_PAIRS, "projected_squared_norms"),
-    "compute_distortion",
-    {
-        "sample_ids": (
-            *(f"{key}/axis{i}" for key in _OF_PAIRS for i in (0, 1)),
-            "projected_squared_norms/axis1",
-        )
-    },
-)
+DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")

@@ -209,6 +209,6 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
             n_subsets=specs.evaluation["subsets"]["count"],
             n_checkpoints=len(specs.checkpoints),
             n_settings=len(settings),
-            n_weightings=len({setting.weighting for setting in settings}),
+            n_weightings=len({setting.loss_weighting for setting in settings}),
             n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
         ).check(memory_mb)

@@ -9,7 +9,6 @@ from trak_core.config.demands import check_evaluation, check_exact, check_precon
 from trak_core.config.digests import study_digests, targets_digest
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.scoring import fill_in_scoring
-from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
@@ -21,8 +20,10 @@ from trak_core.spec import (
     NormalSpec,
     RetrainedSpec,
     ScoresSpec,
+    Setting,
     curvature_power,
     ordered,
+    settings_of,
 )
 from trak_core.system.data_files import data_digests
 

@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trak_core.evaluation.distortion import spread_norm_sd
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, format, warnings
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
 from trak_core.report.samples import EACH, Examples
-from trak_core.trust.distortion import spread_norm_sd
 
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.

@@ -17,7 +17,7 @@ class Kind:
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
         keeps: What is left without error where it is alone in a gradient: single coordinates, whole
-            blocks of proj_dim coordinates, or nothing. The errors that ``trust/distortion.py``
+            blocks of proj_dim coordinates, or nothing. The errors that ``evaluation/distortion.py``
             predicts follow from it.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.

@@ -1,4 +1,4 @@
-"""How well scores predict retraining, and how well two sets of scores agree; NumPy only.
+"""Measures how well scores predict retraining, and how well two sets agree; NumPy only.
 
 A *subset sum* is the sum of a target's scores over a subset of the training samples. The linear
 datamodeling score (LDS) of a target is the Spearman correlation, over subsets, between the outputs
@@ -67,12 +67,12 @@ def _correlations(a: np.ndarray, b: np.ndarray, counts: np.ndarray) -> np.ndarra
 def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of each column of ``a`` with the same column of ``b``.
 
-    Equal values share the mean of their ranks. A constant column orders nothing: its correlation
-    is 0.
+    Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
+    has correlation 0, because it orders nothing. Equal values share the mean of their ranks.
 
     Args:
         a: Shape (rows, columns), finite.
-        b: Likewise.
+        b: Finite, the shape of ``a``.
 
     Returns:
         Shape (columns,), float64.
@@ -83,10 +83,10 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def reliability(outputs: np.ndarray) -> np.ndarray:
-    """Return how well models retrained with other seeds would order the subsets alike.
+    """Return how alike models retrained with other seeds would order the subsets.
 
-    The mean Spearman correlation between two seeds, over all pairs of them, brought from one seed
-    to the mean of r by Spearman and Brown's formula: r rho / (1 + (r - 1) rho).
+    The mean Spearman correlation rho between two of r seeds, over all pairs, becomes that of means
+    over r seeds by Spearman and Brown's formula: r rho / (1 + (r - 1) rho).
 
     Args:
         outputs: Shape (seeds, subsets, targets), two seeds or more.
@@ -95,13 +95,13 @@ def reliability(outputs: np.ndarray) -> np.ndarray:
         Shape (targets,), from 0 (also in place of a negative value) to 1.
 
     Raises:
-        InputError: If there is one seed only.
+        InputError: If there is only one seed.
 
     Source: Brown, "Some experimental results in the correlation of mental abilities", British
         Journal of Psychology 3, 1910; Spearman, in the same volume.
     """
-    columns = [_Sorted.of(one) for one in outputs]
-    return _reliability(columns, np.ones(outputs.shape[1]))
+    seeds = [_Sorted.of(of_seed) for of_seed in outputs]
+    return _reliability(seeds, np.ones(outputs.shape[1]))
 
 
 def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
@@ -111,7 +111,7 @@ def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
             "Reliability needs models retrained with at least two seeds on each subset. Found "
             f"{n_seeds}."
         )
-    ranks = [one.centred_ranks(counts) for one in seeds]
+    ranks = [seed.centred_ranks(counts) for seed in seeds]
     pairs = [(i, j) for i in range(n_seeds) for j in range(i)]
     rho = sum(_correlations(ranks[i], ranks[j], counts) for i, j in pairs) / len(pairs)
     rho = np.maximum(rho, 0)
@@ -121,7 +121,7 @@ def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
 def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
     """Return the correlation that expectations would have with the outputs, sqrt(reliability).
 
-    What a perfect prediction of the mean output over all seeds can reach, when the outputs it is
+    A perfect prediction of the mean output over all seeds reaches it, where the outputs that it is
     compared with are means over a few seeds.
 
     Args:
@@ -143,14 +143,14 @@ def bootstrap(
 
     Each draw takes as many subsets and as many targets as there are, with replacement, ranks the
     drawn subsets anew and averages over the drawn targets. All predictions share the draws, so that
-    one doesn't depend on what else is looked at, and differences between two are paired.
+    a prediction's numbers don't depend on the others, and differences between two are paired.
 
     Args:
         predictions: Subset sums, each of shape (subsets, targets).
-        outputs: Of the retrained models, shape (seeds, subsets, targets); seeds are averaged. With
-            two seeds or more the noise ceiling is drawn alike.
-        n_draws: How many.
-        seed: Of the draws.
+        outputs: Outputs of retrained models, shape (seeds, subsets, targets); seeds are averaged.
+            With two seeds or more the noise ceiling is drawn too.
+        n_draws: Number of draws.
+        seed: Seed of the draws.
 
     Returns:
         Shape (n_draws, predictions) and, with two seeds or more, one more column for the noise
@@ -161,14 +161,14 @@ def bootstrap(
     rng = np.random.default_rng(seed)
     n_subsets, n_targets = outputs.shape[1:]
     truth = _Sorted.of(outputs.mean(axis=0))
-    columns = [_Sorted.of(one) for one in predictions]
-    seeds = [_Sorted.of(one) for one in outputs] if len(outputs) > 1 else []
+    columns = [_Sorted.of(sums) for sums in predictions]
+    seeds = [_Sorted.of(of_seed) for of_seed in outputs] if len(outputs) > 1 else []
     means = np.empty((n_draws, len(columns) + bool(seeds)))
     for draw in range(n_draws):
         counts = np.bincount(rng.integers(n_subsets, size=n_subsets), minlength=n_subsets) * 1.0
         targets = np.bincount(rng.integers(n_targets, size=n_targets), minlength=n_targets)
         ranks = truth.centred_ranks(counts)
-        each = [_correlations(one.centred_ranks(counts), ranks, counts) for one in columns]
+        each = [_correlations(own.centred_ranks(counts), ranks, counts) for own in columns]
         if seeds:
             each.append(np.sqrt(_reliability(seeds, counts)))
         means[draw] = np.array(each) @ targets / n_targets
@@ -176,10 +176,10 @@ def bootstrap(
 
 
 def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
-    """Return the ends of percentile intervals of what ``bootstrap`` draws, shape (columns, 2).
+    """Return the ends of percentile intervals, shape (columns, 2).
 
     Args:
-        drawn: Shape (draws, columns).
+        drawn: From ``bootstrap``, shape (draws, columns).
         confidence: Part of the draws inside an interval.
     """
     outside = (1 - confidence) / 2
@@ -189,12 +189,14 @@ def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
 def auc(values: np.ndarray, positive: np.ndarray) -> float:
     """Return the chance that a positive sample has a larger value than another, ties counting half.
 
+    Equivalent to ``sklearn.metrics.roc_auc_score(positive, values)``.
+
     Args:
         values: Shape (n,), finite.
         positive: Shape (n,), bool.
 
     Raises:
-        InputError: If all samples are positive, or none.
+        InputError: If all samples are positive, or none is.
 
     Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
     """
