@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[2]
 FOLDERS = ("trak_core", "workflow", "benchmarks", "config", "docs")
 PAGES = ("README.md", "CONTRIBUTING.md")
 SUFFIXES = {".py", ".smk", ".md", ".yaml", ".j2", ".toml", ""}
-# Quoted by itself in code a phrase is no offence. Words may stand on two lines, of a comment or of a string in parts.
+# Words may stand on two lines of a comment, or of a string in parts; in backticks they are quoted.
 GAP = r"""(?:\s|f?"|#)+"""
 BANNED = {
     phrase: re.compile(r"(?<!`)\b" + phrase.replace(" ", GAP) + r"\b", flags)

@@ -63,7 +63,8 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             raise InputError(
                 "Samples must be tuples of one length, or dicts with the same keys. Found "
                 f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
-                f"{sample_id}."
+                f"{sample_id}.",
+                code="gradients.different_inputs",
             )
         same -= {name for name, shape in shapes.items() if shape != first[name]}
         along -= {
@@ -96,5 +97,6 @@ def _refuse(
     )
     raise InputError(
         f"Samples must have {may_differ}. Found for {name}: {'; '.join(found)}. Bring them to one "
-        "shape."
+        "shape.",
+        code="gradients.different_shapes",
     )

@@ -25,7 +25,8 @@ def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, T
     if len(outputs) != len(batch):
         raise InputError(
             f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
-            f"{len(batch)}."
+            f"{len(batch)}.",
+            code="gradients.model_rows",
         )
     pairs = zip(outputs, batch.labels, strict=True)
     sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
@@ -139,7 +140,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
-                "Switch its randomness off where `module.training` is False."
+                "Switch its randomness off where `module.training` is False.",
+                code="gradients.random_model",
             )
         try:
             parts = [_run(model, output, _alone(batch, i)) for i in range(len(batch))]
@@ -155,7 +157,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 f"that one by one {reason}; the first layer that mixes samples: "
                 f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
                 "`track_running_stats=True`; a loss or normalization across the batch has no "
-                "per-sample gradient."
+                "per-sample gradient.",
+                code="gradients.mixed_samples",
             )
         if batch.lengths is not None:
             _check_padding(model, output, batch, together, tolerance)
@@ -173,7 +176,8 @@ def _check_padding(
             "The model output of a text must not depend on padding: texts of different lengths are "
             f"padded on the right. Found that f differs by up to {difference:.2g} between texts "
             "padded and as they are. A model whose tokens see those that follow must take an input "
-            "`attention_mask`, and leave out what it says; or give texts of one length."
+            "`attention_mask`, and leave out what it says; or give texts of one length.",
+            code="gradients.padding",
         )
 
 

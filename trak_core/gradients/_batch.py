@@ -122,7 +122,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
                 "a tuple of the model's positional arguments and, last, the label, or a dict of "
                 "its named arguments and `labels`"
             )
-        raise InputError(f"A sample must be {needed}. Found {found}.")
+        raise InputError(f"A sample must be {needed}. Found {found}.", code="gradients.sample_form")
     if labels is None:
         first = next(iter((*args, *kwargs.values())))
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
@@ -134,6 +134,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
         if tensor.ndim == 0 or len(tensor) != len(batch):
             raise InputError(
                 f"Every tensor of a batch must have one row a sample. Found {len(batch)} labels "
-                f"and {name} of shape {tuple(tensor.shape)}."
+                f"and {name} of shape {tuple(tensor.shape)}.",
+                code="gradients.batch_rows",
             )
     return batch

@@ -23,5 +23,6 @@ def call(model: nn.Module, batch: Batch) -> object:
             "A sample must be a tuple of the model's positional arguments and, last, the label, "
             "or a dict of its named arguments and `labels`. "
             f"Calling the model with one sample of shapes {shapes} failed: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            code="gradients.model_call",
         ) from error

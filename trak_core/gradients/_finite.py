@@ -81,7 +81,8 @@ def _refuse_bad(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
             f"{', '.join(map(str, found[:8]))}{' and more' if len(found) > 8 else ''} in "
             f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''}. Look for bad values "
-            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}"
+            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
+            code="gradients.not_finite",
         )
 
 
@@ -99,7 +100,8 @@ def refuse_not_finite(sample_ids: Sequence[object], what: str) -> None:
     raise InputError(
         f"{what} must be finite. Found NaN or infinity for the samples {', '.join(found[:8])}"
         f"{' and more' if len(found) > 8 else ''}. Look for bad values in these samples and in the "
-        "checkpoint; an infinite score would hide them."
+        "checkpoint; an infinite score would hide them.",
+        code="gradients.values_not_finite",
     )
 
 

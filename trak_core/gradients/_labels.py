@@ -39,7 +39,8 @@ def count_classes(
     if n_classes is not None and n_classes < 2:
         raise InputError(
             "Log-odds of a label need a model that returns one logit for each of at least 2 "
-            f"classes. Found {n_classes}: for a single logit x, let the model return (0, x)."
+            f"classes. Found {n_classes}: for a single logit x, let the model return (0, x).",
+            code="gradients.too_few_classes",
         )
     if sample.labels.ndim == 1 + (output.label_ndim or 0):
         _check_shapes(output, outputs, torch.zeros_like(sample.labels[0]))
@@ -57,7 +58,8 @@ def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
         raise InputError(
             f"The model output must be one number a sample. Found {found} from what the model "
             f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
-            f"{tuple(label.shape)}."
+            f"{tuple(label.shape)}.",
+            code="gradients.output_shape",
         )
 
 
@@ -82,7 +84,8 @@ def check_labels(
     if labels.ndim != 1 + output.label_ndim:
         raise InputError(
             f"A label must be {_SHAPES[output.label_ndim]}. Found labels of shape "
-            f"{tuple(labels.shape)}."
+            f"{tuple(labels.shape)}.",
+            code="gradients.label_shape",
         )
     if n_classes is None:
         good = torch.isfinite(labels)
@@ -90,7 +93,8 @@ def check_labels(
     else:
         if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
             raise InputError(
-                f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}."
+                f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}.",
+                code="gradients.label_dtype",
             )
         good = (labels >= 0) & (labels < n_classes)
         expected = f"integers from 0 to {n_classes - 1}, the classes of the study's model"
@@ -101,12 +105,15 @@ def check_labels(
         i = int((~good).nonzero()[0, 0])
         bad = labels[i][~good[i]] if output.label_ndim else labels[i]
         raise InputError(
-            f"Labels must be {expected}. Found {bad.flatten()[0].item()} in sample {sample_ids[i]}."
+            f"Labels must be {expected}. Found {bad.flatten()[0].item()} in sample "
+            f"{sample_ids[i]}.",
+            code="gradients.label_value",
         )
     if output.label_ndim:
         empty = (vmap(output.label_number)(labels) == 0).nonzero().flatten().tolist()
         if empty:
             raise InputError(
                 f"A label must have a part that counts, that is not {IGNORED}; a text must have "
-                f"one after its first token. Found none in sample {sample_ids[empty[0]]}."
+                f"one after its first token. Found none in sample {sample_ids[empty[0]]}.",
+                code="gradients.empty_label",
             )

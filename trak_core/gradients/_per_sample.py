@@ -127,5 +127,6 @@ def check_graph(values: Tensor) -> None:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none that "
             "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
-            "don't `detach()` on the way, and choose `parameters` that play a part."
+            "don't `detach()` on the way, and choose `parameters` that play a part.",
+            code="gradients.no_graph",
         )

@@ -42,7 +42,9 @@ class Engine:
     def __init__(self, *modules: nn.Module, batch_dim: int | None = None):
         """See the class."""
         if not modules:
-            raise InputError("The engine needs at least one module. Found none.")
+            raise InputError(
+                "The engine needs at least one module. Found none.", code="gramian.no_module"
+            )
         for i, module in enumerate(modules):
             for j, other in enumerate(modules):
                 if i != j and any(part is module for part in other.modules()):
@@ -50,7 +52,8 @@ class Engine:
                         "None of the engine's modules may be part of another, or be there twice. "
                         f"Found {type(module).__name__} (number {i + 1}) in "
                         f"{type(other).__name__} (number {j + 1}). Leave the inner one out: its "
-                        "parameters count as parameters of the outer one."
+                        "parameters count as parameters of the outer one.",
+                        code="gramian.nested_module",
                     )
         self._modules = modules
         self._batch_dim = batch_dim
@@ -81,7 +84,7 @@ class Engine:
         try:
             return parameter_gramian(output, parameters, self._batch_dim)
         except MixedSamplesError:
-            raise InputError(self._explain_mixing()) from None
+            raise InputError(self._explain_mixing(), code="gramian.mixed_samples") from None
 
     def _explain_mixing(self) -> str:
         names = [

@@ -90,7 +90,9 @@ def cross_gramian(
 def _starts(batches: Sequence[Batch]) -> list[int]:
     starts = [0, *itertools.accumulate(map(len, batches))]
     if starts[-1] == 0:
-        raise InputError("The Gramian needs at least one sample. Found none.")
+        raise InputError(
+            "The Gramian needs at least one sample. Found none.", code="gramian.no_sample"
+        )
     return starts
 
 
@@ -110,6 +112,7 @@ def _gramian_of(
         raise InputError(
             "A model output must depend on its own sample alone. Found statistics over samples: "
             "a batch normalisation in training mode, or one that keeps no running statistics. Put "
-            "the model in evaluation mode, or give that layer running statistics."
+            "the model in evaluation mode, or give that layer running statistics.",
+            code="gramian.mixing_model",
         ) from None
     return gramian.to("cpu", torch.float64).numpy()

@@ -62,7 +62,8 @@ def parameter_gramian(
         found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             "The output must be a tensor with a graph, that is with requires_grad. "
-            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach."
+            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
+            code="gramian.no_graph",
         )
     n = output.numel()
     order = list(range(output.ndim))
@@ -87,6 +88,7 @@ def _checked_dim(output: Tensor, batch_dim: int) -> int:
         raise InputError(
             f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
             f"{tuple(output.shape)}. Give one output or loss a sample, with "
-            'reduction="none" for instance, or leave batch_dim out.'
+            'reduction="none" for instance, or leave batch_dim out.',
+            code="gramian.batch_dim",
         )
     return batch_dim % output.ndim

@@ -35,7 +35,10 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     """Return the gradients as a list of matrices that go together."""
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
     if not blocks:
-        raise InputError("`gradients` must have at least one block. Found an empty sequence.")
+        raise InputError(
+            "`gradients` must have at least one block. Found an empty sequence.",
+            code="projection.no_block",
+        )
     first = blocks[0]
     for block in blocks:
         tensor = isinstance(block, Tensor)
@@ -44,14 +47,16 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         if not known or block.ndim != 2:
             raise InputError(
                 "`gradients` must be a matrix with one row a sample, or a sequence of such, of "
-                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}."
+                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}.",
+                code="projection.gradients",
             )
         alike = type(block) is type(first) and block.dtype == first.dtype
         alike = alike and len(block) == len(first)
         if not alike or (tensor and block.device != first.device):
             raise InputError(
                 "The blocks of `gradients` must have the same samples, dtype and device. "
-                f"Found {_described(first)} and {_described(block)}."
+                f"Found {_described(first)} and {_described(block)}.",
+                code="projection.blocks",
             )
     return blocks
 
@@ -61,7 +66,10 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
     shape = (len(like), proj_dim)
     if out is None:
         if accumulate:
-            raise InputError("`accumulate=True` needs an `out` to add to. Found out=None.")
+            raise InputError(
+                "`accumulate=True` needs an `out` to add to. Found out=None.",
+                code="projection.accumulate",
+            )
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
@@ -74,7 +82,8 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
     if not good:
         raise InputError(
             f"`out` must be float32 of shape {shape}, without gradient and of the same library "
-            f"and device as the gradients. Found {_described(out)}."
+            f"and device as the gradients. Found {_described(out)}.",
+            code="projection.out",
         )
     if not accumulate:
         out[:] = 0
@@ -107,7 +116,8 @@ def _check_finite(out: Matrix) -> None:
         raise NotFiniteError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
             f"the projection of the rows {', '.join(map(str, rows[:8]))}"
-            f"{' and more' if len(rows) > 8 else ''}."
+            f"{' and more' if len(rows) > 8 else ''}.",
+            code="projection.not_finite",
         )
 
 
@@ -168,10 +178,13 @@ def project(
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
             f"`gradients` must lie within the projection's {spec.n_params} rows. Found columns "
-            f"{offset} to {offset + n_columns}."
+            f"{offset} to {offset + n_columns}.",
+            code="projection.columns",
         )
     if threads < 1:
-        raise InputError(f"`threads` must be at least 1. Found {threads}.")
+        raise InputError(
+            f"`threads` must be at least 1. Found {threads}.", code="projection.threads"
+        )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
     if spec.kind is ProjectionKind.IDENTITY:
         _copy_columns(blocks, offset, out)
@@ -183,7 +196,10 @@ def project(
 
         project_cuda(blocks, spec, offset, out)
     elif isinstance(out, Tensor) and out.device.type != "cpu":
-        raise InputError(f"`gradients` must be on a CPU or CUDA device. Found {out.device}.")
+        raise InputError(
+            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
+            code="projection.device",
+        )
     else:
         arrays = [_array(block) for block in blocks]
         project_cpu(arrays, spec, offset, threads, _array(out))

@@ -32,7 +32,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
             if spec.proj_dim > slices.SLICE:
                 raise InputError(
                     f"The projection kind hadamard needs proj_dim at most {slices.SLICE} on a "
-                    f"GPU. Found {spec.proj_dim}. {INSTEAD}"
+                    f"GPU. Found {spec.proj_dim}. {INSTEAD}",
+                    code="projection.gpu_proj_dim",
                 )
             module = hadamard
         case ProjectionKind.SJLT:
@@ -40,7 +41,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
         case kind:
             raise InputError(
                 "The projection's kind must be one that has a kernel for GPUs. Found "
-                f"{kind}. {INSTEAD}"
+                f"{kind}. {INSTEAD}",
+                code="projection.gpu_kind",
             )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
     return slices.Method(

@@ -67,7 +67,8 @@ def require_right_matrix(
         raise InputError(
             f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
             f"{type(error).__name__}: {error}. The compiler that numba-cuda finds and the driver "
-            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}"
+            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}",
+            code="projection.kernel_fails",
         ) from error
     expected = [projection_matrix(small, offset + int(g), 1)[0] for g in picks]
     wrong = found != np.array(expected, np.float32)
@@ -79,6 +80,7 @@ def require_right_matrix(
             f"entries of the projection {spec.kind}, the first at coordinate "
             f"{offset + picks[row]}, column {column}: {found[row, column]} for "
             f"{expected[row][column]}. Project on the CPU, and please report this with the "
-            "versions of numba-cuda and of the driver."
+            "versions of numba-cuda and of the driver.",
+            code="projection.kernel_differs",
         )
     _passed.add((str(device), kernel))
