@@ -35,6 +35,16 @@ class Engine:
     Raises:
         InputError: If there is no module, or if one is part of another.
 
+    Example:
+        >>> import torch
+        >>> from trak_core.gramian import Engine
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> inputs = torch.tensor([[1.0, 2, 3], [0, 1, 0]])
+        >>> losses = model(inputs).squeeze(1)  # the gradient of each is its input
+        >>> Engine(model, batch_dim=0).compute_gramian(losses)
+        tensor([[14.,  2.],
+                [ 2.,  1.]])
+
     Source: Quinton and Rey, "Jacobian Descent for Multi-Objective Optimization", arXiv 2406.16232,
     section 6, for what the Gramian is good for. The way it is computed here is our own.
     """

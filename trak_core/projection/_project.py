@@ -143,6 +143,12 @@ def project(
     The device of the gradients decides where the work is done. On CUDA the kernel is tested when
     it is first used, and one that fails is an error, never a silent fallback.
 
+    Which ``proj_dim`` to choose: the projected inner product of x and y differs from <x, y> by a
+    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
+    parallel vectors. 1,024 columns, the workflow's default, give 3 %; four times as many halve the
+    error, at four times the time and size. With more columns than training samples a normal matrix
+    of the features is singular, so that damping decides the scores.
+
     Args:
         gradients: Shape (n_samples, n): a NumPy array (float32, float16) or a torch tensor
             (float32, float16, bfloat16); n = spec.n_params, or less for a chunk. Or a sequence of
@@ -165,6 +171,30 @@ def project(
             ``spec.n_params``, if ``accumulate`` comes without ``out``, or if a CUDA kernel cannot
             run or fails its test.
         NotFiniteError: An ``InputError``: if a result is not finite; ``out`` is then not usable.
+
+    Example:
+        Two gradients with 10,000 entries, kept with 1,024 numbers each:
+
+        >>> import numpy as np
+        >>> from trak_core.projection import project
+        >>> from trak_core.spec import ProjectionSpec
+        >>> gradients = np.random.default_rng(0).standard_normal((2, 10_000), dtype=np.float32)
+        >>> spec = ProjectionSpec(
+        ...     kind="rademacher", n_params=10_000, proj_dim=1024, seed=0, stream=0
+        ... )
+        >>> features = project(gradients, spec, scale=True)
+        >>> features.shape
+        (2, 1024)
+        >>> error = np.abs(features @ features.T - gradients @ gradients.T).max()
+        >>> bool(error < 0.1 * (gradients**2).sum(axis=1).max())
+        True
+
+        The columns may come in parts, whose results add up:
+
+        >>> out = project(gradients[:, :4096], spec)
+        >>> out = project(gradients[:, 4096:], spec, offset=4096, out=out, accumulate=True)
+        >>> np.allclose(out * spec.scale, features, rtol=1e-4, atol=1e-4)
+        True
 
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.

@@ -88,6 +88,16 @@ class ProjectionSpec:
 
     Raises:
         InputError: If a field is out of its range.
+
+    Example:
+        >>> from trak_core.spec import ProjectionSpec, stream_of
+        >>> spec = ProjectionSpec(
+        ...     kind="rademacher", n_params=38_282, proj_dim=512, seed=0, stream=stream_of("c0")
+        ... )
+        >>> spec.is_nested, round(spec.scale, 4)
+        (True, 0.0442)
+        >>> ProjectionSpec(**spec.as_dict()) == spec
+        True
     """
 
     kind: ProjectionKind
