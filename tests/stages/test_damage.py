@@ -178,6 +178,7 @@ def test_every_kind_of_file_is_damaged_here():
     assert set(KINDS) <= {getattr(artifacts, kind) for kind in kinds}
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("kind", FILES)
 def test_a_flipped_bit_is_found_by_the_seal(outcomes, results, kind):
     size = (results / FILES[kind]).stat().st_size
@@ -189,6 +190,7 @@ def test_a_flipped_bit_is_found_by_the_seal(outcomes, results, kind):
         assert found == expected, (position, bit)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("kind", FILES)
 def test_a_flipped_bit_is_found_without_a_seal_or_changes_nothing(outcomes, kind):
     tried = outcomes[kind, False]
