@@ -24,7 +24,7 @@ from planted_products import along, seconds_by_words
 from planted_ways import Scored, ways
 from torch.utils.data import Subset
 
-from trak_core.models.explained import explained
+from trak_core.model.predictions import explained
 from trak_core.spec import RetrainedSpec
 from trak_core.stages._truth import read_ground_truth
 from trak_core.stages.retrain_subsets import retrain_subsets

@@ -8,6 +8,7 @@ from architectures import ARCHITECTURES
 from refused import refused
 from torch import nn
 
+from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients import (
     formed_gradients,
     gradient_method,
@@ -15,11 +16,9 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.gradients._consumers import Formed
+from trak_core.gradients.consumers import Formed
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.one_pass.batched import GraphNeededError
-from trak_core.one_pass.differentiate import by_samples, plan_of
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +90,7 @@ GRAPH_NEEDED = {"parameter of the batch's shape"}
 def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
     """In order, in pieces of any size, and with the graph gone as it goes if nothing needs it."""
     piece = 2**22 if keep_graph else 7
-    monkeypatch.setattr("trak_core.gradients._consumers.PIECE", piece)
+    monkeypatch.setattr("trak_core.gradients.consumers.PIECE", piece)
     model, call = run(name, 0)
     output = call()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -208,9 +207,9 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
-    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
 
@@ -223,12 +222,12 @@ def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for module in ("contributions", "convolution"):
         monkeypatch.setattr(
-            f"trak_core.one_pass.{module}.prefers_inner_products", lambda *_: prefer
+            f"trak_core.autograd.{module}.prefers_inner_products", lambda *_: prefer
         )
-    for module in ("one_pass.contributions", "gramian.parameters"):
+    for module in ("autograd.contributions", "gramian.engine"):
         monkeypatch.setattr(f"trak_core.{module}.PIECE", 100)
-    monkeypatch.setattr("trak_core.one_pass.convolution._WIDE", 1)
-    monkeypatch.setattr("trak_core.one_pass.closed_forms._CACHED", 10)
+    monkeypatch.setattr("trak_core.autograd.convolution._WIDE", 1)
+    monkeypatch.setattr("trak_core.autograd.closed_forms._CACHED", 10)
     model, call = run(name, 2)
     output = call()
     found = Engine(model, batch_dim=0).compute_gramian(output)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from test_gramian import assert_equal, by_jacobian
 from torch import nn
 
+from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.gramian import Engine
-from trak_core.gramian.parameters import parameter_gramian
-from trak_core.one_pass.rules import MixedSamplesError
+from trak_core.gramian.engine import parameter_gramian
 
 N = 3
 

@@ -67,9 +67,9 @@ def test_gramians_are_the_products_of_the_gradients(case, monkeypatch):
         raise AssertionError
 
     # All of it by one backward pass a block.
-    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
     model, parameters, output, train, targets, j, j_t = case
     gramian = train_gramian(model, parameters, output, [train])
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
@@ -164,9 +164,9 @@ def test_one_backward_pass_serves_every_model_output(kind, monkeypatch):
     def refuse(*_):
         raise AssertionError
 
-    monkeypatch.setattr("trak_core.one_pass.differentiate.take_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched.take_rows", refuse)
-    monkeypatch.setattr("trak_core.one_pass.batched._asked", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
     output, make, draw = KINDS[kind]
     model = make().eval().double()
     samples = [x.double() if x.is_floating_point() else x for x in draw()]

@@ -5,7 +5,7 @@ import pytest
 from scipy.linalg import hadamard
 
 from trak_core.errors import InputError
-from trak_core.models.sampled import peaks_of
+from trak_core.model.sampled import peaks_of
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
 from trak_core.trust.distortion import (

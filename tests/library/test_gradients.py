@@ -11,7 +11,6 @@ from torch import nn
 
 from trak_core.gradients import (
     PerSample,
-    _precision,
     as_batch,
     check_finite,
     check_labels,
@@ -28,6 +27,7 @@ from trak_core.gradients import (
     samples_that_fit,
     select_parameters,
 )
+from trak_core.gradients import batch as batch_module
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -362,8 +362,8 @@ class Autocast(nn.Module):
 def test_what_is_computed_in_half_precision_may_differ_by_as_much():
     model, batch = Autocast(), (torch.randn(8, 40), torch.arange(8) % 5)
     check_samples_apart(model, CLASSIFICATION, batch)
-    assert _precision.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
-    assert _precision.rounding(model.net, as_batch(batch, CLASSIFICATION)) == 2**-11.5
+    assert batch_module.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
+    assert batch_module.rounding(model.net, as_batch(batch, CLASSIFICATION)) == 2**-11.5
     parameters = select_parameters(model, None)
     assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
 

@@ -54,7 +54,7 @@ def add_code(text):
     ("module", "stages"),
     [
         ("projection/cpu/rademacher.py", PROJECTED),
-        ("gradients/_at_once.py", {*LOADED, *RETRAINED, "check_study"}),
+        ("gradients/methods.py", {*LOADED, *RETRAINED, "preflight_study"}),
         ("study/checkpoints.py", LOADED),
         ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
         ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
@@ -66,7 +66,7 @@ def add_code(text):
             {
                 *LOADED,
                 *RETRAINED,
-                *("train_checkpoint", "check_study", "draw_influences", "write_report"),
+                *("train_checkpoint", "preflight_study", "draw_influences", "write_report"),
             },
         ),
         ("report/render.py", {"write_report"}),

@@ -14,7 +14,7 @@ from trak_core import provenance
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.cpu import slices
-from trak_core.projection.cuda import choose
+from trak_core.projection.cuda import method
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionKind, ProjectionSpec
 
@@ -101,10 +101,10 @@ def test_each_kind_has_a_definition_and_a_kernel(kind):
 
 
 def test_a_kind_without_a_kernel_for_gpus_is_refused(monkeypatch):
-    monkeypatch.setattr(choose, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(method, "capability_of", lambda _: (9, 0))
     spec = ProjectionSpec(kind="identity", n_params=8, proj_dim=8, seed=0, stream=0)
     with refused("projection.gpu_kind", "identity"):
-        choose.choose(spec, torch.float32, torch.device("cpu"))
+        method.choose(spec, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,7 +137,7 @@ def test_each_output_is_one_and_its_row_says_what_it_is(name):
 
 def test_jobs_depend_on_the_code_of_each_output():
     """Imports within the table's functions count: an output's module is no secret to a digest."""
-    closure = provenance._closure(("trak_core", "models", "named_output"), REPOSITORY)
+    closure = provenance._closure(("trak_core", "model", "named_output"), REPOSITORY)
     modules = {path.stem for path in (PACKAGE / "model_outputs").glob("*.py")} - {"__init__"}
     assert modules <= {name[-1] for name in closure}
 

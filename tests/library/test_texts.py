@@ -17,9 +17,9 @@ from trak_core.gradients import (
     select_parameters,
     shapes_of,
 )
+from trak_core.model.sample_order import arranged, part_of
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.models.arranged import arranged, part_of
 from trak_core.study.study import Split
 
 

@@ -13,17 +13,16 @@ from refused import refused
 from trak_core.projection import project
 from trak_core.projection.cpu.normal import normal_entry
 from trak_core.projection.cuda import (
-    choose,
     device,
     hadamard,
     machine,
     portable,
     project_cuda,
-    self_test,
     sjlt,
     slices,
     tensor_core,
 )
+from trak_core.projection.cuda import method as method_module
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
 
@@ -60,7 +59,7 @@ def small_and_poisoned(monkeypatch):
     monkeypatch.setattr(hadamard, "INNER", 128)
     monkeypatch.setattr(hadamard, "FLUSH", 4)
     monkeypatch.setattr(sjlt, "MOST_COLUMNS", 8)
-    monkeypatch.setattr(self_test, "require_right_matrix", lambda *_: None)
+    monkeypatch.setattr(method_module, "require_right_matrix", lambda *_: None)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
 
@@ -86,10 +85,10 @@ def use(monkeypatch):
         if HAS_GPU and has_tensor_cores and torch.cuda.get_device_capability() < (8, 0):
             pytest.skip("runs where the GPU has compute capability 8.0")
         capability = (8, 0) if has_tensor_cores else (7, 5)
-        monkeypatch.setattr(choose, "capability_of", lambda _: capability)
+        monkeypatch.setattr(method_module, "capability_of", lambda _: capability)
         fields = {**fields, **changes}
         spec = ProjectionSpec(n_params=n_params, seed=seed, stream=stream, **fields)
-        assert choose.choose(spec, torch.float32, DEVICE).name == kernel
+        assert method_module.choose(spec, torch.float32, DEVICE).name == kernel
         return spec
 
     return use_case
@@ -340,9 +339,9 @@ def test_runs_cover_every_slice_once():
     ],
 )
 def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, monkeypatch):
-    monkeypatch.setattr(choose, "capability_of", lambda _: capability)
+    monkeypatch.setattr(method_module, "capability_of", lambda _: capability)
     spec = ProjectionSpec(kind=kind, n_params=9, proj_dim=4, seed=0, stream=0)
-    method = choose.choose(spec, dtype, DEVICE)
+    method = method_module.choose(spec, dtype, DEVICE)
     assert method.name == name
     assert (method.n_planes == 2) == (name == "tensor_core" and dtype is torch.float32)
 
@@ -355,32 +354,32 @@ WHERE = re.compile(r"(?<=Found on ).* wrong of .* coordinate .*(?= Project on th
 class TestSelfTest:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(self_test, "_passed", set())
-        monkeypatch.setattr(self_test, "COLUMNS", 35)
-        monkeypatch.setattr(self_test, "STEP", 23)
+        monkeypatch.setattr(method_module, "_passed", set())
+        monkeypatch.setattr(method_module, "COLUMNS", 35)
+        monkeypatch.setattr(method_module, "STEP", 23)
 
     # From before the fixture that spares the other tests the self-test.
-    run = staticmethod(self_test.require_right_matrix)
+    run = staticmethod(method_module.require_right_matrix)
 
     def check(self, spec, dtype, n_samples):
-        method = choose.choose(spec, dtype, DEVICE)
+        method = method_module.choose(spec, dtype, DEVICE)
         self.run(method, spec, dtype, DEVICE, n_samples)
 
     @pytest.mark.parametrize(("name", "dtype"), list(zip(CASES, DTYPES * 3, strict=False)), ids=str)
     def test_right_kernels_pass_once(self, name, dtype, use, monkeypatch):
         spec = use(name, 100)
         self.check(spec, dtype, 3)
-        monkeypatch.setattr(self_test, "projection_matrix", None)  # not called again
+        monkeypatch.setattr(method_module, "projection_matrix", None)  # not called again
         self.check(spec, dtype, 3)
 
     def test_each_variant_is_tested(self, use):
         for n_samples in (2, 3):
             self.check(use("portable-normal", 100), torch.float32, n_samples)
-        assert len(self_test._passed) == 2
+        assert len(method_module._passed) == 2
 
     def test_comes_before_the_first_projection(self, use, monkeypatch):
-        monkeypatch.setattr(self_test, "require_right_matrix", self.run)
-        monkeypatch.setattr(self_test, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
+        monkeypatch.setattr(method_module, "require_right_matrix", self.run)
+        monkeypatch.setattr(method_module, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
         with refused("projection.kernel_differs", "kernel portable", WHERE):
             projected(torch.ones((1, 100)), use("portable-rademacher", 100), 0)
 

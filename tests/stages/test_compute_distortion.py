@@ -17,14 +17,14 @@ from workspace import REPOSITORY
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import gradients_at_once
-from trak_core.models.arranged import part_of
-from trak_core.models.loaded import LoadedModel
-from trak_core.models.sampled import SampledGradients
-from trak_core.models.training import trained_model
+from trak_core.model.load import LoadedModel
+from trak_core.model.sample_order import part_of
+from trak_core.model.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, projection_of, stream_of
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.study.study import Study
+from trak_core.study.training import trained_model
 
 STUDY = STUDIES / "small_digits.py"
 SAMPLES, STREAMS, PROJ_DIM = 12, 3, 32

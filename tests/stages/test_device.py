@@ -13,7 +13,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
-from trak_core.models.device import device_name, find_device
+from trak_core.model.device import device_name, find_device
 from trak_core.stages.compute_features import compute_features
 
 HAS_GPU = torch.cuda.is_available()

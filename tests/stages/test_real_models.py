@@ -19,13 +19,13 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
+from trak_core.model.named_output import model_output
 from trak_core.model_outputs.classification import CLASSIFICATION
-from trak_core.models.named_output import model_output
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
-from trak_core.stages.check_study import check_study
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
+from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Split
 
 models = pytest.importorskip("models", reason="needs transformers, which `make test` has")
@@ -201,7 +201,7 @@ def test_features_equal_plain_autograd(name, dtype, tmp_path):
 @pytest.mark.parametrize("name", CASES)
 def test_tensor_sketches_equal_plain_autograd(name, dtype, by_factors, tmp_path, monkeypatch):
     """Wherever factors are there they are taken, or formed rows are; sides are longer than k."""
-    monkeypatch.setattr("trak_core.models.projected.prefers_factors", lambda *_: by_factors)
+    monkeypatch.setattr("trak_core.model.features.prefers_factors", lambda *_: by_factors)
     case = Case(name, dtype, tmp_path)
     features, *_ = read(case.features(tmp_path, batch_size=9, kind="tensor_sketch"))
     expected, *_ = case.expected(16, "tensor_sketch")
@@ -218,7 +218,7 @@ def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys, monke
     other = read(case.features(tmp_path / "other", batch_size=7))
     (tmp_path / "tight").mkdir()
     if name == "segmentation":  # of which 64 samples fit into a MiB
-        monkeypatch.setattr("trak_core.gradients._chunks._ACTIVATIONS", 10)
+        monkeypatch.setattr("trak_core.gradients.memory._ACTIVATIONS", 10)
     tight = read(case.features(tmp_path / "tight", memory_mb=1))
     at_once = re.findall(r"^(\d+) samples at once", capsys.readouterr().out, flags=re.M)
     assert [int(n) for n in at_once[:2]] == [64, 7]
@@ -275,11 +275,11 @@ def test_the_look_beforehand_takes_them(name, tmp_path):
         "shards": {"train": 1, "mine": 1},
         "retraining": None,
     }
-    sizes = check_study(**request, weighting="plain")
+    sizes = preflight_study(**request, weighting="plain")
     assert sizes["n_samples"] == {"train": N_TRAIN, "mine": 2}
     if case.output in ("segmentation", "clip"):
         with pytest.raises(InputError, match=r"weighting can be curvature where .* to plain"):
-            check_study(**request, weighting="curvature")
+            preflight_study(**request, weighting="curvature")
 
 
 def test_batchnorm_that_was_left_without_statistics_is_named():

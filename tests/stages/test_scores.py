@@ -13,8 +13,8 @@ from trained_cases import N_TARGETS, Case, assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
-from trak_core.models.columns import warn_of_saturation
-from trak_core.models.projection_device import projecting_device
+from trak_core.model.features import projecting_device
+from trak_core.model.predictions import warn_of_saturation
 from trak_core.projection.cuda import machine
 from trak_core.stages import compute_features as features
 

@@ -12,18 +12,18 @@ from refused import refused
 
 from trak_core.artifacts import FEATURES, GRAMIAN, open_artifact
 from trak_core.errors import InputError
+from trak_core.model.predictions import explained
+from trak_core.model.sample_order import arranged
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.models.arranged import arranged
-from trak_core.models.explained import explained
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages import compute_features as features_stage
-from trak_core.stages.check_study import check_study
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_embeddings import compute_embeddings
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.join_shards import join_shards
+from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Split
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
@@ -93,7 +93,7 @@ class Case:
             return found.matrix("gramian")[:], found.vector("outputs"), ids
 
     def look(self, **settings):
-        return check_study(
+        return preflight_study(
             study_file=self.study,
             model_output=settings.get("model_output", OUTPUT),
             weighting="plain",
@@ -392,7 +392,7 @@ def train_data():
         match=r"train_data\(\): Samples must have the same shapes in "
         r"every sample\. Found for argument 0: \(3, 8, [89]\) in sample \d+; ",
     ):
-        check_study(
+        preflight_study(
             study_file=study,
             model_output=output,
             weighting="plain",

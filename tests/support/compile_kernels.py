@@ -19,7 +19,8 @@ from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
-from trak_core.projection.cuda import choose, hadamard, portable, reduce, sjlt, slices, tensor_core
+from trak_core.projection.cuda import hadamard, launch, portable, sjlt, slices, tensor_core
+from trak_core.projection.cuda import method as method_module
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -163,16 +164,16 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
     nvrtc.get_arch_option = lambda *_: ""
     # Functions of kernels are compiled for the GPU at hand; there is none.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(8, 0))
-    for module in (hadamard, portable, reduce, sjlt, tensor_core):
+    for module in (hadamard, portable, launch, sjlt, tensor_core):
         module.launch = compile_instead
     for kernel_name, kind, proj_dim, rows, dtype in cases:
         # The portable kernel is for GPUs whose tensor cores don't know m16n8k16.
         assumed = (7, 5) if kernel_name == "portable" else (8, 0)
-        choose.capability_of = lambda _, assumed=assumed: assumed
+        method_module.capability_of = lambda _, assumed=assumed: assumed
         label = f"{kind}-{proj_dim}-{rows}-{str(dtype).removeprefix('torch.')}"
         spec = ProjectionSpec(kind=kind, n_params=300, proj_dim=proj_dim, seed=0, stream=0)
         gradients, out = torch.zeros((rows, 300), dtype=dtype), torch.zeros((rows, proj_dim))
-        method = choose.choose(spec, dtype, out.device)
+        method = method_module.choose(spec, dtype, out.device)
         if method.name != kernel_name:
             raise ValueError(f"{label} is projected by {method.name}")
         slices.project_slices([gradients], spec, 0, out, method)

@@ -8,7 +8,7 @@ from refusals import GOOD, STUDY, message, refuse
 from workspace import Workspace
 
 from trak_core.errors import InputError
-from trak_core.stages.check_study import check_study
+from trak_core.stages.preflight_study import preflight_study
 
 STUDIES = {
     "no model function": (
@@ -124,7 +124,7 @@ def test_bad_study(workspace, name):
     (old, new), expected = STUDIES[name]
     path = edited(workspace, name, old, new)
     with pytest.raises(InputError) as error:
-        check_study(
+        preflight_study(
             study_file=path,
             model_output="regression",
             weighting="plain",

@@ -18,7 +18,7 @@ from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.door import asked_of, run, stage_of, typed
 
-STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"check_study"}
+STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"preflight_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
 TRIGGERS = {"code", "signature", "digest"}
 EXACT = {

@@ -35,9 +35,9 @@ from trak_core.gradients import (
     gradients_one_by_one,
     why_not_at_once,
 )
+from trak_core.model.features import Features
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.models.projected import Features
 from trak_core.projection import NotFiniteError
 from trak_core.spec import ProjectionSpec
 

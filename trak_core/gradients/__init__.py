@@ -6,33 +6,39 @@ pass (``gradients_at_once``), or sample by sample where a model's graph can't be
 goes to a consumer, ``models.projected`` for one.
 """
 
-from trak_core.gradients._alike import Shapes, shapes_of
-from trak_core.gradients._apart import check_samples_apart
-from trak_core.gradients._at_once import gradients_at_once
-from trak_core.gradients._batch import Batch, Samples, as_batch
-from trak_core.gradients._by_length import MemoryByLength, Room, memory_by_length
-from trak_core.gradients._call import call
-from trak_core.gradients._chunks import SampleMemory, in_chunks, sample_memory, samples_that_fit
-from trak_core.gradients._columns import columns_of
-from trak_core.gradients._finite import (
+from trak_core.gradients.batch import Batch, Samples, Shapes, as_batch, call, joined, shapes_of
+from trak_core.gradients.checks import check_labels, check_samples_apart, count_classes
+from trak_core.gradients.memory import (
+    MemoryByLength,
+    Room,
+    SampleMemory,
+    in_chunks,
+    memory_by_length,
+    sample_memory,
+    samples_that_fit,
+)
+from trak_core.gradients.methods import (
+    GradientMethod,
     check_finite,
     check_finite_gramian,
     explain_not_finite,
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    gradients_one_by_one,
     refuse_not_finite,
+    why_not_at_once,
 )
-from trak_core.gradients._formed import formed_gradients
-from trak_core.gradients._joined import joined
-from trak_core.gradients._labels import check_labels, count_classes
-from trak_core.gradients._method import GradientMethod, gradient_method, why_not_at_once
-from trak_core.gradients._one_by_one import gradients_one_by_one
-from trak_core.gradients._parameters import n_params, select_parameters
-from trak_core.gradients._per_sample import (
+from trak_core.gradients.per_sample import (
     PerSample,
     as_blocks,
     beside_gradient,
+    columns_of,
     graph_to,
     in_evaluation_mode,
+    n_params,
     per_sample,
+    select_parameters,
 )
 
 __all__ = [

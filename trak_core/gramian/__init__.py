@@ -1,6 +1,5 @@
 """Inner products of gradients, exactly and without the gradients."""
 
-from trak_core.gramian.engine import Engine
-from trak_core.gramian.folded import cross_gramian, train_gramian
+from trak_core.gramian.engine import Engine, cross_gramian, train_gramian
 
 __all__ = ["Engine", "cross_gramian", "train_gramian"]

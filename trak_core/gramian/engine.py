@@ -1,11 +1,108 @@
-"""The Gramian of a Jacobian, without the Jacobian."""
+"""The Gramian J J^T of a Jacobian without the Jacobian, and inner products of gradients.
 
+``Engine`` reads a graph that the caller has made. ``train_gramian`` and ``cross_gramian`` run a
+model on blocks of samples; n x n is their only large object, because two blocks are in the model at
+a time.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from trak_core.autograd.contributions import PIECE, Contribution, add_product, summed_parts
+from trak_core.autograd.layout_rules import MixedSamplesError
+from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.errors import InputError
-from trak_core.gramian.parameters import parameter_gramian
-from trak_core.one_pass.rules import MixedSamplesError
+from trak_core.gradients import Batch, Samples, as_batch, graph_to, joined
+from trak_core.model_outputs.model_output import ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Adds up inner products, parameter by parameter.
+
+    Attributes:
+        gramian: Shape (rows, rows).
+    """
+
+    gramian: Tensor
+    in_order: ClassVar[bool] = False
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        """Add the products of the gradients with respect to a parameter."""
+        if len(uses) == 1:
+            uses[0].add_to(self.gramian)
+            return
+        for _, rows in summed_parts(uses, PIECE):
+            add_product(self.gramian, rows)
+
+    def empty(self) -> Self:
+        """Return zeros."""
+        return type(self)(torch.zeros_like(self.gramian))
+
+    def add(self, other: Self) -> None:
+        """Add another Gramian."""
+        self.gramian.add_(other.gramian)
+
+
+def parameter_gramian(
+    output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
+) -> Tensor:
+    """Return J J^T, J the Jacobian of an output with respect to parameters.
+
+    Args:
+        output: Real numbers with a graph, of any shape [m1, ..., mk]; the graph stays.
+        parameters: Leaves of graphs; one that is given twice counts once.
+        batch_dim: The dimension of the output along which samples are independent, or None.
+
+    Returns:
+        Shape [m1, ..., mk, mk, ..., m1], the output's dtype, on its device.
+
+    Raises:
+        InputError: If the output has no graph, or no dimension ``batch_dim``.
+        MixedSamplesError: If an operation takes statistics over independent samples.
+        RuntimeError: If an operation of the graph cannot be differentiated.
+    """
+    if not (isinstance(output, Tensor) and output.requires_grad):
+        found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
+        raise InputError(
+            "The output must be a tensor with a graph, that is with requires_grad. "
+            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
+            code="gramian.no_graph",
+        )
+    n = output.numel()
+    order = list(range(output.ndim))
+    gramian = output.detach().new_zeros(n, n)
+    products = _Products(gramian)
+    with torch.no_grad():
+        dim = None if batch_dim is None else _checked_dim(output, batch_dim)
+        plan = None if dim is None else plan_of(output, parameters, dim)
+        if dim is None or plan is None:
+            by_rows(products, output, parameters)
+        else:
+            by_samples(products, output, plan, dim, keep_graph=True)
+            order.append(order.pop(dim))
+    shape = [output.shape[dim] for dim in order]
+    back = [order.index(dim) for dim in range(output.ndim)]
+    ahead = [output.ndim + dim for dim in reversed(back)]
+    return gramian.view(shape + shape).permute(back + ahead)
+
+
+def _checked_dim(output: Tensor, batch_dim: int) -> int:
+    if not -output.ndim <= batch_dim < output.ndim:
+        raise InputError(
+            f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
+            f"{tuple(output.shape)}. Give one output or loss a sample, with "
+            'reduction="none" for instance, or leave batch_dim out.',
+            code="gramian.batch_dim",
+        )
+    return batch_dim % output.ndim
 
 
 class Engine:
@@ -109,3 +206,102 @@ class Engine:
             f"{found}. Put it in evaluation mode before the forward pass, replace it (by GroupNorm "
             "or InstanceNorm, say), or leave batch_dim out, which is slower but always right."
         )
+
+
+def train_gramian(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    blocks: Sequence[Samples],
+) -> np.ndarray:
+    """Return K = J J^T, J the gradients of f at all samples, shape (n, p).
+
+    Each pair of blocks takes one pass through the model, so that the fewer blocks the faster: take
+    the largest that memory allows. How samples are cut changes the result by rounding only.
+
+    Args:
+        model: In evaluation mode, on the blocks' device. Unchanged.
+        parameters: From ``select_parameters``.
+        output: The model output f.
+        blocks: At least one, of at least one sample each.
+
+    Returns:
+        Shape (n, n), float64, exactly symmetric; n x n numbers are in memory.
+
+    Raises:
+        InputError: If there are no samples, or if the model mixes them.
+    """
+    batches = [as_batch(block, output) for block in blocks]
+    starts = _starts(batches)
+    gramian = np.zeros((starts[-1], starts[-1]))
+    pairs = list(itertools.combinations(range(len(batches)), 2)) or [(0,)]
+    for pair in pairs:
+        part = _gramian_of(model, parameters, output, [batches[i] for i in pair])
+        places = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in pair])
+        gramian[np.ix_(places, places)] = part
+    lower = np.tril(gramian)
+    return lower + np.tril(lower, -1).T
+
+
+def cross_gramian(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    train_blocks: Sequence[Samples],
+    target_blocks: Sequence[Samples],
+) -> np.ndarray:
+    """Return K_t = J J_t^T between the gradients of f at train samples and at targets.
+
+    Args:
+        model: As for ``train_gramian``.
+        parameters: As for ``train_gramian``.
+        output: The model output f.
+        train_blocks: Blocks of the n train samples.
+        target_blocks: Blocks of the m targets.
+
+    Returns:
+        Shape (n, m), float64.
+
+    Raises:
+        InputError: If there are no samples on one side, or if the model mixes them.
+    """
+    train = [as_batch(block, output) for block in train_blocks]
+    targets = [as_batch(block, output) for block in target_blocks]
+    rows, columns = _starts(train), _starts(targets)
+    gramian = np.zeros((rows[-1], columns[-1]))
+    for i, j in itertools.product(range(len(train)), range(len(targets))):
+        part = _gramian_of(model, parameters, output, [train[i], targets[j]])
+        n = rows[i + 1] - rows[i]
+        gramian[rows[i] : rows[i + 1], columns[j] : columns[j + 1]] = part[:n, n:]
+    return gramian
+
+
+def _starts(batches: Sequence[Batch]) -> list[int]:
+    starts = [0, *itertools.accumulate(map(len, batches))]
+    if starts[-1] == 0:
+        raise InputError(
+            "The Gramian needs at least one sample. Found none.", code="gramian.no_sample"
+        )
+    return starts
+
+
+def _gramian_of(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    batches: Sequence[Batch],
+) -> np.ndarray:
+    batch = joined(batches)
+    with graph_to(model, parameters.values()):
+        outputs = output.read(batch.given_to(model))
+        values = torch.vmap(output.value)(outputs, batch.labels)
+    try:
+        gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
+    except MixedSamplesError:
+        raise InputError(
+            "A model output must depend on its own sample alone. Found statistics over samples: "
+            "a batch normalisation in training mode, or one that keeps no running statistics. Put "
+            "the model in evaluation mode, or give that layer running statistics.",
+            code="gramian.mixing_model",
+        ) from None
+    return gramian.to("cpu", torch.float64).numpy()

@@ -19,10 +19,10 @@ import numpy as np
 from torch.utils.data import Subset
 
 from trak_core.artifacts import RETRAINED, create
-from trak_core.models.explained import explained
-from trak_core.models.training import trained_model
+from trak_core.model.predictions import explained
 from trak_core.spec import RetrainedSpec
 from trak_core.study.study import Split, Study
+from trak_core.study.training import trained_model
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 

@@ -20,12 +20,11 @@ from trak_core.gradients import (
     n_params,
 )
 from trak_core.gramian import train_gramian
-from trak_core.models.arranged import Arranged
-from trak_core.models.device import device_name, full_precision
-from trak_core.models.kept import Kept
-from trak_core.models.loaded import LoadedModel
-from trak_core.models.projection_device import compilers, projecting_device
-from trak_core.models.sampled import SampledGradients
+from trak_core.model.device import device_name, full_precision
+from trak_core.model.features import compilers, projecting_device
+from trak_core.model.load import LoadedModel
+from trak_core.model.sample_order import Arranged, Kept
+from trak_core.model.sampled import SampledGradients
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.study import TRAIN, Split
 from trak_core.system.software import software

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from trak_core.artifacts import EMBEDDINGS, create
 from trak_core.gradients import in_chunks
-from trak_core.models.arranged import Arranged
-from trak_core.models.device import device_name, find_device
-from trak_core.models.embeddings import embedded
-from trak_core.models.loaded import LoadedModel
+from trak_core.model.device import device_name, find_device
+from trak_core.model.load import LoadedModel
+from trak_core.model.predictions import embedded
+from trak_core.model.sample_order import Arranged
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import with_progress

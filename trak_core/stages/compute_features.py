@@ -10,12 +10,11 @@ from torch import Tensor
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels, explain_not_finite, gradient_method, in_chunks
-from trak_core.models.arranged import part_of
-from trak_core.models.columns import write_columns
-from trak_core.models.device import device_name
-from trak_core.models.loaded import LoadedModel
-from trak_core.models.projected import Features
-from trak_core.models.projection_device import compilers, projecting_device
+from trak_core.model.device import device_name
+from trak_core.model.features import Features, compilers, projecting_device
+from trak_core.model.load import LoadedModel
+from trak_core.model.predictions import write_columns
+from trak_core.model.sample_order import part_of
 from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.flipped import with_flipped_labels

@@ -20,11 +20,10 @@ from trak_core.gradients import (
     refuse_not_finite,
 )
 from trak_core.gramian import cross_gramian, train_gramian
-from trak_core.models.arranged import Arranged
-from trak_core.models.columns import write_columns
-from trak_core.models.device import device_name, find_device, full_precision
-from trak_core.models.kept import Kept
-from trak_core.models.loaded import LoadedModel
+from trak_core.model.device import device_name, find_device, full_precision
+from trak_core.model.load import LoadedModel
+from trak_core.model.predictions import write_columns
+from trak_core.model.sample_order import Arranged, Kept
 from trak_core.spec import FeaturesSpec
 from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN

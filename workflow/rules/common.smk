@@ -12,7 +12,7 @@ from snakemake.utils import validate
 
 import trak_core
 from trak_core.config.keys import check_unique_keys, with_values_read
-from trak_core.config.look import check_sources, look_over
+from trak_core.config.preflight import check_sources, look_over
 from trak_core.config.schema import check_config
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError

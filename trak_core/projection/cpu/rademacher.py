@@ -13,10 +13,17 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.compiled import compiled
-from trak_core.projection.cpu.lanes import LANES, LaneArrays, holds_two_tiles, intrinsic, tiles_of
-from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
-from trak_core.projection.philox import fill_words
+from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.lanes import (
+    LANES,
+    LaneArrays,
+    fill_from_lanes,
+    fill_lanes,
+    holds_two_tiles,
+    intrinsic,
+    tiles_of,
+)
+from trak_core.projection.cpu.philox import fill_words
 from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.RADEMACHER.tag

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trak_core.projection.compiled import compiled
-from trak_core.projection.cpu.lanes import LANES, flush, tiles_of
+from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.lanes import LANES, fill_from_lanes, fill_lanes, flush, tiles_of
+from trak_core.projection.cpu.philox import fill_words
 from trak_core.projection.cpu.sjlt import add_signed
-from trak_core.projection.cpu.transpose import fill_from_lanes, fill_lanes
-from trak_core.projection.philox import fill_words
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _TAG = ProjectionKind.TENSOR_SKETCH.tag

@@ -16,6 +16,6 @@ faster from 32 rows on, is left out on purpose: its descriptors and its asynchro
 mistakes on a GPU alone, and there was none to build it on.
 """
 
-from trak_core.projection.cuda._project import project_cuda
+from trak_core.projection.cuda.project import project_cuda
 
 __all__ = ["project_cuda"]

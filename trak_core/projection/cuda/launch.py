@@ -1,4 +1,4 @@
-"""What every kernel is given, and how it is started on PyTorch's memory and stream."""
+"""Start kernels on PyTorch's memory and stream, and add their slices' sums in a fixed order."""
 
 import warnings
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trak_core.projection.cuda.device import SIMULATED, cuda
+from trak_core.projection.cuda.device import SIMULATED, cuda, float32, int64, kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +77,51 @@ def launch(kernel: Any, grid: Sequence[int], n_threads: int, *arguments: Any) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Grid size")  # small inputs make small grids
         kernel[tuple(grid), n_threads, stream](*arguments)
+
+
+_THREADS = 256
+
+
+@kernel(_THREADS)
+def _add_partials_kernel(
+    partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
+):
+    """Add the slices' sums to ``out``, slice after slice; a thread owns one entry."""
+    n_entries = int64(n_rows) * proj_dim
+    step = int64(cuda.gridDim.x) * _THREADS
+    for entry in range(int64(cuda.blockIdx.x) * _THREADS + cuda.threadIdx.x, n_entries, step):
+        row = entry // proj_dim
+        place = row * row_stride + (entry - row * proj_dim) * column_stride
+        total = out[place]
+        for s in range(n_slices):
+            sums = float32(0)
+            for plane in range(n_planes):
+                sums += partials[(s * n_planes + plane) * n_entries + entry]
+            total += sums
+        out[place] = total
+
+
+def add_partials(partials: torch.Tensor, n_planes: int, out: torch.Tensor) -> None:
+    """Add the sums of all slices to ``out``, in the order of the slices.
+
+    Args:
+        partials: Shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are
+            added together first.
+        n_planes: How many planes each row has.
+        out: Shape (n_rows, proj_dim), float32; may be strided.
+    """
+    n_rows, proj_dim = out.shape
+    n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
+    launch(
+        _add_partials_kernel,
+        (n_blocks,),
+        _THREADS,
+        partials.view(-1),
+        partials.shape[0],
+        n_planes,
+        n_rows,
+        proj_dim,
+        flat(out),
+        out.stride(0),
+        out.stride(1),
+    )

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trak_core.projection.cuda.launch import Chunk, flat
-from trak_core.projection.cuda.reduce import add_partials
+from trak_core.projection.cuda.launch import Chunk, add_partials, flat
 from trak_core.spec import ProjectionSpec
 
 SLICE = 65536

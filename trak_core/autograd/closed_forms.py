@@ -1,0 +1,270 @@
+"""Closed forms: from an operation's saved tensors to the contribution of one of its inputs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trak_core.autograd.contributions import Contribution, Dense, Lookup, Outer
+from trak_core.autograd.convolution import Patches
+from trak_core.autograd.graph import Edge, locate, name_of, shape_of
+
+# Entries whose products are summed at a time: they stay in a core's own cache.
+_CACHED = 2**18
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One input of an operation that all samples share.
+
+    Attributes:
+        edge: From the operation to the input.
+        gradient: Of the operation's output, shape (C, *shape).
+        dim: The dimension of the output with the samples, C not counted.
+        width: Consecutive places of one sample along it.
+        n_samples: B.
+    """
+
+    edge: Edge
+    gradient: Tensor
+    dim: int
+    width: int
+    n_samples: int
+
+    def saved(self, name: str) -> Any:
+        """Return what the operation kept for its backward pass."""
+        return getattr(self.edge.user, f"_saved_{name}")
+
+    def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
+        """Bring the samples to the front, behind ``lead`` dimensions.
+
+        Returns:
+            Shape (*lead, B, *shape), ``dim`` being as long as a sample's own places there.
+        """
+        at = lead + dim
+        size = tensor.shape[at] // (self.n_samples * self.width)
+        cut = tensor.unflatten(at, (size, self.n_samples, self.width))
+        return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
+
+    def of_output(self) -> Tensor:
+        """Return the output's gradient by samples, shape (C, B, *shape)."""
+        return self.by_sample(self.gradient, self.dim, 1)
+
+
+def has_form(edge: Edge) -> bool:
+    """Whether there is a closed form for most crossings of this operation."""
+    return name_of(edge.user) in _FORMS
+
+
+def closed_form(
+    edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
+) -> Contribution | None:
+    """Return what a crossing gives to gradients, if there is a closed form for it.
+
+    Args:
+        edge: From an operation with split outputs to a shared input.
+        gradients: Of the operation's outputs, shape (C, *shape) each.
+        layouts: Of the same outputs.
+        n_samples: B.
+
+    Returns:
+        The contribution; None if the operation has to be asked itself.
+    """
+    make = _FORMS.get(name_of(edge.user))
+    if make is None or set(gradients) != {0}:
+        return None
+    place = locate(shape_of(edge.user, 0), layouts[0], n_samples)
+    return make(Use(edge, gradients[0], *place, n_samples)) if place else None
+
+
+def _summed(use: Use, gradient: Tensor) -> Contribution | None:
+    """The tensor was repeated along dimensions, which are summed over again."""
+    shape = shape_of(use.edge.node, use.edge.number)
+    dim = use.dim - (gradient.ndim - 1) + len(shape)
+    if dim >= 0 and shape[dim] != 1:
+        return None
+    own = use.by_sample(gradient, use.dim, 1)
+    extra = own.ndim - 2 - len(shape)
+    repeated = [2 + i for i in range(extra)]
+    repeated += [2 + extra + i for i, n in enumerate(shape) if n == 1 != own.shape[2 + extra + i]]
+    if repeated:
+        own = own.sum(repeated)
+    return Dense(own.reshape(*own.shape[:2], *shape))
+
+
+def _times(gradient: Tensor, factor: Any) -> Tensor:
+    """Multiply without a copy where there is nothing to do."""
+    return gradient if factor == 1 else gradient * factor
+
+
+def _added(use: Use) -> Contribution | None:
+    factor = use.saved("alpha") if use.edge.index == 1 and _has(use, "alpha") else 1
+    sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
+    return _summed(use, _times(use.gradient, factor * sign))
+
+
+def _repeated(use: Use) -> Contribution | None:
+    return _summed(use, use.gradient)
+
+
+def _multiplied(use: Use) -> Contribution | None:
+    other = use.saved("self" if use.edge.index else "other") if _has(use, "self") else None
+    return None if other is None else _summed(use, use.gradient * other)
+
+
+def _has(use: Use, name: str) -> bool:
+    return hasattr(use.edge.user, f"_saved_{name}")
+
+
+def _matrix_product(use: Use) -> Contribution | None:
+    """A linear layer, from either side; the first input is what is added to an Addmm's product."""
+    is_sum = name_of(use.edge.user) == "Addmm"
+    if is_sum and use.edge.index == 0:
+        return _summed(use, _times(use.gradient, use.saved("beta")))
+    is_left = use.edge.index == int(is_sum)
+    if use.dim != int(is_left):  # samples along what the other factor brings
+        return None
+    left, right = ("mat1", "mat2") if is_sum else ("self", "mat2")
+    data, gradient = (
+        (use.saved(right).T, use.gradient.mT) if is_left else (use.saved(left), use.gradient)
+    )
+    if is_sum:
+        gradient = _times(gradient, use.saved("alpha"))
+    own = use.by_sample(gradient, 0, 1)
+    return Outer(use.by_sample(data, 0, 0), own, is_turned=is_left)
+
+
+def _convolved(use: Use) -> Contribution | None:
+    if use.dim != 0:
+        return None
+    if use.edge.index == 2:
+        return Dense(use.of_output().transpose(2, 3).flatten(3).sum(3))
+    gradients, images = use.of_output(), use.by_sample(use.saved("input"), 0, 0)
+    if use.saved("transposed"):
+        # The adjoint of a convolution: input and gradient change places, for every row.
+        c = len(gradients)
+        repeated = images.repeat(c, *(1 for _ in images.shape[1:]))
+        images, gradients = gradients.flatten(0, 1), repeated.unsqueeze(0)
+    stride, padding, dilation = (
+        tuple(int(n) for n in use.saved(name)) for name in ("stride", "padding", "dilation")
+    )
+    return Patches(
+        images,
+        gradients,
+        shape_of(use.edge.node, use.edge.number)[2:],
+        stride,
+        padding,
+        dilation,
+        use.saved("groups"),
+    )
+
+
+def _looked_up(use: Use) -> Contribution | None:
+    if use.saved("scale_grad_by_freq"):
+        return None
+    indices, padding = use.saved("indices"), use.saved("padding_idx")
+    if use.dim >= indices.ndim:
+        return None
+    gradient = use.gradient
+    if padding < 2**62:  # or else it is negative, as an unsigned number: nothing is padded
+        gradient = gradient * (indices != padding).unsqueeze(-1)
+    found = use.by_sample(gradient, use.dim, 1)
+    return Lookup(
+        use.by_sample(indices, use.dim, 0).flatten(1),
+        found.reshape(*found.shape[:2], -1, found.shape[-1]),
+        shape_of(use.edge.node, use.edge.number)[0],
+    )
+
+
+def _weighted_sums(
+    gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
+) -> Contribution:
+    """Sum gradients times normalised inputs over places, for a few samples at a time.
+
+    Args:
+        gradients: Shape (C, B, ...).
+        normed: Returns the normalised inputs of some samples.
+        dims: What to sum over.
+
+    Returns:
+        The sums.
+    """
+    step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
+    n_samples = gradients.shape[1]
+    sums = []
+    for start in range(0, n_samples, step):
+        part = slice(start, min(start + step, n_samples))
+        products = gradients[:, part] * normed(part)
+        sums.append(products.sum(dims) if dims else products)
+    return Dense(torch.cat(sums, dim=1))
+
+
+def _layer_normed(use: Use) -> Contribution | None:
+    if use.edge.index == 2:
+        return _summed(use, use.gradient)
+    gradients = use.of_output()
+    n_normed = len(shape_of(use.edge.node, use.edge.number))
+    if use.dim >= gradients.ndim - 2 - n_normed:  # samples are what is normalised over
+        return None
+    inputs, mean, scale = (
+        use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
+    )
+    return _weighted_sums(
+        gradients,
+        lambda part: (inputs[part] - mean[part]).mul_(scale[part]),
+        list(range(2, gradients.ndim - n_normed)),
+    )
+
+
+def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
+    """Sum over all but the channels, the samples being along the first dimension."""
+    if use.dim != 0:
+        return None
+    gradients = use.of_output()
+    dims = [2, *range(4, gradients.ndim)]
+    if use.edge.index == 2:
+        return Dense(gradients.sum(dims))
+    images = use.by_sample(use.saved("input"), 0, 0)
+    return _weighted_sums(gradients, lambda part: normed(images[part], part), dims)
+
+
+def _group_normed(use: Use) -> Contribution | None:
+    if use.dim != 0:
+        return None
+    mean, scale = (use.by_sample(use.saved(name), 0, 0) for name in ("result1", "result2"))
+
+    def normed(images: Tensor, part: slice) -> Tensor:
+        grouped = images.reshape(*mean[part].shape, -1)
+        grouped = grouped - mean[part].unsqueeze(-1)
+        return grouped.mul_(scale[part].unsqueeze(-1)).view(images.shape)
+
+    return _by_channel(use, normed)
+
+
+def _batch_normed(use: Use) -> Contribution | None:
+    if use.saved("training"):
+        return None
+    shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
+    mean = use.saved("running_mean").view(shape)
+    eps = use.saved("eps" if _has(use, "eps") else "epsilon")  # as cuDNN and MIOpen call it
+    scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
+    return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
+
+
+_FORMS: dict[str, Callable[[Use], Contribution | None]] = {
+    "Add": _added,
+    "Sub": _added,
+    "Mul": _multiplied,
+    "Expand": _repeated,
+    "Addmm": _matrix_product,
+    "Mm": _matrix_product,
+    "Convolution": _convolved,
+    "Embedding": _looked_up,
+    "NativeLayerNorm": _layer_normed,
+    "NativeGroupNorm": _group_normed,
+    "NativeBatchNorm": _batch_normed,
+    "CudnnBatchNorm": _batch_normed,
+    "MiopenBatchNorm": _batch_normed,
+}

@@ -1,0 +1,192 @@
+"""What the weight of a convolution gives to gradients."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
+
+from trak_core.autograd.contributions import Outer, add_product, pieces, prefers_inner_products
+
+# From so many input channels on, a product for each place of the kernel is faster than patches.
+_WIDE = 8
+# From so many on, torch's own convolution is faster than patches where gradients are formed.
+_SOME = 4
+_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
+    1: conv1d_weight,
+    2: conv2d_weight,
+    3: conv3d_weight,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """A convolution's weight of shape (outputs, inputs / groups, *kernel).
+
+    A convolution is a linear layer on patches of its input. Patches overlap, so that all of them
+    take much more memory than the input. They are formed for some channels at a time, or not at
+    all: for one place of the kernel they are the input itself, moved.
+
+    Attributes:
+        images: Shape (B, V, inputs, *size), V images a sample.
+        gradients: Of the output, shape (C, B, V, outputs, *output size).
+        kernel: Size of the kernel.
+        stride: Step of the patches.
+        padding: Zeros on both sides.
+        dilation: Step within a patch.
+        groups: Groups of channels that don't see each other.
+    """
+
+    images: Tensor
+    gradients: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """See ``Contribution``."""
+        inputs = self.images.shape[2] // self.groups
+        return self.gradients.shape[3], inputs * math.prod(self.kernel)
+
+    @property
+    def n_rows(self) -> int:
+        """See ``Contribution``."""
+        return self.gradients.shape[0] * self.gradients.shape[1]
+
+    def add_to(self, gramian: Tensor) -> None:
+        """See ``Contribution``."""
+        c, b, v, outputs = self.gradients.shape[:4]
+        inputs, window = self.images.shape[2] // self.groups, math.prod(self.kernel)
+        places = v * math.prod(self.gradients.shape[4:])
+        outputs //= self.groups
+        if prefers_inner_products(c * b, places, inputs * window, outputs):
+            for group in range(self.groups):
+                patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
+                gradients = self._gradients_of(group).transpose(-1, -2)
+                Outer(patches, gradients, is_turned=True).add_to(gramian)
+        elif v == 1 and inputs >= _WIDE:
+            for rows in self._by_place():
+                add_product(gramian, rows)
+        else:
+            each = b * window * max(places, c * outputs)
+            for group in range(self.groups):
+                gradients = self._gradients_of(group)
+                for part in pieces(inputs, each):
+                    patches = self._patches(group, part)
+                    rows = gradients @ patches.transpose(-1, -2)
+                    add_product(gramian, rows.reshape(c * b, -1))
+
+    def part(self, first: int, last: int) -> Tensor:
+        """See ``Contribution``."""
+        inputs = self.images.shape[2] // self.groups
+        c, _, v, outputs = self.gradients.shape[:4]
+        is_cut = self.groups > 1 and last - first < outputs
+        if c == v == 1 and inputs >= _SOME and not is_cut:
+            return self._by_library(first, last)
+        each = self.gradients.shape[3] // self.groups
+        parts = []
+        for group in range(first // each, -(-last // each)):
+            own = slice(max(0, first - group * each), min(each, last - group * each))
+            patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
+            parts.append(self._gradients_of(group)[:, :, own] @ patches)
+        return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
+
+    def _by_library(self, first: int, last: int) -> Tensor:
+        """Take samples for groups of one convolution, whose weight's gradient torch computes."""
+        gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
+        n_samples, outputs = gradients.shape[:2]
+        size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
+        one = _WEIGHT_GRADIENTS[len(self.kernel)](
+            images.reshape(1, -1, *images.shape[2:]),
+            size,
+            gradients.reshape(1, -1, *gradients.shape[2:]),
+            self.stride,
+            self.padding,
+            self.dilation,
+            n_samples * self.groups,
+        )
+        return one.reshape(n_samples, -1)
+
+    def _gradients_of(self, group: int) -> Tensor:
+        """Return one group's gradients, shape (C, B, outputs / groups, V x places)."""
+        n = self.gradients.shape[3] // self.groups
+        part = self.gradients[:, :, :, group * n : (group + 1) * n].flatten(4)
+        return part.transpose(2, 3).flatten(3)
+
+    def _patches(self, group: int, part: slice) -> Tensor:
+        """Return patches of some channels of a group, (B, channels x window, V x places)."""
+        first = group * (self.images.shape[2] // self.groups)
+        images = self.images[:, :, first + part.start : first + part.stop]
+        images = F.pad(images, [n for size in self.padding[::-1] for n in (size, size)])
+        sizes = self.gradients.shape[4:]
+        n_dims = len(self.kernel)
+        steps = images.stride()[-n_dims:]
+        windows = images.as_strided(
+            (*images.shape[:3], *self.kernel, *sizes),
+            (
+                *images.stride()[:3],
+                *(step * d for step, d in zip(steps, self.dilation, strict=True)),
+                *(step * d for step, d in zip(steps, self.stride, strict=True)),
+            ),
+            images.storage_offset(),
+        )
+        b, v = images.shape[:2]
+        flat = windows.reshape(b, v, -1, math.prod(sizes))
+        return flat.transpose(1, 2).flatten(2)
+
+    def _by_place(self) -> Iterator[Tensor]:
+        """Yield the gradients of the weights at each place of the kernel, shape (rows, entries).
+
+        With the gradients laid out on a grid as wide as the input, moving the input is reading it
+        from another entry on. A stride cuts the input into interleaved images, one for each
+        remainder.
+        """
+        c, b, _, outputs = self.gradients.shape[:4]
+        phases = self._phases()
+        grid = phases.shape[-len(self.kernel) :]
+        sizes = self.gradients.shape[4:]
+        wider = [(0, width - size) for size, width in zip(sizes, grid, strict=True)]
+        margins = [n for pair in wider[:0:-1] for n in pair]
+        gradients = F.pad(self.gradients[:, :, 0], margins) if any(margins) else self.gradients
+        gradients = gradients.reshape(c * b, outputs, -1)
+        steps = [math.prod(grid[i + 1 :]) for i in range(len(grid))]
+        length = 1 + sum(step * (size - 1) for step, size in zip(steps, sizes, strict=True))
+        gradients = gradients[..., :length]
+        n_outputs, n_inputs = outputs // self.groups, self.images.shape[2] // self.groups
+        for place in itertools.product(*(range(size) for size in self.kernel)):
+            moves = [at * d for at, d in zip(place, self.dilation, strict=True)]
+            phase = tuple(move % s for move, s in zip(moves, self.stride, strict=True))
+            start = sum(
+                move // s * step for move, s, step in zip(moves, self.stride, steps, strict=True)
+            )
+            moved = phases[phase].flatten(2)[..., start : start + length].mT
+            for group in range(self.groups):
+                own = gradients[:, group * n_outputs : (group + 1) * n_outputs]
+                seen = moved[..., group * n_inputs : (group + 1) * n_inputs]
+                for part in pieces(n_inputs, c * b * n_outputs):
+                    seen_part = seen[..., part]
+                    if c > 1:
+                        seen_part = seen_part.repeat(c, 1, 1)
+                    yield torch.bmm(own, seen_part).flatten(1)
+
+    def _phases(self) -> Tensor:
+        """Cut the padded images, shape (*stride, B, inputs, *size / stride)."""
+        images = self.images[:, 0]
+        margins = []
+        sizes = images.shape[2:]
+        for size, pad, step in zip(sizes, self.padding, self.stride, strict=True):
+            margins.append((pad, pad + -(size + 2 * pad) % step))
+        flat = [n for pair in margins[::-1] for n in pair]
+        images = F.pad(images, flat) if any(flat) else images.contiguous()
+        for i, step in enumerate(self.stride):
+            images = images.unflatten(2 + 2 * i, (-1, step))
+        n = len(self.stride)
+        remainders = [3 + 2 * i for i in range(n)]
+        return images.permute(*remainders, 0, 1, *(2 + 2 * i for i in range(n))).contiguous()

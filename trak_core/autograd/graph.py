@@ -1,0 +1,146 @@
+"""Autograd's graph between outputs and parameters, and which sample its entries belong to.
+
+A layout s says that the entry at row-major position i belongs to sample (i // s) % B. It survives
+any reshape, because that keeps positions; everything else is arithmetic on the dimension it lies
+in. ``None`` stands for a tensor that all samples share, or whose layout nobody knows: then no entry
+is taken for one sample's alone, which costs time but is never wrong.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+# A node of autograd's graph: it turns gradients of its outputs into gradients of its inputs. Nodes
+# of user-defined functions share no base class with the others.
+Node = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Input ``index`` of ``user`` is output ``number`` of ``node``."""
+
+    user: Node
+    index: int
+    node: Node
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What lies between outputs and parameters.
+
+    Attributes:
+        order: The nodes from which a chosen parameter is reached; users come before what they use.
+        edges: The edges among them, for each user in the order of its inputs.
+        parameters: The chosen parameters, by the node that stands for them.
+    """
+
+    order: list[Node]
+    edges: dict[Node, list[Edge]]
+    parameters: dict[Node, Tensor]
+
+
+def name_of(node: Node) -> str:
+    """Return what a node differentiates: ``Addmm`` for ``AddmmBackward0``."""
+    return node.name().partition("Backward")[0]
+
+
+def shape_of(node: Node, number: int) -> tuple[int, ...]:
+    """Return the shape of one output of a node."""
+    return tuple(node._input_metadata[number].shape)
+
+
+def is_function(node: Node) -> bool:
+    """Whether the node belongs to a user-defined ``torch.autograd.Function``."""
+    return hasattr(node, "saved_tensors")
+
+
+def leaf_of(node: Node) -> Tensor | None:
+    """Return the tensor that a node collects gradients for, if it is such a node."""
+    return node.variable if node.name().endswith("AccumulateGrad") else None
+
+
+def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
+    """Walk a graph from its roots and keep what leads to the parameters.
+
+    Args:
+        roots: Nodes to start from.
+        parameters: The chosen ones; others count as constants.
+
+    Returns:
+        The graph; empty if none of the parameters is reached.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    found: dict[Node, Tensor] = {}
+    edges: dict[Node, list[Edge]] = {}
+    finished: list[Node] = []  # what is used comes before its users
+    seen: set[Node] = set()
+    # Not recursive: graphs of recurrent networks are deeper than Python's stack.
+    stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+    while stack:
+        node, done = stack.pop()
+        if not done:
+            if node in seen:
+                continue
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((used, False) for used, _ in node.next_functions if used is not None)
+            continue
+        leaf = leaf_of(node)
+        if leaf is not None and id(leaf) in chosen:
+            found[node] = leaf
+            edges[node] = []
+            finished.append(node)
+            continue
+        leading = [
+            Edge(node, i, used, number)
+            for i, (used, number) in enumerate(node.next_functions)
+            if used in edges
+        ]
+        if leading:
+            edges[node] = leading
+            finished.append(node)
+    return Graph(finished[::-1], edges, found)
+
+
+Layout = int | None
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    """Return the row-major strides of a shape, in entries."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Layout:
+    """Return the layout of a tensor whose samples lie along one dimension.
+
+    Args:
+        shape: The tensor's.
+        dim: The dimension, which is read as (outer, n_samples, width).
+        width: Consecutive places along ``dim`` of one sample.
+        n_samples: B.
+
+    Returns:
+        The layout; None if the dimension's size doesn't allow it.
+    """
+    if not 0 <= dim < len(shape) or shape[dim] % (n_samples * width) or not shape[dim]:
+        return None
+    return width * math.prod(shape[dim + 1 :])
+
+
+def locate(shape: Sequence[int], layout: int, n_samples: int) -> tuple[int, int] | None:
+    """Return the dimension that the samples lie along and the width, as in ``layout_at``.
+
+    Returns:
+        Dimension and width; None where samples are spread over several dimensions.
+    """
+    for dim, stride in enumerate(strides(shape)):
+        if stride <= layout < stride * shape[dim]:
+            width = layout // stride
+            if layout % stride or shape[dim] % (width * n_samples):
+                return None
+            return dim, width
+    return None

@@ -1,0 +1,267 @@
+"""How the layout of an operation's output gives that of its inputs, operation by operation.
+
+A rule may only answer with a layout if every entry of the output depends on entries of the input
+that belong to the same sample. Whoever isn't listed here answers None.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trak_core.autograd.graph import Edge, Layout, Node, layout_at, locate, name_of, shape_of
+
+
+class MixedSamplesError(Exception):
+    """An operation takes statistics over samples that are said to be independent."""
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """One input of one operation, and where the samples lie in one of its outputs.
+
+    Attributes:
+        node: The operation.
+        index: Which input.
+        output: Shape of the output.
+        input: Shape of the input.
+        layout: Of the output.
+        n_samples: B.
+        dim: The output's dimension with the samples; -1 if they are spread over several.
+        width: Consecutive places of one sample along it.
+    """
+
+    node: Node
+    index: int
+    output: tuple[int, ...]
+    input: tuple[int, ...]
+    layout: int
+    n_samples: int
+    dim: int
+    width: int
+
+    def along(self, dim: int) -> Layout:
+        """Return the layout of an input with the samples along ``dim``, in the same order."""
+        same_size = 0 <= dim < len(self.input) and self.input[dim] == self.output[self.dim]
+        return layout_at(self.input, dim, self.width, self.n_samples) if same_size else None
+
+    def saved_dims(self, n_dims: int) -> set[int]:
+        """Return the dimensions that the operation was given, all of ``n_dims`` if none."""
+        saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
+        values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
+        # Negative dimensions come back as unsigned 64-bit numbers.
+        return {(v - 2**64 if v >= 2**63 else v) % n_dims for v in values} or set(range(n_dims))
+
+
+Rule = Callable[[At], Layout]
+
+
+def _reshaped(at: At) -> Layout:
+    return at.layout
+
+
+def _pointwise(at: At) -> Layout:
+    return at.along(at.dim - len(at.output) + len(at.input)) if at.dim >= 0 else _whole(at)
+
+
+def _whole(at: At) -> Layout:
+    """Without broadcasting, positions stay what they are."""
+    return at.layout if at.input == at.output else None
+
+
+def _over_saved_dims(at: At) -> Layout:
+    """Mixing entries along dimensions that the operation was given, no others."""
+    return None if at.dim in at.saved_dims(len(at.output)) else at.along(at.dim)
+
+
+def _sliced(at: At) -> Layout:
+    """Some of the places along other dimensions, or more of them."""
+    return at.along(at.dim) if len(at.input) == len(at.output) else None
+
+
+def _padded(at: At) -> Layout:
+    pad = at.node._saved_pad
+    behind = len(at.output) - 1 - at.dim
+    return None if any(pad[2 * behind : 2 * behind + 2]) else at.along(at.dim)
+
+
+def _reduced(at: At) -> Layout:
+    """Sums, means and the like over given dimensions."""
+    gone = at.saved_dims(len(at.input))
+    if getattr(at.node, "_saved_keepdim", False):
+        return None if at.dim in gone else at.along(at.dim)
+    kept = [dim for dim in range(len(at.input)) if dim not in gone]
+    return at.along(kept[at.dim]) if at.dim < len(kept) == len(at.output) else None
+
+
+def _selected(at: At) -> Layout:
+    """One dimension fewer in the output than in the input."""
+    (gone,) = at.saved_dims(len(at.input))
+    return at.along(at.dim + (at.dim >= gone))
+
+
+def _joined(at: At) -> Layout:
+    (dim,) = at.saved_dims(len(at.output))
+    if at.dim == dim:
+        return None
+    return at.along(at.dim - (at.dim > dim) if len(at.input) < len(at.output) else at.dim)
+
+
+def _transposed(at: At) -> Layout:
+    a, b = (at.node._saved_dim0, at.node._saved_dim1)
+    a, b = ((d - 2**64 if d >= 2**63 else d) % len(at.output) for d in (a, b))
+    return at.along({a: b, b: a}.get(at.dim, at.dim))
+
+
+def _permuted(at: At) -> Layout:
+    n = len(at.output)
+    dims = [(d - 2**64 if d >= 2**63 else d) % n for d in at.node._saved_dims]
+    return at.along(dims[at.dim])
+
+
+def _turned(at: At) -> Layout:
+    return at.along(1 - at.dim) if len(at.output) == 2 else at.layout
+
+
+def _indexed(at: At) -> Layout:
+    """Try the dimensions of the input: does every entry come from its own sample?"""
+    indices = at.node._saved_indices
+    device = next(index.device for index in indices if index is not None)
+    own = torch.arange(at.layout * at.n_samples, device=device) // at.layout
+    index = tuple(slice(None) if i is None else i for i in indices)
+    for dim in range(len(at.input)):
+        layout = layout_at(at.input, dim, 1, at.n_samples)
+        if layout is not None and at.input[dim] == at.n_samples:
+            shape = [-1 if d == dim else 1 for d in range(len(at.input))]
+            samples = torch.arange(at.n_samples, device=device).reshape(shape).expand(at.input)
+            found = samples[index]
+            if found.shape == at.output and bool((found.reshape(-1, len(own)) == own).all()):
+                return layout
+    return None
+
+
+def _product(left: int) -> Rule:
+    """The product of the inputs ``left`` and ``left + 1``, to which the one before is added."""
+
+    def rule(at: At) -> Layout:
+        if at.index < left:
+            return _pointwise(at)
+        if at.dim < 0:
+            return None
+        n = len(at.output)
+        is_left = at.index == left
+        if len(at.input) != n or at.dim == (n - 1 if is_left else n - 2):
+            return None  # reduced over: shared by the samples
+        return at.along(at.dim)
+
+    return rule
+
+
+def _each_for_itself(at: At) -> Layout:
+    """Samples along the first dimension of output and data, whatever happens to the others."""
+    return at.along(0) if at.index == 0 and at.dim == 0 else None
+
+
+def _layer_normed(at: At) -> Layout:
+    outer = len(at.output) - len(at.node._saved_normalized_shape)
+    return at.along(at.dim) if at.index == 0 and at.dim < outer else None
+
+
+def _batch_normed(at: At) -> Layout:
+    if at.dim == 1:  # samples beside each other as channels, as InstanceNorm does it
+        return at.along(1 if at.index == 0 else 0)
+    if at.node._saved_training:
+        raise MixedSamplesError
+    return at.along(at.dim) if at.index == 0 else None
+
+
+def _pooled(n_spatial: int) -> Rule:
+    """Every channel of every sample for itself."""
+
+    def rule(at: At) -> Layout:
+        inside = at.index == 0 and at.dim < len(at.output) - n_spatial
+        return at.along(at.dim) if inside else None
+
+    return rule
+
+
+def _attended(at: At) -> Layout:
+    return at.along(at.dim) if at.index < 3 and at.dim in {0, 1} else None
+
+
+_NAMES: dict[Rule, str] = {
+    _reshaped: "View UnsafeView ReshapeAlias Unsqueeze Squeeze Clone Alias ToCopy",
+    _pointwise: (
+        "Add Sub Rsub Mul Div Neg Pow Exp Exp2 Expm1 Log Log1P Log2 Log10 Sqrt Rsqrt Abs Sin Cos "
+        "Tan Asin Acos Atan Atan2 Sinh Cosh Tanh Sigmoid Relu LeakyRelu Elu Gelu Silu Mish "
+        "Softplus Softshrink Hardshrink Hardtanh Hardswish Hardsigmoid LogSigmoid Threshold "
+        "PreluKernel Clamp ClampMin ClampMax Maximum Minimum Where MaskedFill Erf Erfc Erfinv "
+        "Reciprocal Square Sign Lerp Addcmul Addcdiv NativeDropout FusedDropout Expand Repeat "
+        "Tril Triu Xlogy Logaddexp Round Floor Ceil NanToNum Copy MseLoss SmoothL1Loss HuberLoss "
+        "BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss KlDiv"
+    ),
+    _over_saved_dims: (
+        "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk "
+        "Gather IndexSelect Glu Flip Roll"
+    ),
+    _sliced: "Slice Split SplitWithSizes",
+    _padded: "ConstantPadNd",
+    _reduced: "Sum Mean Logsumexp Amax Amin Var Std LinalgVectorNorm Norm Max Min Median Prod",
+    _selected: "Select Unbind",
+    _joined: "Cat Stack",
+    _transposed: "Transpose",
+    _permuted: "Permute",
+    _turned: "T",
+    _indexed: "Index",
+    _product(1): "Addmm Baddbmm",
+    _product(0): "Mm Bmm",
+    _layer_normed: "NativeLayerNorm FusedRmsNorm",
+    _batch_normed: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm BatchNormWithUpdate",
+    _pooled(1): "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D",
+    _pooled(2): (
+        "MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D "
+        "UpsampleBilinear2D UpsampleBicubic2D ReflectionPad2D ReplicationPad2D"
+    ),
+    _pooled(3): (
+        "MaxPool3DWithIndices AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D "
+        "UpsampleNearest3D UpsampleTrilinear3D ReflectionPad3D ReplicationPad3D"
+    ),
+    _attended: (
+        "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "
+        "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
+    ),
+    _each_for_itself: (
+        "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im"
+    ),
+}
+
+
+_RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+# These know positions alone, so that samples may be spread over several dimensions.
+_BY_POSITION = {_reshaped, _pointwise}
+
+
+def input_layout(edge: Edge, number: int, layout: int, n_samples: int) -> Layout:
+    """Return the layout of an operation's input.
+
+    Args:
+        edge: From the operation, ``edge.user``, to the input.
+        number: Which of the operation's outputs is asked.
+        layout: Layout of that output.
+        n_samples: B, at least 2.
+
+    Returns:
+        The layout; None if samples share the input, or if nobody knows.
+
+    Raises:
+        MixedSamplesError: If the operation takes statistics over the samples.
+    """
+    rule = _RULES.get(name_of(edge.user))
+    if rule is None:
+        return None
+    output = shape_of(edge.user, number)
+    dim, width = locate(output, layout, n_samples) or (-1, 0)
+    if dim < 0 and rule not in _BY_POSITION:
+        return None
+    shape = shape_of(edge.node, edge.number)
+    return rule(At(edge.user, edge.index, output, shape, layout, n_samples, dim, width))

@@ -1,0 +1,179 @@
+"""Where one sample's gradients can be told apart, and where they cannot any more.
+
+From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
+sample, see ``layout``) or *shared*: a parameter, what is computed from parameters alone, or the
+result of an operation that isn't known. One backward pass serves all samples as far as tensors are
+split. An edge from a split output to a shared input is a *crossing*: there the gradient of each
+sample is formed, or its inner products by a closed form.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trak_core.autograd.graph import Edge, Graph, Layout, Node, name_of, shape_of
+from trak_core.autograd.layout_rules import input_layout
+
+# Operations that only move entries. Inner products of gradients don't see them.
+MOVES = {
+    *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"),
+    *("Clone", "Alias", "ToCopy"),
+}
+_TURNS = {"T", "Transpose", "Permute"}
+_CUTS = {"Split", "SplitWithSizes", "Unbind"}
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether an operation that only moves entries leaves their row-major order as it is."""
+    return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
+
+
+def is_turn(node: Node) -> bool:
+    """Whether an operation transposes a matrix."""
+    if len(shape_of(node, 0)) != 2:
+        return False
+    if name_of(node) == "Transpose":
+        return (node._saved_dim0 - node._saved_dim1) % 2 == 1
+    return name_of(node) == "T"
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """Shared nodes that hang together, with the parameters below them.
+
+    Attributes:
+        crossings: The edges that lead into it.
+        parameters: Its parameters.
+        is_direct: There is one parameter, and what a crossing leads to is that parameter, perhaps
+            transposed or in another shape.
+        is_simple: Every crossing leads, through operations that only move entries, to entries of
+            one parameter that no other crossing leads to: each contributes for itself.
+    """
+
+    crossings: list[Edge] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    is_direct: bool = True
+    is_simple: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the backward pass goes.
+
+    Attributes:
+        layouts: For each split node, the layouts of the outputs that are used.
+        crossings: For each split node, its crossings, with their region.
+        regions: All of them.
+        inner: Split nodes with crossings above other such nodes.
+        last: Those above no others; the backward pass need not go further.
+    """
+
+    layouts: dict[Node, dict[int, int]]
+    crossings: dict[Node, list[tuple[Edge, Region]]]
+    regions: list[Region]
+    inner: list[Node]
+    last: list[Node]
+
+    def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return where gradients arrive as rows: the operations' names, and the tensors' shapes."""
+        return [
+            (name_of(edge.user), shape_of(edge.node, edge.number))
+            for region in self.regions
+            if not region.is_direct
+            for edge in region.crossings
+        ]
+
+
+def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) -> Plan:
+    """Find layouts, crossings and regions.
+
+    Args:
+        graph: From the roots to the parameters.
+        roots: Layouts of the outputs that the backward pass starts from.
+        n_samples: B, at least 2.
+
+    Returns:
+        The plan.
+
+    Raises:
+        MixedSamplesError: If an operation takes statistics over the samples.
+    """
+    layouts = _layouts(graph, roots, n_samples)
+    below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
+    crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
+    region_of = _regions(below, crossings, graph)
+    by_node: dict[Node, list[tuple[Edge, Region]]] = defaultdict(list)
+    for edge in crossings:
+        by_node[edge.user].append((edge, region_of[edge.node]))
+    inner, last, above = [], [], set()
+    for node in reversed(graph.order):
+        if node in layouts:
+            is_above = any(edge.node in above for edge in graph.edges[node])
+            if node in by_node:
+                (inner if is_above else last).append(node)
+            if is_above or node in by_node:
+                above.add(node)
+    regions = list({id(region): region for region in region_of.values()}.values())
+    return Plan(layouts, dict(by_node), regions, inner, last)
+
+
+def _layouts(
+    graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int
+) -> dict[Node, dict[int, int]]:
+    """Go down once; users come before what they use, so that all of them have spoken by then."""
+    found: dict[Node, dict[int, Layout]] = defaultdict(dict)
+    for (node, number), layout in roots.items():
+        found[node][number] = layout
+    split: dict[Node, dict[int, int]] = {}
+    for node in graph.order:
+        outputs = found.pop(node, {})
+        known = {number: layout for number, layout in outputs.items() if layout is not None}
+        is_split = len(known) == len(outputs) > 0 and node not in graph.parameters
+        if is_split:
+            split[node] = known
+        for edge in graph.edges[node]:
+            answers: set[Layout] = {None}
+            if is_split:
+                answers = {input_layout(edge, n, s, n_samples) for n, s in known.items()}
+            before = found[edge.node]
+            if edge.number in before:
+                answers.add(before[edge.number])
+            # Users that disagree mix samples: below, entries belong to none of them alone.
+            before[edge.number] = answers.pop() if len(answers) == 1 else None
+    return split
+
+
+def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
+    """Join shared nodes that hang together."""
+    joined: dict[Node, Node] = {}
+
+    def head(node: Node) -> Node:
+        while joined.setdefault(node, node) is not node:
+            node = joined[node]
+        return node
+
+    for edge in below:
+        joined[head(edge.user)] = head(edge.node)
+    regions: dict[Node, Region] = defaultdict(Region)
+    arrivals = {(edge.node, edge.number) for edge in (*below, *crossings)}
+    for edge in crossings:
+        regions[head(edge.node)].crossings.append(edge)
+    for node, parameter in graph.parameters.items():
+        regions[head(node)].parameters.append(parameter)
+    region_of = {node: regions[head(node)] for node in list(joined)}
+    n_edges: dict[int, int] = defaultdict(int)
+    n_arrivals: dict[int, int] = defaultdict(int)
+    for edge in (*below, *crossings):
+        n_edges[id(region_of[edge.node])] += 1
+    for node, _ in arrivals:
+        n_arrivals[id(region_of[node])] += 1
+    for node, region in region_of.items():
+        is_parameter = node in graph.parameters
+        moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)
+        once = n_edges[id(region)] == n_arrivals[id(region)]
+        alone = len(region.parameters) == 1
+        region.is_simple &= moves and once and alone
+        keeps = is_parameter or (name_of(node) in MOVES and (keeps_order(node) or is_turn(node)))
+        region.is_direct &= keeps and alone
+    return region_of

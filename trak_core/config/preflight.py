@@ -1,0 +1,202 @@
+"""One look over a study before any job: does it load, does it fit, is everything there?
+
+The study itself is looked at in a process of its own, and the answer stays in the results folder
+under a key of all that was looked at, so that a further start costs nothing.
+"""
+
+import hashlib
+import json
+import os
+import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trak_core.config.budget import check_memory, evaluation_need
+from trak_core.config.demands import check_columns, check_sizes
+from trak_core.config.specs import TRAIN, Specs
+from trak_core.errors import InputError
+from trak_core.provenance import code_digest
+from trak_core.spec import OPTIMIZER_FILE, projection_of
+from trak_core.system.record import read_record, write_record
+
+# Snakemake leaves out a larger one, and only warns.
+_MAX_SOURCE_BYTES = 10_000_000
+
+
+def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
+    """Refuse what some job would stop at later.
+
+    Args:
+        specs: Of the config.
+        results: Folder for what is found.
+        is_stored: Whether the user's files are in a store, which Snakemake looks into.
+
+    Raises:
+        InputError: At the first thing that doesn't hold.
+    """
+    _check_files(specs, is_stored)
+    record = results / "study.json"
+    known = read_record(record)
+    found = _found(specs, known)
+    _check_sizes(specs, found)
+    if found != known:
+        write_record(record, found)
+
+
+def _check_files(specs: Specs, is_stored: bool) -> None:
+    """Refuse checkpoints or retrained models that are not there."""
+    if is_stored:
+        listed = [one.path for one in specs.checkpoints.values() if one.is_listed]
+        if listed:
+            raise InputError(
+                "Checkpoints in a store must be named one by one: jobs elsewhere can't look into a "
+                f"folder here. Found a folder of several, with {listed[0]}; name each in it."
+            )
+        return
+    here = f"(from {Path.cwd()})"
+    if "training" not in specs.config:
+        paths = [one.path for one in specs.checkpoints.values() if one.path is not None]
+        own = [path for path in paths if "://" not in path]
+        gone = [path for path in own if not Path(path).exists()]
+        if gone:
+            raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
+        bare = [path for path in own if _lacks_optimizer(Path(path))]
+        if bare and specs.all_features.preconditioner is not None:
+            raise InputError(
+                "With `preconditioner: adam`, checkpoints must be folders that hold "
+                f"{OPTIMIZER_FILE}, as a Trainer saves it without save_only_model, or files of "
+                f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
+                "that have one, or leave `preconditioner` out."
+            )
+    truth = specs.evaluation.get("ground_truth")
+    if truth is not None and "://" not in truth and not Path(truth).is_file():
+        raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+
+
+def _lacks_optimizer(checkpoint: Path) -> bool:
+    """Whether it is known without reading it that no optimizer's state is in there."""
+    if checkpoint.is_dir():
+        return not (checkpoint / OPTIMIZER_FILE).is_file()
+    return checkpoint.suffix == ".safetensors"
+
+
+def check_sources(files: Sequence[Path]) -> None:
+    """Refuse files that Snakemake would not bring to jobs that share no disk with it.
+
+    Raises:
+        InputError: If one lies outside the working folder, or is larger than Snakemake takes along.
+    """
+    outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
+    large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
+    for wrong, what in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
+        if wrong:
+            raise InputError(
+                "Without a shared disk jobs get the study, the modules beside it, tables and "
+                f"`data_files` with the workflow's sources: each must {what}. Found "
+                f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
+                "fetch."
+            )
+
+
+def _request(specs: Specs) -> dict[str, Any]:
+    """Return what a study is asked, whatever the split."""
+    config = specs.config
+    is_trained = "training" in config
+    trained = {"subsets", "removals", "flipped"} & set(specs.evaluation)
+    return {
+        "study_file": config["study"],
+        "model_output": config["model_output"],
+        "weighting": config["scoring"]["weighting"],
+        "parameter_patterns": specs.all_features.parameter_patterns,
+        "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
+        "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
+        "retraining": specs.training if trained else None,
+    }
+
+
+def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
+    """Return sizes of the study, having asked it for what is not known."""
+    request, shards = _request(specs), specs.shards
+    looked_by = [specs.digests["whole"], code_digest("trak_core.stages.preflight_study")]
+    keys = {
+        split: _key([
+            *(*looked_by, request, split, specs.experiments.get(split), n_shards),
+            specs.targets_digest(split),
+        ])
+        for split, n_shards in shards.items()
+    }
+    splits = known.get("splits", {})
+    new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
+    if not new:
+        return known
+    request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
+    request["questions"] = specs.questions
+    sizes = _asked(request)
+    found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    return {"n_params": sizes["n_params"], "splits": {s: found.get(s) or splits[s] for s in shards}}
+
+
+def _key(looked_at: list[Any]) -> str:
+    text = json.dumps(looked_at, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
+    answer = subprocess.run(
+        [sys.executable, "-m", "trak_core.stages.preflight_study"],
+        input=json.dumps(request),
+        # A module of the user's folder must not stand for one of ours.
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode or not answer.stdout:
+        raise InputError(
+            answer.stderr.strip()
+            or f"{request['study_file']}: the study must load. The process that looks it over "
+            f"ended with exit status {answer.returncode} and without a message: out of memory, or "
+            "a crash."
+        )
+    print(answer.stderr, end="", file=sys.stderr)
+    return json.loads(answer.stdout)
+
+
+def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
+    """Refuse what the study's sizes, and the memory of a job, don't allow."""
+    config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
+    proj_dim = None
+    if not specs.is_exact:
+        proj_dim = config["projection"]["proj_dim"]
+        chosen = projection_of(specs.all_features.under(""), [(found["n_params"],)])
+        check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
+    n_targets = {split: one["n_samples"] for split, one in found["splits"].items()}
+    n_train = n_targets.pop(TRAIN)
+    check_memory(
+        memory_mb,
+        proj_dim=proj_dim,
+        n_train=n_train,
+        n_targets=n_targets,
+        n_checkpoints=len(specs.checkpoints),
+        keep=config["scoring"]["keep"],
+        top=config["scoring"]["top"],
+        divides=specs.self_influence.norm_power is not None,
+    )
+    if not specs.evaluation:
+        return
+    check_sizes(specs.evaluation, n_train, n_targets)
+    # Models retrained elsewhere are counted when they are read.
+    for experiment in specs.measured if "subsets" in specs.evaluation else []:
+        settings = specs.settings
+        evaluation_need(
+            proj_dim=(proj_dim or 0) if specs.measures_features else 0,
+            n_train=n_train,
+            n_targets=n_targets[experiment],
+            n_subsets=specs.evaluation["subsets"]["count"],
+            n_checkpoints=len(specs.checkpoints),
+            n_settings=len(settings),
+            n_weightings=len({setting.weighting for setting in settings}),
+            n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
+        ).check(memory_mb)

@@ -1,0 +1,332 @@
+"""Batches of samples: take them apart, pad and join texts, call the model, know its rounding."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from trak_core.errors import InputError
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs and labels of some samples; the first dimension of every tensor is the sample.
+
+    Attributes:
+        args: The model's positional arguments.
+        kwargs: Its named arguments.
+        labels: Shape (batch, ...); ones where the model output needs no label.
+        lengths: Tokens of each text, shape (batch,), where shorter ones are padded on the right;
+            else None.
+        along: Names of the inputs (see ``tensors``) that are padded with the labels: those with a
+            row a token, in the second dimension.
+    """
+
+    args: tuple[Tensor, ...]
+    kwargs: dict[str, Tensor]
+    labels: Tensor
+    lengths: Tensor | None = None
+    along: frozenset[str] = frozenset()
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.labels)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with a function applied to every tensor, which keeps lengths true."""
+        kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
+        lengths = None if self.lengths is None else function(self.lengths)
+        args = tuple(map(function, self.args))
+        return Batch(args, kwargs, function(self.labels), lengths, self.along)
+
+    def rows(self, which: slice | Tensor) -> "Batch":
+        """Return some of the samples, padded no further than the longest of them."""
+        chosen = self.mapped(lambda tensor: tensor[which])
+        if chosen.lengths is None or not len(chosen):
+            return chosen
+        return chosen.cut(int(chosen.lengths.max()))
+
+    def cut(self, length: int) -> "Batch":
+        """Return texts that have ``lengths`` without the tokens from ``length`` on."""
+        assert self.lengths is not None
+        inputs = {
+            name: tensor[:, :length] if name in self.along else tensor
+            for name, tensor in self.tensors()
+        }
+        lengths = self.lengths.clamp(max=length)
+        return self.with_inputs(inputs, self.labels[:, :length], lengths)
+
+    def with_inputs(
+        self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
+    ) -> "Batch":
+        """Return a batch whose inputs are told apart in the same way; see ``tensors``."""
+        tensors = list(inputs.values())
+        n_args = len(self.args)
+        kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
+        return Batch(tuple(tensors[:n_args]), kwargs, labels, lengths, self.along)
+
+    def given_to(self, model: nn.Module) -> object:
+        """Return what the model returns; it gets copies, for it may write into its inputs."""
+        kwargs = {name: tensor.clone() for name, tensor in self.kwargs.items()}
+        return model(*(tensor.clone() for tensor in self.args), **kwargs)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the inputs with their names, for messages."""
+        yield from ((f"argument {i}", tensor) for i, tensor in enumerate(self.args))
+        yield from self.kwargs.items()
+
+
+# A tuple of positional arguments, the labels last; named arguments and `labels`; or told apart.
+Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
+
+
+def as_batch(samples: Samples, output: ModelOutput) -> Batch:
+    """Tell inputs and labels apart.
+
+    Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``: padding is
+    never predicted.
+
+    Args:
+        samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
+            its named arguments and ``labels``. Without labels if ``output.label_ndim`` is None. Or
+            a batch, returned as it is.
+        output: The model output.
+
+    Returns:
+        The batch, on the samples' device.
+
+    Raises:
+        InputError: If there are no labels, no inputs, or tensors of different lengths.
+    """
+    if isinstance(samples, Batch):
+        return samples
+    labelled = output.label_ndim is not None
+    args, kwargs, labels = (), {}, None
+    if isinstance(samples, Mapping):
+        kwargs = {
+            name: tensor for name, tensor in samples.items() if not labelled or name != "labels"
+        }
+        labels = samples.get("labels") if labelled else None
+        found = f"a dict with {', '.join(map(str, samples))}"
+    else:
+        args = tuple(samples[:-1]) if labelled else tuple(samples)
+        labels = samples[-1] if labelled and samples else None
+        found = f"a tuple of {len(samples)}"
+    if not (args or kwargs) or (labelled and labels is None):
+        if not labelled:
+            needed = "a tuple of the model's positional arguments, or a dict of its named ones"
+        else:
+            needed = (
+                "a tuple of the model's positional arguments and, last, the label, or a dict of "
+                "its named arguments and `labels`"
+            )
+        raise InputError(f"A sample must be {needed}. Found {found}.", code="gradients.sample_form")
+    if labels is None:
+        first = next(iter((*args, *kwargs.values())))
+        labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
+    mask = kwargs.get("attention_mask")
+    if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
+        labels = torch.where(mask.bool(), labels, IGNORED)
+    batch = Batch(args, kwargs, labels)
+    for name, tensor in batch.tensors():
+        if tensor.ndim == 0 or len(tensor) != len(batch):
+            raise InputError(
+                f"Every tensor of a batch must have one row a sample. Found {len(batch)} labels "
+                f"and {name} of shape {tuple(tensor.shape)}.",
+                code="gradients.batch_rows",
+            )
+    return batch
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return the samples of several batches as one.
+
+    Texts that have ``lengths`` are padded on the right: their labels with ``IGNORED``, inputs along
+    the tokens with 0, which is a token of every vocabulary and what an ``attention_mask`` leaves
+    out.
+
+    Args:
+        batches: At least one, with the same inputs; all with lengths, or none.
+
+    Returns:
+        Their samples, one after another.
+    """
+    first = batches[0]
+    longest = None if first.lengths is None else max(one.labels.shape[1] for one in batches)
+    inputs = [dict(one.tensors()) for one in batches]
+    together = {
+        name: _joined([of_one[name] for of_one in inputs], longest if name in first.along else None)
+        for name in inputs[0]
+    }
+    labels = _joined([one.labels for one in batches], longest, IGNORED)
+    lengths = [one.lengths for one in batches if one.lengths is not None]
+    return first.with_inputs(together, labels, torch.cat(lengths) if lengths else None)
+
+
+def _joined(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
+    """Put tensors (samples, ...) together, with ``longest`` rows of each sample if it is given."""
+    if longest is None:
+        return torch.cat(list(tensors))
+    padded = []
+    for tensor in tensors:
+        missing = len(tensor), longest - tensor.shape[1], *tensor.shape[2:]
+        padded.append(torch.cat([tensor, tensor.new_full(missing, filling)], dim=1))
+    return torch.cat(padded)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What the shapes of some samples have in common.
+
+    Attributes:
+        lengths: The number of tokens of each text; empty where a label is not one a token.
+        along: Names of the inputs that have as many rows in each of the samples.
+    """
+
+    lengths: list[int]
+    along: frozenset[str]
+
+    @property
+    def differ(self) -> bool:
+        """Whether texts differ in length, so that they have to be padded."""
+        return len(set(self.lengths)) > 1
+
+
+def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
+    """Compare the shapes of samples, one after another.
+
+    Texts, samples with a label a token, may differ in the first dimension of their labels and of
+    all inputs that have as many rows: those can be padded. Whatever else must be the same.
+
+    Args:
+        samples: Each with its id, as a batch of one.
+        output: The model output.
+
+    Returns:
+        The texts' lengths, and which inputs go with them.
+
+    Raises:
+        InputError: If samples have other inputs, or shapes that no padding makes the same; it names
+            two of them.
+    """
+    first: dict[str, tuple[int, ...]] = {}
+    first_id: object = None
+    lengths: list[int] = []
+    same: set[str] = set()
+    along: set[str] = set()
+    for sample_id, sample in samples:
+        shapes = {name: tuple(tensor.shape[1:]) for name, tensor in sample.tensors()}
+        label = tuple(sample.labels.shape[1:])
+        is_text = output.label_ndim == 1 == len(label)
+        if is_text:
+            lengths.append(label[0])
+        shapes["labels"] = label
+        if not first:
+            first, first_id = shapes, sample_id
+            same = set(first)
+            along = {name for name in first if is_text}
+        if shapes.keys() != first.keys():
+            raise InputError(
+                "Samples must be tuples of one length, or dicts with the same keys. Found "
+                f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
+                f"{sample_id}.",
+                code="gradients.different_inputs",
+            )
+        same -= {name for name, shape in shapes.items() if shape != first[name]}
+        along -= {
+            name
+            for name, shape in shapes.items()
+            if not is_text or shape[:1] != label or shape[1:] != first[name][1:]
+        }
+        odd = [name for name in shapes if name not in same | along]
+        if odd:
+            _refuse(odd[0], (first_id, first), (sample_id, shapes), output)
+    return Shapes(lengths, frozenset(along - {"labels"}))
+
+
+def _refuse(
+    name: str,
+    one: tuple[object, dict[str, tuple[int, ...]]],
+    other: tuple[object, dict[str, tuple[int, ...]]],
+    output: ModelOutput,
+) -> None:
+    found = [
+        f"{shapes[name]} in sample {sample_id}"
+        + (f", which has labels of shape {shapes['labels']}" if output.label_ndim == 1 else "")
+        for sample_id, shapes in (one, other)
+    ]
+    may_differ = (
+        "the same shapes in every sample but for the number of tokens, the first dimension of "
+        "`labels` and of each input with a row a token"
+        if output.label_ndim == 1
+        else "the same shapes in every sample"
+    )
+    raise InputError(
+        f"Samples must have {may_differ}. Found for {name}: {'; '.join(found)}. Bring them to one "
+        "shape.",
+        code="gradients.different_shapes",
+    )
+
+
+def call(model: nn.Module, batch: Batch) -> object:
+    """Return what the model returns for a batch.
+
+    Raises:
+        InputError: If it fails; the message names the inputs' shapes.
+    """
+    try:
+        return batch.given_to(model)
+    except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
+        shapes = ", ".join(
+            f"{name} {tuple(tensor.shape)}" if batch.kwargs else str(tuple(tensor.shape))
+            for name, tensor in batch.tensors()
+        )
+        raise InputError(
+            "A sample must be a tuple of the model's positional arguments and, last, the label, "
+            "or a dict of its named arguments and `labels`. "
+            f"Calling the model with one sample of shapes {shapes} failed: "
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}",
+            code="gradients.model_call",
+        ) from error
+
+
+# Convolutions on CUDA round float32 to TF32, 10 bits.
+_TF32 = 2.0**-10
+
+
+def floats(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested containers."""
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def rounding(model: nn.Module, batch: Batch) -> float:
+    """Return how far two ways to compute the same may differ, relative to the largest number.
+
+    That is the square root of the unit roundoff of the coarsest numbers that any layer returns
+    (autocast may make them coarser than weights and outputs): far above what rounding adds up to,
+    far below what a wrong computation gives.
+
+    Args:
+        model: Run once, in the mode it is in.
+        batch: A few samples.
+    """
+    epsilons = [torch.finfo(p.dtype).eps for p in floats(list(model.parameters()))]
+    devices = {p.device.type for p in model.parameters()}
+
+    def look(module: nn.Module, args: Any, result: Any) -> None:
+        epsilons.extend(torch.finfo(tensor.dtype).eps for tensor in floats(result))
+
+    with ExitStack() as stack, torch.no_grad():
+        for module in model.modules():
+            stack.callback(module.register_forward_hook(look).remove)
+        batch.given_to(model)
+    if "cuda" in devices:
+        epsilons.append(_TF32)
+    return math.sqrt(max(epsilons))

@@ -1,0 +1,220 @@
+"""Per-sample values: which parameters count, how f is differentiated, what stands beside it."""
+
+import contextlib
+import fnmatch
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+from trak_core.gradients.batch import Samples, as_batch
+from trak_core.model_outputs.model_output import ModelOutput
+
+
+def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, float32 at most."""
+    blocks = [block.reshape(len(block), -1) for block in gradients]
+    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
+        blocks = [block.float() for block in blocks]
+    return blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PerSample:
+    """What one batch gives under one checkpoint, with its gradients as a whole.
+
+    Attributes:
+        gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
+        outputs: f, shape (batch,).
+        predictions: Shape (batch,).
+        loss_weights: Q, shape (batch,).
+        curvature: W, shape (batch,); None where the output has none.
+    """
+
+    gradients: dict[str, Tensor]
+    outputs: Tensor
+    predictions: Tensor
+    loss_weights: Tensor
+    curvature: Tensor | None
+
+    def columns(self) -> list[Tensor]:
+        """Return outputs, predictions, loss weights and, if there is one, curvature."""
+        columns = [self.outputs, self.predictions, self.loss_weights]
+        return columns if self.curvature is None else [*columns, self.curvature]
+
+    def blocks(self) -> list[Tensor]:
+        """Return the gradients where they are, one (batch, entries) block a parameter."""
+        return as_blocks(self.gradients.values())
+
+
+def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:
+    """Return prediction, loss weight and, if there is one, curvature of one sample."""
+    functions = [output.prediction, output.loss_weight]
+    if output.curvature is not None:
+        functions.append(output.curvature)
+    return tuple(function(outputs.detach(), label) for function in functions)
+
+
+def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+    """Return ``beside_gradient`` of all samples, shape (batch,) each."""
+    with torch.no_grad():
+        beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))
+        return beside(outputs.detach(), labels)
+
+
+def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
+    """Put together gradients with f and what ``beside_gradient`` gives, in that order."""
+    outputs, predictions, loss_weights, *curvature = columns
+    return PerSample(
+        gradients, outputs, predictions, loss_weights, curvature[0] if curvature else None
+    )
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
+    """Run with the model in evaluation mode.
+
+    Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that
+    mode is restored. The inference kernels that torch's transformer layers take when only other
+    layers are differentiated are off: they leave no graph to read.
+    """
+    training = [module for module in model.modules() if module.training]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    model.eval()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        for module in training:
+            module.training = True
+
+
+@contextlib.contextmanager
+def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
+    """Run with a graph to these parameters alone.
+
+    Others are left out while it runs: what only they need would be kept for nothing.
+    """
+    chosen = {id(parameter) for parameter in parameters}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    try:
+        for parameter in others:
+            parameter.requires_grad_(False)
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad_(True)
+
+
+@contextlib.contextmanager
+def differentiating(
+    model: nn.Module, parameters: Iterable[nn.Parameter]
+) -> Generator[None, None, None]:
+    """Run in evaluation mode, with a graph to these parameters alone."""
+    with in_evaluation_mode(model), graph_to(model, parameters):
+        yield
+
+
+def check_graph(values: Tensor) -> None:
+    """Refuse a model output that no parameter leads to.
+
+    Raises:
+        InputError: If it has no graph.
+    """
+    if not values.requires_grad:
+        raise InputError(
+            "The model output must depend on a parameter that is differentiated. Found none that "
+            "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
+            "don't `detach()` on the way, and choose `parameters` that play a part.",
+            code="gradients.no_graph",
+        )
+
+
+def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Parameter]:
+    """Return the parameters to differentiate, in ``named_parameters`` order.
+
+    A pattern means the parameters with ``requires_grad`` that it matches. Only where it matches
+    none of them it means frozen ones: ``*lora_*`` finds an adapter that was loaded for inference,
+    and ``*layers.0.*``, where only adapters are trained, that layer's adapter alone.
+
+    Args:
+        model: Of frozen parameters, those that are returned have ``requires_grad`` from then on.
+        patterns: Shell-style patterns (``layer4.*``) of full parameter names; None takes all that
+            have ``requires_grad``.
+
+    Returns:
+        Names to parameters, at least one.
+
+    Raises:
+        InputError: If a pattern matches no parameter, or one that holds no floating-point numbers;
+            or if nothing is left to differentiate.
+    """
+    named = dict(model.named_parameters())
+    trainable = [name for name, parameter in named.items() if parameter.requires_grad]
+    if patterns is None:
+        if not trainable:
+            raise InputError(
+                f"The model must have a parameter with requires_grad. Found none of {len(named)}. "
+                "Name in the config's `parameters` those to differentiate, frozen or not, such as "
+                '["*lora_*"]; or don\'t freeze them in make_model().',
+                code="gradients.no_parameter",
+            )
+        chosen = set(trainable)
+    else:
+        chosen = {name for pattern in patterns for name in _matches(pattern, trainable, named)}
+    selected = {name: parameter for name, parameter in named.items() if name in chosen}
+    integers = [f"{n} {p.dtype}" for n, p in selected.items() if not _has_gradient(p)]
+    if integers:
+        raise InputError(
+            "Parameters that are differentiated must hold floating-point numbers. Found "
+            f"{', '.join(integers[:8])}, as quantized weights are. Choose `parameters` that leave "
+            "them out, or load the model without quantization.",
+            code="gradients.integer_parameter",
+        )
+    for parameter in selected.values():
+        parameter.requires_grad_(True)
+    return selected
+
+
+def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter]) -> list[str]:
+    for names in (trainable, list(named)):
+        if found := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+            return found
+    shown = list(named)[:8] + (["..."] if len(named) > 8 else [])
+    raise InputError(
+        "Every pattern under `parameters` must match the name of a parameter. Found "
+        f"{pattern!r}, which matches none of {', '.join(shown) or 'no parameters'}.",
+        code="gradients.unmatched_pattern",
+    )
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
+
+
+def n_params(parameters: dict[str, nn.Parameter]) -> int:
+    """Return p, the number of entries of the parameters."""
+    return sum(math.prod(p.shape) for p in parameters.values())
+
+
+def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
+    """Return f, prediction, loss weight and, if there is one, curvature of each sample.
+
+    Args:
+        model: On the batch's device. Used in evaluation mode, and left as it was.
+        output: The model output f.
+        samples: The batch, see ``as_batch``.
+
+    Returns:
+        Tensors of shape (batch,), as ``PerSample.columns`` gives them with the gradients.
+    """
+    batch = as_batch(samples, output)
+    with in_evaluation_mode(model), torch.no_grad():
+        outputs = output.read(batch.given_to(model))
+        values = torch.vmap(output.value)(outputs, batch.labels)
+        return [values, *beside_gradients(output, outputs, batch.labels)]

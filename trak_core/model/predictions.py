@@ -1,0 +1,128 @@
+"""What a model says of samples without gradients: outputs, predictions, embeddings."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+
+from trak_core.artifacts import Writer
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    Batch,
+    call,
+    check_labels,
+    count_classes,
+    in_chunks,
+    in_evaluation_mode,
+)
+from trak_core.model.named_output import model_output
+from trak_core.model.sample_order import arranged
+from trak_core.model_outputs.table import TABLE
+from trak_core.spec import FeaturesSpec
+from trak_core.study.study import TRAIN, Split
+
+
+def explained(
+    model: nn.Module, output_name: str, train: Split, pool: Split, batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return f and prediction of every sample of the pool under one model."""
+    device = next(model.parameters()).device
+    output = model_output(output_name, model, train, device)
+    (samples,) = arranged([pool], model, output)
+    with samples.blaming_the_longest():
+        first = samples.batch(0, 1).mapped(lambda tensor: tensor.to(device))
+        n_classes = count_classes(model, output, first, device)
+
+    def of(start: int, stop: int) -> list[Tensor]:
+        batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(device))
+        check_labels(batch.labels, output, n_classes, samples.split.ids[start:stop])
+        outputs = output.read(call(model, batch))
+        values = vmap(output.value)(outputs, batch.labels)
+        return [values.cpu(), vmap(output.prediction)(outputs, batch.labels).cpu()]
+
+    with torch.no_grad(), in_evaluation_mode(model):
+        blocks = in_chunks(of, len(samples), samples.batches_of(batch_size))
+        found = [tensors for *_, tensors in samples.in_order(blocks)]
+    values, predictions = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+    return values, predictions
+
+
+def embedded(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
+
+    Dimensions between the first and the last, such as the tokens of a text, are averaged over;
+    of texts of different lengths their own tokens alone.
+
+    Args:
+        model: On the batch's device; used in evaluation mode and left as it was.
+        batch: The samples.
+
+    Returns:
+        Shape (batch, width), float32.
+
+    Raises:
+        InputError: If the model calls no such layer, or not with a row a sample.
+    """
+    seen: list[Tensor] = []
+
+    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        seen[:] = [inputs[0].detach()]
+
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.no_grad(), in_evaluation_mode(model):
+            call(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    lengths = batch.lengths
+    is_good = bool(seen) and seen[0].ndim >= 2 and len(seen[0]) == len(batch)
+    if is_good and lengths is not None:
+        is_good = seen[0].shape[1:-1] in {(), batch.labels.shape[1:]}
+    if not is_good:
+        found = f"one with inputs of shape {tuple(seen[0].shape)}" if seen else "none"
+        raise InputError(
+            "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
+            "sample, or a token of texts that differ in length. "
+            f"Found {found} for {len(batch)} samples. Leave embedding_cosine out of "
+            "evaluation.baselines."
+        )
+    rows = seen[0].float()
+    if lengths is not None and rows.ndim > 2:
+        counts = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
+        return (rows * counts[..., None]).sum(dim=1) / lengths[:, None]
+    return rows.reshape(len(rows), -1, rows.shape[-1]).mean(dim=1)
+
+
+def write_columns(
+    writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
+) -> None:
+    """Write ids, label numbers and ``PerSample.columns``; of targets no loss weights."""
+    labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
+    writer.vector("sample_ids", list(ids))
+    writer.vector("labels", labels.numpy())
+    writer.vector("outputs", outputs.float().numpy())
+    writer.vector("predictions", predictions.numpy())
+    if spec.split in {None, TRAIN}:
+        warn_of_saturation(weights, spec.model_output)
+        writer.vector("loss_weights", weights.float().numpy())
+        for column in curvature:
+            writer.vector("curvature", column.float().numpy())
+
+
+def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
+    """Say when most training samples are fitted so well that their scores all but vanish."""
+    if not TABLE[model_output].weight_is_probability:
+        return
+    saturated = (loss_weights.abs() < 1e-3).float().mean().item()
+    if saturated > 0.5:
+        print(
+            f"Warning: {saturated:.0%} of the training samples have a loss weight below 1e-3: they "
+            "are fitted almost exactly and get scores near 0. A smaller loss_weight_power, or an "
+            "earlier checkpoint, ranks them better.",
+            flush=True,
+        )

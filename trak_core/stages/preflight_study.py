@@ -1,0 +1,214 @@
+"""Look a study over before any job runs: functions, model, ids, labels, targets.
+
+As a program it is asked in JSON on standard input and answers likewise, so that neither torch nor
+the study's code is loaded into Snakemake. The answer is kept in the study's results folder under a
+key that covers everything looked at, so that a second start neither imports torch nor touches the
+data; training data and each experiment have keys of their own, so that scoring new targets never
+asks for training data.
+"""
+
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trak_core.errors import InputError
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    check_labels,
+    count_classes,
+    n_params,
+    select_parameters,
+    shapes_of,
+)
+from trak_core.model.named_output import model_output as named_output
+from trak_core.model.sample_order import blaming
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.spec import Weighting
+from trak_core.study.questions import split_of
+from trak_core.study.study import TRAIN, Split, Study, users_code
+from trak_core.system.quiet import quiet_libraries
+
+_LABEL_SECONDS = 10.0
+
+
+def _check_split(
+    split: Split, model: nn.Module, output: ModelOutput, n_classes: int | None
+) -> None:
+    """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
+
+    Of texts of different lengths the longest that was seen goes through the model.
+    """
+    longest: list[tuple[object, Batch]] = []
+
+    def looked_at() -> Iterator[tuple[object, Batch]]:
+        began = time.monotonic()
+        generator = torch.Generator().manual_seed(0)
+        for i in torch.randperm(len(split.ids), generator=generator).tolist():
+            sample = as_batch(split.batch(i, i + 1), output)
+            yield split.ids[i], sample
+            check_labels(sample.labels, output, n_classes, split.ids[i : i + 1])
+            if not longest or sample.labels.numel() > longest[0][1].labels.numel():
+                longest[:] = [(split.ids[i], sample)]
+            if time.monotonic() - began > _LABEL_SECONDS:
+                print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
+                return
+
+    if shapes_of(looked_at(), output).differ:
+        ((sample_id, sample),) = longest
+        with blaming(sample_id, sample.labels.shape[1]):
+            count_classes(model, output, sample, torch.device("cpu"))
+
+
+def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
+    """Compare every run's arguments with what ``train`` takes."""
+    signature = inspect.signature(study.function("train"))
+    if "at" in signature.parameters:
+        raise InputError(
+            f"{study.path}: train{signature} must call its argument `at` something else: in a "
+            "config `at` says at which times a training leaves checkpoints."
+        )
+    for run, arguments in training.items():
+        try:
+            signature.bind(**arguments)
+        except TypeError as error:
+            raise InputError(
+                f"{study.path}: train{signature} must take the arguments under `training` and "
+                f"those of the checkpoint. Found {dict(arguments)} for checkpoint {run}: "
+                f"{error}."
+            ) from None
+
+
+def _check_yields(study: Study) -> None:
+    """Make sure that ``train`` leaves more than the model it ends with."""
+    if not inspect.isgeneratorfunction(inspect.unwrap(study.function("train"))):
+        raise InputError(
+            f"{study.path}: for checkpoints from along a run (`at`), train() must yield (time, "
+            "model) as it goes, at every time that is asked for. Found no yield in it: write "
+            "`yield epoch, model` into its loop, in place of `return model` at its end; or `yield "
+            "from`, if the loop is in a function that it calls."
+        )
+
+
+def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
+    """Make sure that ``train`` can be told what to train on, and with which seed."""
+    signature = inspect.signature(study.function("train"))
+    given = {**arguments, "seed": 0, "data": None}
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise InputError(
+            f"{study.path}: for an evaluation, train{signature} must take the arguments under "
+            "`training`, `seed` (an integer) and `data` (the samples to train on; all of them if "
+            f"None, its default). Found {', '.join(given)}: {error}."
+        ) from None
+
+
+def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
+    if Weighting(weighting) is Weighting.CURVATURE and output.curvature is None:
+        raise InputError(
+            "scoring.weighting can be curvature where the loss is a function of the model "
+            f"output alone. Found model_output {name}, whose loss is not; set it to plain."
+        )
+
+
+def preflight_study(
+    *,
+    study_file: Path,
+    model_output: str,
+    weighting: str,
+    parameter_patterns: Sequence[str] | None,
+    training: dict[str, dict[str, Any]] | None,
+    leaves_several: bool = False,
+    splits: dict[str, list[int | str] | None],
+    shards: dict[str, int],
+    questions: dict[str, str] | None = None,
+    retraining: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Build the model, read the data, and compare them with what the config asks for.
+
+    Args:
+        study_file: The study's Python file.
+        model_output: Name of the model output.
+        weighting: ``plain`` or ``curvature``.
+        parameter_patterns: Of names, or None.
+        training: Arguments of the study's ``train`` for each run; None if the checkpoints are
+            there.
+        leaves_several: Whether trainings leave checkpoints on their way.
+        splits: Splits to look at: ids for an experiment; None for the training data, and for all
+            that a question's file has.
+        shards: Shards of each split.
+        questions: Files of targets that experiments bring by themselves.
+        retraining: Arguments of ``train`` that all checkpoints share, where models are to be
+            retrained; else None.
+
+    Returns:
+        ``n_params``, and ``n_samples`` of each split.
+
+    Raises:
+        InputError: At the first thing that doesn't hold.
+    """
+    study = Study.load(study_file)
+    if training is not None:
+        _check_training(study, training)
+    if leaves_several:
+        _check_yields(study)
+    if retraining is not None:
+        _check_retraining(study, retraining)
+    model = study.make_model().eval()
+    device = torch.device("cpu")
+    size = n_params(select_parameters(model, parameter_patterns))
+    n_samples: dict[str, int] = {}
+    for name, targets in splits.items():
+        where = "train_data()" if name == TRAIN else f"experiment {name}"
+        question = Path(questions[name]) if questions and name in questions else None
+        try:
+            split = split_of(study, name, targets, question)
+            output = named_output(model_output, model, split, device, n_others=1)
+            _check_weighting(weighting, model_output, output)
+            first = as_batch(split.batch(0, 1), output)
+            is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
+            with blaming(split.ids[0], first.labels.numel()) if is_text else nullcontext():
+                n_classes = count_classes(model, output, first, device)
+            _check_split(split, model, output, n_classes)
+            if study.has("describe"):
+                with users_code(f"reading sample {split.ids[0]}"):
+                    sample = split.samples[0]
+                study.describe(split.ids[0], sample)
+        except InputError as error:
+            raise InputError(f"{study_file}, {where}: {error}", error.code) from error
+        if shards[name] > len(split.ids):
+            raise InputError(
+                f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
+                f"{len(split.ids)} samples."
+            )
+        n_samples[name] = len(split.ids)
+    return {"n_params": size, "n_samples": n_samples}
+
+
+def main() -> None:
+    """Answer one request; an error is what must hold, on standard error."""
+    # The study's own prints go where notices go: the answer is alone on standard output.
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    quiet_libraries()
+    request = json.load(sys.stdin)
+    try:
+        sizes = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
+    except InputError as error:
+        sys.exit(str(error))
+    with os.fdopen(answer, "w") as file:
+        json.dump(sizes, file)
+
+
+if __name__ == "__main__":
+    main()
