@@ -25,7 +25,7 @@ def test_the_gramian_is_the_product_of_the_gradients(name, monkeypatch):
         raise AssertionError
 
     # The general path and sample by sample are for the unknown; nothing here is.
-    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.gramian.engine.by_rows", refuse)
     monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
     model = getattr(models, name)().double().eval()
     samples = default_collate([models.sample(name, i, torch.float64) for i in range(5)])

@@ -169,6 +169,7 @@ def test_every_kind_of_file_is_damaged_here():
     assert set(KINDS) <= {getattr(artifacts, kind) for kind in kinds}
 
 
+@pytest.mark.gate
 def test_a_flipped_bit_is_found_by_the_seal(outcomes):
     assert [flip for flip in outcomes if flip[-1] != "found"] == []
     assert len(outcomes) == 200 * len(FILES)

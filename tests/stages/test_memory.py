@@ -309,6 +309,7 @@ def run_features(folder, n_train):
     join_shards(features=folder / "train.h5", shards=shards, code="")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("stages", ["run_scoring", "run_features"])
 def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     """Features of 20,000 samples are 20 MiB, of 100,000 are 98; their scores 15 and 76 MiB."""

@@ -129,7 +129,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
                 "a tuple of the model's positional arguments and, last, the label, or a dict of "
                 "its named arguments and `labels`"
             )
-        raise InputError(f"A sample must be {needed}. Found {found}.")
+        raise InputError(f"A sample must be {needed}. Found {found}.", code="gradients.sample_form")
     if labels is None:
         first = next(iter((*args, *kwargs.values())))
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
@@ -141,7 +141,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
         if tensor.ndim == 0 or len(tensor) != len(batch):
             raise InputError(
                 f"Every tensor of a batch must have one row a sample. Found {len(batch)} labels "
-                f"and {name} of shape {tuple(tensor.shape)}."
+                f"and {name} of shape {tuple(tensor.shape)}.",
+                code="gradients.batch_rows",
             )
     return batch
 
@@ -237,7 +238,8 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             raise InputError(
                 "Samples must be tuples of one length, or dicts with the same keys. Found "
                 f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
-                f"{sample_id}."
+                f"{sample_id}.",
+                code="gradients.different_inputs",
             )
         same -= {name for name, shape in shapes.items() if shape != first[name]}
         along -= {
@@ -270,7 +272,8 @@ def _refuse(
     )
     raise InputError(
         f"Samples must have {may_differ}. Found for {name}: {'; '.join(found)}. Bring them to one "
-        "shape."
+        "shape.",
+        code="gradients.different_shapes",
     )
 
 
@@ -301,7 +304,8 @@ def call(model: nn.Module, batch: Batch) -> object:
             f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
             "If that is not what the model takes, change the samples: a sample must be a tuple of "
             "the model's positional arguments and, last, the label, or a dict of its named "
-            "arguments and `labels`. If it is, mend the model."
+            "arguments and `labels`. If it is, mend the model.",
+            code="gradients.model_call",
         ) from error
 
 

@@ -131,7 +131,8 @@ def check_fits(needed: SampleMemory, device: torch.device, memory_mb: int) -> No
         remedy = "Use a larger GPU" if is_cuda else "Raise it"
         raise InputError(
             f"{what} must hold the gradient of one sample: about {-(-needed.of(1) // 2**20)} MiB. "
-            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`."
+            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
+            code="gradients.memory_limit",
         )
 
 
@@ -180,7 +181,8 @@ def in_chunks(
                 raise InputError(
                     "Memory must hold the gradient of one sample. It ran out: "
                     f"{found} Give the job more memory (on a cluster by "
-                    "--set-resources RULE:mem_mb=...), or choose fewer `parameters`."
+                    "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
+                    code="gradients.out_of_memory",
                 ) from error
             half = (stop - start) // 2
             share = Fraction(half, most)

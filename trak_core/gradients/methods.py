@@ -217,7 +217,8 @@ def _refuse_bad(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
             f"{', '.join(map(str, found[:8]))}{' and more' if len(found) > 8 else ''} in "
             f"{', '.join(names[:8])}{' and more' if len(names) > 8 else ''}. Look for bad values "
-            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}"
+            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
+            code="gradients.not_finite",
         )
 
 
@@ -235,7 +236,8 @@ def refuse_not_finite(sample_ids: Sequence[object], what: str) -> None:
     raise InputError(
         f"{what} must be finite. Found NaN or infinity for the samples {', '.join(found[:8])}"
         f"{' and more' if len(found) > 8 else ''}. Look for bad values in these samples and in the "
-        "checkpoint; an infinite score would hide them."
+        "checkpoint; an infinite score would hide them.",
+        code="gradients.values_not_finite",
     )
 
 
@@ -395,6 +397,18 @@ def formed_gradients(
     Returns:
         Gradients, outputs and what goes with them of the batch, on its device. A parameter that f
         doesn't depend on has gradient 0.
+
+    Example:
+        >>> import torch
+        >>> from trak_core.gradients import formed_gradients, gradient_method, select_parameters
+        >>> from trak_core.model_outputs.table import TABLE
+        >>> model, output = torch.nn.Linear(4, 3), TABLE["image_classification"].load()
+        >>> parameters = select_parameters(model, None)
+        >>> batch = torch.ones(5, 4), torch.tensor([0, 1, 2, 2, 0])
+        >>> method = gradient_method(model, parameters, output, batch)
+        >>> found = formed_gradients(method, model, parameters, output, batch)
+        >>> {name: tuple(gradient.shape) for name, gradient in found.gradients.items()}
+        {'weight': (5, 3, 4), 'bias': (5, 3)}
     """
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))

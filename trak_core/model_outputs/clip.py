@@ -73,7 +73,8 @@ def read_embeddings(returned: object) -> Tensor:
         raise InputError(
             "The model must return embeddings of images and texts: an object with `image_embeds` "
             "and `text_embeds`, a dict with `image_features` and `text_features`, or a tuple "
-            f"that starts with the two. Found {type(returned).__name__}."
+            f"that starts with the two. Found {type(returned).__name__}.",
+            code="model_outputs.embeddings",
         )
     return torch.stack([part for part in pair if isinstance(part, Tensor)], dim=1)
 

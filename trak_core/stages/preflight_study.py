@@ -209,7 +209,7 @@ def preflight_study(
                     sample = split.samples[0]
                 study.describe(split.ids[0], sample)
         except InputError as error:
-            raise InputError(f"{study_file}, {where}: {error}") from error
+            raise InputError(f"{study_file}, {where}: {error}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
