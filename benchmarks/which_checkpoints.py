@@ -25,8 +25,8 @@ import yaml
 from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.config.load import target_ids
 from trak_core.config.sweep import Setting
-from trak_core.config.tables import target_ids
 from trak_core.provenance import content_digest
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec
 from trak_core.stages._truth import read_ground_truth

@@ -71,7 +71,7 @@ def add_code(text):
         ),
         ("report/render.py", {"write_report"}),
         ("report/samples.py", {"write_report", "draw_influences"}),
-        ("system/door.py", set()),
+        ("system/dispatch.py", set()),
         ("errors.py", set(STAGES)),
         ("__init__.py", set(STAGES)),
     ],

@@ -20,7 +20,7 @@ from trak_core.artifacts._format import (
 )
 from trak_core.artifacts._objects import write_object
 from trak_core.artifacts._seal import seal
-from trak_core.system.whole_file import does_not_fit, written_whole
+from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
     import pandas as pd

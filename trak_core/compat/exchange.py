@@ -26,7 +26,7 @@ from trak_core.provenance import code_digest, parameters_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec, stream_of
 from trak_core.study.checkpoints import checkpoint_sha256
 from trak_core.study.study import TRAIN
-from trak_core.system.software import software
+from trak_core.system.progress import software
 
 _BLOCK = 4096
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -16,7 +16,7 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
-from trak_core.config.budget import scores_need
+from trak_core.config.memory import scores_need
 from trak_core.scoring.scores import combined, most_frequent
 from trak_core.scoring.solve import damped_factor, damped_squares
 from trak_core.scoring.weights import powered

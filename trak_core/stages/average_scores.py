@@ -18,13 +18,12 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.budget import average_need
+from trak_core.config.memory import average_need
 from trak_core.scoring.scores import Extremes, combined, largest, most_frequent, similarities
 from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, ScoresSpec
 from trak_core.stages._splits import ReadRows, norm_of, rows_of
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
 

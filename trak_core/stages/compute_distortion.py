@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, Writer, create
-from trak_core.config.budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
+from trak_core.config.memory import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
@@ -27,7 +27,7 @@ from trak_core.model.sample_order import Arranged, Kept
 from trak_core.model.sampled import SampledGradients
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.study import TRAIN, Split
-from trak_core.system.software import software
+from trak_core.system.progress import software
 from trak_core.trust.distortion import (
     Agreement,
     inner_product_agreement,

@@ -6,7 +6,7 @@ from pathlib import Path
 from trak_core.artifacts import SELF_INFLUENCE, create
 from trak_core.spec import ScoresSpec
 from trak_core.stages._influences import self_influences
-from trak_core.system.software import software
+from trak_core.system.progress import software
 
 
 def compute_self_influence(

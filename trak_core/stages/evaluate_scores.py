@@ -28,8 +28,8 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.budget import evaluation_need
-from trak_core.config.scoring import usual_combine, usual_power, usual_weighting
+from trak_core.config.memory import evaluation_need
+from trak_core.config.rules import usual_combine, usual_power, usual_weighting
 from trak_core.config.sweep import Setting, settings_of
 from trak_core.model_outputs.table import TABLE
 from trak_core.scoring.scores import combined
@@ -37,8 +37,7 @@ from trak_core.scoring.weights import powered
 from trak_core.spec import EXACT, Combine, FeaturesSpec, RetrainedSpec, ScoresSpec, curvature_power
 from trak_core.stages._splits import ReadRows, norm_of, normal_weights, rows_of
 from trak_core.stages._truth import read_ground_truth
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 from trak_core.trust.lds import CONFIDENCE, lds_tables, sweep_tables
 from trak_core.trust.rivals import (
     FeatureRivals,

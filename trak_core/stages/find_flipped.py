@@ -10,7 +10,7 @@ from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_arti
 from trak_core.spec import ScoresSpec
 from trak_core.stages._influences import self_influences
 from trak_core.study.draws import flipped_samples
-from trak_core.system.software import software
+from trak_core.system.progress import software
 from trak_core.trust.correlations import auc
 
 

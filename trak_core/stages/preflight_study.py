@@ -36,7 +36,7 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import Weighting
 from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN, Split, Study, users_code
-from trak_core.system.quiet import quiet_libraries
+from trak_core.system.job import quiet_libraries
 
 _LABEL_SECONDS = 10.0
 

@@ -19,7 +19,7 @@ from trak_core.report.read import (
 from trak_core.report.render import document
 from trak_core.report.timings import read_timings
 from trak_core.study.study import TRAIN, Study
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
 
 
 def _check_scores_of(name: str, measured: Measured, facts: Facts) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from trak_core.errors import InputError, ToldToStopError
-from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.system.job import came_from_no_memory, no_room
 
 TRAIN = "train"
 _MAX_ID = 64
