@@ -208,8 +208,7 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
-    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
-    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass._by_operation", refuse)
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
 
@@ -224,9 +223,9 @@ def test_all_ways_give_the_same(name, prefer, monkeypatch):
         monkeypatch.setattr(
             f"trak_core.autograd.{module}.prefers_inner_products", lambda *_: prefer
         )
-    for module in ("one_pass.contributions", "gramian.parameters"):
+    for module in ("autograd.contributions", "gramian.engine"):
         monkeypatch.setattr(f"trak_core.{module}.PIECE", 100)
-    monkeypatch.setattr("trak_core.autograd.convolution._WIDE", 1)
+    monkeypatch.setattr("trak_core.autograd.convolution._BY_PLACE_CHANNELS", 1)
     monkeypatch.setattr("trak_core.autograd.closed_forms._CACHED", 10)
     model, call = run(name, 2)
     output = call()

@@ -26,7 +26,7 @@ def test_the_gramian_is_the_product_of_the_gradients(name, monkeypatch):
 
     # The general path and sample by sample are for the unknown; nothing here is.
     monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
-    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
+    monkeypatch.setattr("trak_core.autograd.one_pass._by_operation", refuse)
     model = getattr(models, name)().double().eval()
     samples = default_collate([models.sample(name, i, torch.float64) for i in range(5)])
     output, parameters = TABLE[CASES[name]].load(), select_parameters(model, None)

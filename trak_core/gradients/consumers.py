@@ -6,7 +6,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Consumer, Contribution, summed_parts, whole
+from trak_core.autograd.contributions import PIECE, Consumer, Contribution, summed_parts
 
 
 class SampleConsumer(Consumer, Protocol):
@@ -106,7 +106,7 @@ class Digest:
         width = parameter.numel() // max(1, n)
         vector = torch.randn(width, generator=torch.Generator().manual_seed(i))
         vector = vector.to(total.device, total.dtype)
-        uses = [use if use.matrix == (n, width) else whole(use) for use in uses]
+        uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
         for first, part in summed_parts(uses, PIECE):
             rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
             total[:, first // width : first // width + rows.shape[1]] += rows

@@ -104,12 +104,12 @@ class Features:
             return True
         if not isinstance(use, Outer):
             return False
-        n_samples, n_tokens, _ = use.left.shape
+        n_samples, n_tokens, _ = use.inputs.shape
         if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        left, right = use.left, use.right[0]
+        left, right = use.inputs, use.gradients[0]
         for sums in self.products:
-            sums.add_products(number, *((right, left) if use.is_turned else (left, right)))
+            sums.add_products(number, *((right, left) if use.is_transposed else (left, right)))
         return True
 
     def _project_held(self) -> None:
