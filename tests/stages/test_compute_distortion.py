@@ -18,7 +18,7 @@ from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import gradients_at_once
 from trak_core.model.load import LoadedModel
-from trak_core.model.sample_order import part_of
+from trak_core.model.sample_order import subset
 from trak_core.model.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, projection_of, stream_of
@@ -166,11 +166,11 @@ def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, othe
 def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, kind):
     loaded = LoadedModel.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
     data = loaded.study.split("train", None)
-    (samples,) = loaded.arranged(part_of(data, range(SAMPLES)))
+    (samples,) = loaded.ordered(subset(data, range(SAMPLES)))
     shapes = [p.shape for p in loaded.parameters.values()]
     chosen = {"kind": kind, "proj_dim": 32, "seed": 0}
     projection = projection_of(replace(spec_of(), projection=chosen), shapes)
-    gradients = SampledGradients(loaded, loaded.kept(samples), gradients_at_once, chunk=3)
+    gradients = SampledGradients(loaded, loaded.stored(samples), gradients_at_once, chunk=3)
     all_at_once = gradients.peakedness(projection, held=150)
     assert not capsys.readouterr().out
     for held in (1, 5, 8):

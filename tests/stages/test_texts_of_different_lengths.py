@@ -11,8 +11,8 @@ from pipeline import features_spec
 
 from trak_core.artifacts import FEATURES, GRAMIAN, open_artifact
 from trak_core.errors import InputError
-from trak_core.model.predictions import explained
-from trak_core.model.sample_order import arranged
+from trak_core.model.predictions import outputs_and_predictions
+from trak_core.model.sample_order import order_samples
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
@@ -260,7 +260,7 @@ def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
 def test_what_retrained_models_say(tmp_path):
     case = Case("GPT-2", tmp_path)
     pool = Split(case.samples(), case.ids)
-    values, predictions = explained(case.model, OUTPUT, pool, pool, batch_size=4)
+    values, predictions = outputs_and_predictions(case.model, OUTPUT, pool, pool, batch_size=4)
     close(values, case.gradients()[0])
     assert predictions.shape == (N_TRAIN,)
 
@@ -370,7 +370,9 @@ def train_data():
 """)
     # Before the model sees them.
     with pytest.raises(InputError, match=expected):
-        arranged([Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING)
+        order_samples(
+            [Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING
+        )
 
 
 @pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])

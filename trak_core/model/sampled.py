@@ -9,7 +9,7 @@ import numpy as np
 from trak_core.gradients import Batch, GradientMethod, formed_gradients, in_chunks
 from trak_core.model.features import Features
 from trak_core.model.load import LoadedModel
-from trak_core.model.sample_order import Kept
+from trak_core.model.sample_order import StoredSamples
 from trak_core.spec import ProjectionSpec
 from trak_core.system.progress import with_progress
 from trak_core.trust.distortion import peakedness
@@ -30,7 +30,7 @@ class SampledGradients:
     """
 
     loaded: LoadedModel
-    samples: Kept
+    samples: StoredSamples
     method: GradientMethod
     chunk: int
 

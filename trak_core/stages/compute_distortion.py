@@ -23,7 +23,7 @@ from trak_core.gramian import train_gramian
 from trak_core.model.device import device_name, full_precision
 from trak_core.model.features import compilers, projecting_device
 from trak_core.model.load import LoadedModel
-from trak_core.model.sample_order import Arranged, Kept
+from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.model.sampled import SampledGradients
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.study import TRAIN, Split
@@ -47,7 +47,7 @@ def _drawn(data: Split, n: int) -> Split:
 
 
 def _room(
-    loaded: LoadedModel, samples: Arranged, few: Batch, batch_size: int, left_bytes: int
+    loaded: LoadedModel, samples: OrderedSamples, few: Batch, batch_size: int, left_bytes: int
 ) -> tuple[int, int]:
     """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
     kept_bytes = 4 * n_params(loaded.parameters)
@@ -61,14 +61,14 @@ def _room(
         )
         for copies in (2, 3)
     )
-    with samples.blaming_the_longest():
+    with samples.naming_longest():
         room = beside.room(loaded.device, max(0, left_bytes // 2**20))
     chunk = min(batch_size, room.most(one.longest))
     in_work = formed.of_longest.of(chunk) if loaded.device.type == "cpu" else 0
     return chunk, max(1, (left_bytes - in_work) // kept_bytes)
 
 
-def _gramian(loaded: LoadedModel, samples: Kept, chunk: int) -> np.ndarray:
+def _gramian(loaded: LoadedModel, samples: StoredSamples, chunk: int) -> np.ndarray:
     """Return the exact inner products of gradients, by the engine."""
     half = max(1, chunk // 2)  # two blocks are in the model at a time
     blocks = [block for _, block in samples.blocks(0, half)]
@@ -166,9 +166,9 @@ def compute_distortion(
     where = device_name(loaded.device)
     print(f"{n_drawn} training samples, {size} parameters, {n_streams} streams on {where}")
     data = _drawn(train, n_drawn)
-    (samples,) = loaded.arranged(data)
+    (samples,) = loaded.ordered(data)
     few, n_classes = loaded.few(samples)
-    kept = loaded.kept(samples)
+    kept = loaded.stored(samples)
     for part, sample_id in zip(kept.parts, kept.ids, strict=True):
         check_labels(part.labels, loaded.output, n_classes, [sample_id])
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
