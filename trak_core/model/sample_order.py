@@ -70,7 +70,7 @@ class OrderedSamples:
         return Batch(text.args, kwargs, text.labels, lengths, along)
 
     def few(self, n: int) -> list[int]:
-        """Return places of ``n`` samples: the first; or the longest, the shortest and other texts."""
+        """Return ``n`` places: the first; or those of the longest, the shortest and other texts."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
