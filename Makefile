@@ -12,9 +12,9 @@ PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
 run: .venv/complete
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
-# Minutes: the library, its jobs, and the kernels' twins; nothing that starts Snakemake.
+# Two minutes: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
 check: .venv/complete
-	$(PYTEST) tests/library tests/projection tests/stages
+	$(PYTEST) -m "not gate" tests/library tests/projection tests/stages tests/gramian
 
 test: .venv/complete
 	$(PYTEST)

@@ -33,11 +33,12 @@ from language_models import language_model
 from machine import environment, write_csv
 from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
-from trak_core.compat._vmap import per_sample_gradients
 from trak_core.gradients import (
     Batch,
     as_batch,
+    as_blocks,
     formed_gradients,
     gradients_at_once,
     gradients_one_by_one,
@@ -164,8 +165,26 @@ def ours(case: Case, kind: str, batch: Batch | None = None) -> Tensor:
 
 def by_vmap(case: Case, kind: str) -> Tensor:
     """Return features of gradients that are formed as a whole."""
-    what = case.model, case.parameters, case.output, case.batch
-    return project(per_sample_gradients(*what).blocks(), case.spec(kind), scale=True)
+    trained = {name: p.detach() for name, p in case.parameters.items()}
+    state = *case.model.named_parameters(), *case.model.named_buffers()
+    fixed = {name: tensor.detach() for name, tensor in state if name not in trained}
+
+    def f(
+        trained: dict[str, Tensor],
+        args: tuple[Tensor, ...],
+        kwargs: dict[str, Tensor],
+        label: Tensor,
+    ) -> Tensor:
+        args = tuple(tensor.unsqueeze(0) for tensor in args)
+        kwargs = {name: tensor.unsqueeze(0) for name, tensor in kwargs.items()}
+        returned = functional_call(case.model, (trained, fixed), args, kwargs)
+        return case.output.value(case.output.read(returned).squeeze(0), label)
+
+    batch = case.batch
+    # Fused attention has no vmap rule.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        gradients = vmap(grad(f), (None, 0, 0, 0))(trained, batch.args, batch.kwargs, batch.labels)
+    return project(as_blocks(gradients.values()), case.spec(kind), scale=True)
 
 
 def check(case: Case, kind: str) -> None:

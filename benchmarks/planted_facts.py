@@ -24,13 +24,13 @@ from planted_products import along, seconds_by_words
 from planted_ways import Scored, ways
 from torch.utils.data import Subset
 
+from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth
 from trak_core.model.predictions import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
-from trak_core.stages._truth import read_ground_truth
+from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.study.study import Study
-from trak_core.trust.correlations import bootstrap, percentiles, rank_correlations
-from trak_core.trust.lds import GroundTruth
 
 _STUDY = Path(__file__).parents[1] / "config/facts.py"
 _EPOCHS, _TIMES, _RUNS, _BLOCK, _DRAWS = 25, (10, 15, 20, 25), 3, 10, 1000

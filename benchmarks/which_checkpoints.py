@@ -25,17 +25,16 @@ import yaml
 from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.config.sweep import Setting
 from trak_core.config.tables import target_ids
+from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
+from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth
 from trak_core.provenance import content_digest
-from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec
-from trak_core.stages._truth import read_ground_truth
+from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting
+from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.trust.correlations import bootstrap, percentiles, rank_correlations
-from trak_core.trust.lds import GroundTruth
-from trak_core.trust.rivals import FeatureRivals, average_weights
 
 _REPOSITORY = Path(__file__).parents[1]
 _CONFIG = yaml.safe_load((_REPOSITORY / "config/config.yaml").read_text(encoding="utf-8"))
@@ -152,14 +151,14 @@ class _Sums:
             open_artifact(Path(f"{name}-sample.h5"), FEATURES) as targets,
         ):
             rows = train.matrix("features")[:]
-            shares = FeatureRivals([setting], None, weights).sums(
-                self._masks,
-                self._weights[run, at],
-                {setting.loss_weight_power: diagonal},
-                [(0, len(rows), rows)],
-                targets.matrix("features")[:].astype(float),
+            checkpoint = CheckpointRows(
+                loss_weights=self._weights[run, at],
+                normal_weights={setting.loss_weight_power: diagonal},
+                read=lambda start, stop: rows[start:stop],
+                target_features=targets.matrix("features")[:].astype(float),
+                block=len(rows),
             )
-        return shares[setting]
+        return setting_sums(self._masks, [setting], weights, checkpoint)[setting]
 
     def along(self, chosen: Chosen) -> np.ndarray:
         """Return the sums of checkpoints from along runs, by their defaults."""

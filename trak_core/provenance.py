@@ -1,18 +1,18 @@
-"""Which source and which files a job depends on, as short strings that Snakemake can compare.
+"""Digests of the source and the files that a job depends on, for Snakemake to compare.
 
-Standard library only: every start of Snakemake calls this.
+Standard library only, because every start of Snakemake calls this.
 """
 
 import ast
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 from trak_core.errors import InputError
-from trak_core.reached import reached, reflects
 
 # Where trak_core lies: a checkout, or the folder of all installed packages.
 _ROOT = Path(__file__).parents[1]
@@ -20,7 +20,37 @@ _PACKAGE = "trak_core"
 # What code reads beside its modules: templates and styles of the report.
 _BESIDE = (".j2", ".css")
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# With one of these words, code may reach what it never names.
+_REFLECTS = {
+    *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "sys"),
+    *("import_module", "__import__", "__main__", "__dict__", "__getattr__", "__globals__"),
+    *("f_globals", "__builtins__", "builtins", "runpy", "module_from_spec", "load_module"),
+    # Libraries that call what a file names.
+    *("pickle", "cloudpickle", "dill", "joblib", "weights_only", "allow_pickle", "hydra"),
+    *("instantiate", "pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
+}
+# What the types of arguments are made of, when they only name types.
+_TYPE_NODES = (
+    *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List),
+    *(ast.BinOp, ast.BitOr, ast.Load),
+)
 _Name = tuple[str, ...]
+
+
+class _Source(NamedTuple):
+    """Code without its layout, comments and docstrings.
+
+    Attributes:
+        tree: As it was parsed.
+        imports: The import statements, at any depth.
+        words: All words of its names and texts.
+        text: What runs.
+    """
+
+    tree: ast.Module
+    imports: list[ast.Import | ast.ImportFrom]
+    words: set[str]
+    text: str
 
 
 def _module_file(root: Path, name: _Name) -> Path | None:
@@ -31,13 +61,13 @@ def _module_file(root: Path, name: _Name) -> Path | None:
 
 
 @cache
-def _parsed(path: Path, mtime_ns: int) -> ast.Module:
+def _read(path: Path, mtime_ns: int) -> _Source:
     try:
-        return ast.parse(path.read_bytes(), filename=str(path))
+        return _source_of(ast.parse(path.read_bytes(), filename=str(path)))
     except (SyntaxError, ValueError) as error:
         if isinstance(error, SyntaxError) and error.filename:
             raise
-        # What Python makes of a null byte doesn't say where.
+        # Python's own message about a null byte doesn't say where.
         raise SyntaxError(str(error), (str(path), 1, None, None)) from error
     except (RecursionError, MemoryError) as error:
         raise InputError(
@@ -46,27 +76,14 @@ def _parsed(path: Path, mtime_ns: int) -> ast.Module:
         ) from error
 
 
-@cache
-def _read(
-    path: Path, mtime_ns: int, called: frozenset[str] | None
-) -> tuple[list[ast.Import | ast.ImportFrom], str]:
-    """Return the import statements of a file, at any depth of it, and the text of what runs."""
-    tree = _parsed(path, mtime_ns)
-    return _what_runs(tree if called is None else reached(tree, called))
+def _source(path: Path) -> _Source:
+    """Read a file once, because every rule depends on most of them."""
+    return _read(path, path.stat().st_mtime_ns)
 
 
-def _look(
-    path: Path, called: frozenset[str] | None = None
-) -> tuple[list[ast.Import | ast.ImportFrom], str]:
-    """Read a file once: every rule asks for most of them."""
-    return _read(path, path.stat().st_mtime_ns, called)
-
-
-def _imported_names(
-    path: Path, package: _Name, called: frozenset[str] | None = None
-) -> Iterable[_Name]:
+def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
     """Yield every dotted name in the import statements of a file."""
-    for node in _look(path, called)[0]:
+    for node in _source(path).imports:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         else:
@@ -80,45 +97,41 @@ def _is_package(file: Path) -> bool:
     return file.name == "__init__.py"
 
 
-def _closure(
-    start: _Name, root: Path, package: str | None = None, called: frozenset[str] | None = None
-) -> dict[_Name, Path]:
+def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name, Path]:
     """Map each module under ``root``, or in one ``package`` there, that runs to its file."""
-    # With `called`, of `start` what is reached from these functions.
-    found: dict[_Name, Path] = {}
+    closure: dict[_Name, Path] = {}
     pending = [start[:depth] for depth in range(1, len(start) + 1)]
     while pending:
         name = pending.pop()
-        if name in found or (package and name[:1] != (package,)):
+        if name in closure or (package and name[:1] != (package,)):
             continue
         file = _module_file(root, name)
         if file is None:
             continue
-        found[name] = file
-        of = called if name == start else None
-        for imported in _imported_names(file, name if _is_package(file) else name[:-1], of):
+        closure[name] = file
+        for imported in _imported_names(file, name if _is_package(file) else name[:-1]):
             # `import a.b.c` runs a and a.b as well.
             pending += [imported[:depth] for depth in range(1, len(imported) + 1)]
-    return found
+    return closure
 
 
-def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str]:
-    """Find a tree's imports, and write as text what runs, not how it is laid out or described.
+def _source_of(tree: ast.Module) -> _Source:
+    """Return what a tree runs, not how it is laid out or described.
 
-    A loop, since the tree of a sum is as deep as the sum has terms. Python versions differ in
-    whether a tree holds empty fields, and in which characters they print.
+    A loop, because the tree of a sum is as deep as the sum has terms.
 
     Returns:
-        The import statements; and each node and list before its parts, with their number; without
-        empty fields; in ASCII.
+        The source; its text names each node and list before its parts, with their number. It is
+        ASCII without empty fields, because Python versions differ in both.
     """
     imports: list[ast.Import | ast.ImportFrom] = []
+    texts: set[str] = set()
     parts: list[str] = []
     pending: list[Any] = [tree]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.AST):
-            held = 0
+            n_fields = 0
             described = (
                 isinstance(node, _DESCRIBED) and ast.get_docstring(node, clean=False) is not None
             )
@@ -127,9 +140,9 @@ def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str
                 if described and name == "body":
                     value = value[1:]
                 if value is not None and value != []:
-                    held += 1
+                    n_fields += 1
                     pending += (value, name)
-            parts.append(f"{type(node).__name__} {held}")
+            parts.append(f"{type(node).__name__} {n_fields}")
             if isinstance(node, ast.Import | ast.ImportFrom):
                 imports.append(node)
         elif isinstance(node, list):
@@ -137,7 +150,10 @@ def _what_runs(tree: ast.Module) -> tuple[list[ast.Import | ast.ImportFrom], str
             pending += reversed(node)
         else:
             parts.append(ascii(node))
-    return imports, "\n".join(parts)
+            if isinstance(node, str):
+                texts.add(node)
+    words = {word for text in texts for word in re.findall(r"\w+", text)}
+    return _Source(tree, imports, words, "\n".join(parts))
 
 
 def _texts_beside(folder: Path) -> Iterable[Path]:
@@ -149,13 +165,10 @@ def _texts_beside(folder: Path) -> Iterable[Path]:
             yield path
 
 
-def _digest(
-    files: Mapping[_Name, Path], start: _Name = (), called: frozenset[str] | None = None
-) -> Any:
+def _digest(texts: Mapping[_Name, str]) -> Any:
     digest = hashlib.blake2b(digest_size=8)
-    for name in sorted(files):
-        of = called if name == start else None
-        digest.update(f"{name} {_look(files[name], of)[1]}".encode())
+    for name in sorted(texts):
+        digest.update(f"{name} {texts[name]}".encode())
     return digest
 
 
@@ -179,7 +192,7 @@ def code_digest(module: str) -> str:
     files = _closure(name, _ROOT, _PACKAGE)
     if name not in files:
         raise ModuleNotFoundError(f"no module {module!r} under {_ROOT}")
-    digest = _digest(files)
+    digest = _digest({name: _source(file).text for name, file in files.items()})
     for package in sorted(file.parent for file in files.values() if _is_package(file)):
         for path in _texts_beside(package):
             digest.update(f"{path.relative_to(_ROOT)} {path.stat().st_size}\n".encode())
@@ -210,44 +223,72 @@ def study_modules(study: Path) -> dict[_Name, Path]:
 def study_imports(study: Path) -> list[str]:
     """Find what a study imports whenever it is loaded, and doesn't lie beside it.
 
-    Nothing where the study may change what an import does: by variables of its environment, or by
-    where modules are looked for.
-
     Returns:
-        Dotted names, sorted.
+        Dotted names, sorted; none if the study may change what an import does, by variables of its
+        environment or by the folders of modules.
 
     Raises:
         InputError: See ``study_modules``.
     """
     files = study_modules(study)
-    words = ("'environ'", "'putenv'", "'sys'", "'site'")
-    if any(word in _look(path)[1] for path in files.values() for word in words):
+    if any(_source(path).words & {"environ", "putenv", "sys", "site"} for path in files.values()):
         return []
-    found: set[str] = set()
+    imported: set[str] = set()
     for path in files.values():
-        for node in _parsed(path, path.stat().st_mtime_ns).body:
+        for node in _source(path).tree.body:
             if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
+                imported.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.update(f"{node.module}.{alias.name}" for alias in node.names)
+                imported.update(f"{node.module}.{alias.name}" for alias in node.names)
     beside = {name[0] for name in files}
-    return sorted(name for name in found if name.split(".")[0] not in beside)
+    return sorted(name for name in imported if name.split(".")[0] not in beside)
+
+
+def _only_defines(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
+    """Return whether a statement defines a function, and does nothing else."""
+    if not isinstance(statement, ast.FunctionDef) or statement.decorator_list:
+        return False
+    given = statement.args
+    defaults = [*given.defaults, *filter(None, given.kw_defaults)]
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    types = [statement.returns, *(argument.annotation for argument in arguments if argument)]
+    return all(isinstance(default, ast.Constant) for default in defaults) and all(
+        isinstance(node, _TYPE_NODES) for top in types if top for node in ast.walk(top)
+    )
+
+
+def _without(tree: ast.Module, names: Collection[str], beside: set[str]) -> ast.Module:
+    """Return a study's code without those of some functions that the remaining code can't reach.
+
+    Args:
+        tree: The study's file.
+        names: The functions.
+        beside: All words of the modules beside it.
+    """
+    apart = [f for f in tree.body if _only_defines(f) and f.name in names]
+    while True:
+        kept = ast.Module([statement for statement in tree.body if statement not in apart], [])
+        words = beside | _source_of(kept).words
+        unsaid = [] if words & _REFLECTS else [f for f in apart if f.name not in words]
+        if unsaid == apart:
+            return kept
+        apart = unsaid
 
 
 def study_digest(
-    study: Path, data_files: Mapping[str, str] | None = None, called: Iterable[str] | None = None
+    study: Path, data_files: Mapping[str, str] | None = None, without: Collection[str] = ()
 ) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
-    Same rules as ``code_digest``; installed packages don't count. With ``called``, functions and
-    constants of the file that nothing leads to from these don't (``trak_core.reached``), nor
-    do modules that only they import; but everything does where the file, or a module beside it, may
-    reach what it never names (``globals``, ``sys.modules``, ...), or imports the file back.
+    Same rules as ``code_digest``; installed packages don't count. A function in ``without`` counts
+    all the same in doubt: if code that counts says its name, as a name or in a text; if its
+    definition has decorators, or defaults that are no constants; if code that counts may reach what
+    it never names (``globals``, ``sys.modules``, ...); or if the file is imported back.
 
     Args:
-        study: Path of the study's Python file.
+        study: The study's Python file.
         data_files: Digests of the data files that the config names, by their paths.
-        called: Names of the study's functions that a job calls; None for all.
+        without: Names of functions that don't decide what the hash is for.
 
     Returns:
         16 hexadecimal digits.
@@ -255,18 +296,17 @@ def study_digest(
     Raises:
         InputError: If there is no such file, or if its name doesn't end with ``.py``.
     """
-    files, start, of = study_modules(study), (study.stem,), None
-    if called is not None:
-        others = [path for name, path in files.items() if name != start]
-        back = any(
-            name[:1] == start
-            for own, path in files.items()
-            for name in _imported_names(path, own if _is_package(path) else own[:-1])
-        )
-        if not back and not any(reflects(_parsed(p, p.stat().st_mtime_ns)) for p in others):
-            of = frozenset(called)
-            files = _closure(start, study.parent, called=of)
-    digest = _digest(files, start, of)
+    files, start = study_modules(study), (study.stem,)
+    texts = {name: _source(path).text for name, path in files.items()}
+    imports_back = any(
+        imported[:1] == start
+        for name, path in files.items()
+        for imported in _imported_names(path, name if _is_package(path) else name[:-1])
+    )
+    if without and not imports_back:
+        beside = set().union(*(_source(files[name]).words for name in files if name != start))
+        texts[start] = _source_of(_without(_source(study).tree, without, beside)).text
+    digest = _digest(texts)
     for path, content in sorted((data_files or {}).items()):
         digest.update(f"{path} {content}\n".encode())
     return digest.hexdigest()

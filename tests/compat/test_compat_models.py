@@ -1,14 +1,12 @@
 """Whole models through TRAK's interface: featurize, score, finalize; and CLIP's model output."""
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from compat_models import images, walk
+from compat_models import images, tracer, walk
 from torch import nn
 
 import trak_core.compat as trak
-from trak_core.compat.exchange import export_features
 from trak_core.compat.gradient_computers import (
     FunctionalGradientComputer,
     IterativeGradientComputer,
@@ -20,9 +18,12 @@ from trak_core.compat.modelout_functions import (
 )
 from trak_core.errors import InputError
 
-transformers = pytest.importorskip(
-    "transformers", reason="with the extra `test`, as `make test` has it"
-)
+transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+
+
+def assert_finite(scores, shape):
+    assert scores.shape == shape
+    assert np.isfinite(scores).all()
 
 
 class Pairs(torch.nn.Module):
@@ -40,7 +41,7 @@ class Pairs(torch.nn.Module):
 def test_clip_draws_evenly_on_any_device_and_weighs_every_pair(tmp_path):
     torch.manual_seed(0)
     model, pairs = Pairs(), (torch.randn(50, 6), torch.randn(50, 5))
-    made = trak.TRAKer(model, "clip", 50, tmp_path, device="cpu", proj_dim=8, logging_level=100)
+    made = tracer(tmp_path / "a", model=model, task="clip", train_set_size=50, proj_dim=8)
     loader = [tuple(t[i : i + 20] for t in pairs) for i in (0, 20, 40)]
     made.task.get_embeddings(model, loader, batch_size=20, embedding_dim=4, size=45)
     assert CLIPModelOutput.num_computed_embeddings == 45
@@ -50,9 +51,7 @@ def test_clip_draws_evenly_on_any_device_and_weighs_every_pair(tmp_path):
     assert weights.shape == (50, 1)
     assert (weights > 0).all()
     first = np.array(made.saver.current_store["grads"])
-    again = trak.TRAKer(
-        model, "clip", 50, tmp_path / "b", device="cpu", proj_dim=8, logging_level=100
-    )
+    again = tracer(tmp_path / "b", model=model, task="clip", train_set_size=50, proj_dim=8)
     again.load_checkpoint(model.state_dict(), 0)
     torch.manual_seed(99)
     again.featurize(pairs, num_samples=50)
@@ -66,7 +65,7 @@ def test_clip_needs_other_pairs_first(tmp_path, monkeypatch):
     for name in ("image_embeddings", "text_embeddings", "_picked"):
         monkeypatch.setattr(CLIPModelOutput, name, None)
     model = Pairs()
-    made = trak.TRAKer(model, "clip", 4, tmp_path, device="cpu", proj_dim=2, logging_level=100)
+    made = tracer(tmp_path, model=model, task="clip", train_set_size=4, proj_dim=2)
     made.load_checkpoint(model.state_dict(), 0)
     with pytest.raises(InputError, match=r"call `traker\.task\.get_embeddings"):
         made.featurize((torch.randn(4, 6), torch.randn(4, 5)), num_samples=4)
@@ -89,7 +88,7 @@ class Block(nn.Module):
 
 
 def resnet():
-    """Of torchvision's shape: in-place operations, BatchNorm, strides, pooling."""
+    """Like torchvision's: in-place operations, BatchNorm, strides, pooling."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, bias=False),
         nn.BatchNorm2d(8),
@@ -109,17 +108,9 @@ def test_a_residual_network_with_batchnorm(tmp_path):
         model(torch.randn(32, 3, 6, 6))
     train, targets = images(40), images(5, seed=1)
     _, scores = walk(
-        trak,
-        model,
-        [model.state_dict()],
-        train,
-        targets,
-        task="image_classification",
-        save_dir=tmp_path,
-        proj_dim=16,
+        trak, model, [model.state_dict()], train, targets, save_dir=tmp_path, proj_dim=16
     )
-    assert scores.shape == (40, 5)
-    assert np.isfinite(scores).all()
+    assert_finite(scores, (40, 5))
     assert not model.training
 
 
@@ -155,10 +146,7 @@ def test_bert_as_transformers_makes_it(computer, tmp_path):
         batch=12,
         gradient_computer=computer,
     )
-    assert scores.shape == (24, 3)
-    assert np.isfinite(scores).all()
-    export_features(made, 0, tmp_path / "train.h5")
-    assert pd.read_hdf(tmp_path / "train.h5", "features").shape == (24, 8)
+    assert_finite(scores, (24, 3))
     assert made.num_params_for_grad == sum(p.numel() for p in model.parameters())
 
 
@@ -200,8 +188,7 @@ def test_gpt2_with_a_model_output_of_ones_own(tmp_path):
         save_dir=tmp_path,
         proj_dim=8,
     )
-    assert scores.shape == (20, 3)
-    assert np.isfinite(scores).all()
+    assert_finite(scores, (20, 3))
     # The tied output layer is counted once.
     assert made.num_params == sum(p.numel() for p in model.parameters())
 
@@ -249,8 +236,7 @@ def test_clip_as_transformers_makes_it(tmp_path):
         save_dir=tmp_path,
         proj_dim=8,
     )
-    assert scores.shape == (24, 3)
-    assert np.isfinite(scores).all()
+    assert_finite(scores, (24, 3))
 
 
 def test_a_model_that_mixes_samples_is_refused(tmp_path):
@@ -264,9 +250,7 @@ def test_a_model_that_mixes_samples_is_refused(tmp_path):
             return self.norm(self.body(x.flatten(1)))
 
     model = Mixing()
-    made = trak.TRAKer(
-        model, "image_classification", 20, tmp_path, device="cpu", proj_dim=4, logging_level=100
-    )
+    made = tracer(tmp_path, model=model, train_set_size=20)
     made.load_checkpoint(model.state_dict(), 0)
     with pytest.raises(InputError, match=r"must not depend on the others .* norm"):
         made.featurize(images(20), num_samples=20)
@@ -284,13 +268,68 @@ def test_one_pass_gives_what_vmap_gives(monkeypatch):
     batch = torch.randn(7, 1, 6, 6), torch.arange(7) % 5
     by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
     expected = by_vmap.compute_per_sample_grad(batch)
-    monkeypatch.setattr("trak_core.compat.gradient_computers.per_sample_gradients", None)
-    for first in (7, 1):
+    monkeypatch.setattr("trak_core.compat.gradient_computers._gradients_by_vmap", None)
+    for first in (7, 1):  # one sample says nothing about several
         computer = FunctionalGradientComputer(model, ImageClassificationModelOutput(), device="cpu")
-        if first == 1:  # one sample says nothing about several
-            monkeypatch.undo()
         computer.compute_per_sample_grad([t[:first] for t in batch])
         found = computer.compute_per_sample_grad(batch)
         assert found.keys() == expected.keys()
         for name, gradients in found.items():
             torch.testing.assert_close(gradients, expected[name], rtol=1e-5, atol=1e-6)
+
+
+class _Writing(nn.Linear):
+    """Writes into its input."""
+
+    def forward(self, x):
+        x *= 2
+        return super().forward(x)
+
+
+class _Branching(nn.Linear):
+    """Takes one of two ways, by the sample's values."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y**2 if x.sum() > 0 else -y
+
+
+class _Number(nn.Linear):
+    """Takes a number out of a tensor."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + abs(x.sum().item()))
+
+
+class _Random(nn.Linear):
+    """Draws random numbers."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * torch.rand(4)
+
+
+class _Failing(nn.Linear):
+    """Fails whoever differentiates it."""
+
+    def forward(self, x):
+        raise RuntimeError("no such layer")
+
+
+@pytest.mark.parametrize("kind", [_Writing, _Branching, _Number, _Random, _Failing])
+def test_where_vmap_cannot_go_the_error_names_the_iterative_computer(kind):
+    torch.manual_seed(0)
+    model, batch = kind(3, 4), (torch.randn(6, 3), torch.arange(6) % 4)
+    by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
+    if kind is _Failing:
+        with pytest.raises(RuntimeError, match="no such layer"):
+            by_vmap.compute_per_sample_grad(batch)
+        return
+    one_by_one = IterativeGradientComputer(model, _Subclass(), device="cpu")
+    expected = one_by_one.compute_per_sample_grad([t.clone() for t in batch])
+    assert expected.shape == (6, 16)
+    if kind is _Writing:
+        found = trak.utils.vectorize(by_vmap.compute_per_sample_grad(batch), device="cpu")
+        torch.testing.assert_close(found, expected)
+    else:
+        with pytest.raises(InputError, match="gradient_computer=IterativeGradientComputer"):
+            by_vmap.compute_per_sample_grad(batch)

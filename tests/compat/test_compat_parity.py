@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,6 +35,12 @@ def close(found, expected, tolerance=1e-4):
     assert error <= tolerance
 
 
+def their_walk(*arguments, **settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return walk(theirs, *arguments, **settings)
+
+
 def store(tracer, model_id, name):
     tracer.saver.load_current_store(model_id)
     return np.array(tracer.saver.current_store[name])
@@ -52,18 +59,15 @@ def test_features_weights_and_scores_are_theirs(task, lambda_reg, n_checkpoints,
     given = {"task": task, "lambda_reg": lambda_reg, "grad_wrt": grad_wrt}
     train, targets = data(N), data(M, seed=1)
     projector = injected(theirs.projectors.AbstractProjector, p, K)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, scores = walk(
-            theirs,
-            copy.deepcopy(model),
-            states,
-            train,
-            targets,
-            save_dir=tmp_path / "theirs",
-            projector=projector,
-            **given,
-        )
+    expected, scores = their_walk(
+        copy.deepcopy(model),
+        states,
+        train,
+        targets,
+        save_dir=tmp_path / "theirs",
+        projector=projector,
+        **given,
+    )
     # Our own projector: its matrix is the one that was injected into theirs.
     found, ours_scores = walk(
         ours, model, states, train, targets, save_dir=tmp_path / "ours", proj_dim=K, **given
@@ -81,19 +85,16 @@ def test_the_iterative_computer_and_task_give_their_numbers(tmp_path):
     states, train, targets = checkpoints(Net, 2), images(N), images(M, seed=1)
     p = sum(q.numel() for q in Net().parameters())
     task = "iterative_image_classification"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, scores = walk(
-            theirs,
-            Net(),
-            states,
-            train,
-            targets,
-            task=theirs.modelout_functions.TASK_TO_MODELOUT[task](),
-            save_dir=tmp_path / "theirs",
-            projector=injected(theirs.projectors.AbstractProjector, p, K),
-            gradient_computer=theirs.gradient_computers.IterativeGradientComputer,
-        )
+    expected, scores = their_walk(
+        Net(),
+        states,
+        train,
+        targets,
+        task=theirs.modelout_functions.TASK_TO_MODELOUT[task](),
+        save_dir=tmp_path / "theirs",
+        projector=injected(theirs.projectors.AbstractProjector, p, K),
+        gradient_computer=theirs.gradient_computers.IterativeGradientComputer,
+    )
     found, ours_scores = walk(
         ours,
         Net(),
@@ -111,22 +112,12 @@ def test_the_iterative_computer_and_task_give_their_numbers(tmp_path):
 
 
 def test_without_projection_the_numbers_are_theirs(tmp_path):
+    given = {"lambda_reg": 1e-2, "grad_wrt": ["fc.bias", "fc.weight"]}
+    what = Net(), checkpoints(Net, 1), images(N), images(M, seed=1)
     found = {}
-    for name, package in (("theirs", theirs), ("ours", ours)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found[name] = walk(
-                package,
-                Net(),
-                checkpoints(Net, 1),
-                images(N),
-                images(M, seed=1),
-                task="image_classification",
-                save_dir=tmp_path / name,
-                projector=package.projectors.NoOpProjector(device="cpu"),
-                lambda_reg=1e-2,
-                grad_wrt=["fc.bias", "fc.weight"],
-            )
+    for name, package, run in (("theirs", theirs, their_walk), ("ours", ours, partial(walk, ours))):
+        projector = package.projectors.NoOpProjector(device="cpu")
+        found[name] = run(*what, save_dir=tmp_path / name, projector=projector, **given)
     grads = {name: tracer.saver.current_store["grads"] for name, (tracer, _) in found.items()}
     close(grads["ours"], grads["theirs"])
     close(found["ours"][1], found["theirs"][1])

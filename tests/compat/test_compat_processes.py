@@ -7,8 +7,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, Net, checkpoints
-from compat_worker import featurize, score, tracer, work
+from compat_models import M, N, Net, checkpoints, tracer
+from compat_worker import featurize, score, work
 from workspace import REPOSITORY
 
 from trak_core.compat.savers import ModelIDException

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, Net, checkpoints, images, walk
+from compat_models import M, N, Net, checkpoints, images, tracer, walk
 
 import trak_core.compat as trak
 from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
@@ -120,7 +120,6 @@ def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
             STATES,
             train,
             targets,
-            task="image_classification",
             save_dir=tmp_path,
             proj_dim=512,
             use_half_precision=half,
@@ -142,14 +141,7 @@ def test_targets_that_are_training_samples_explain_themselves(tmp_path):
     """With as many directions as samples G pinv(G^T G) G^T is the identity."""
     with singular(8, 64, 8):
         made, scores = walk(
-            trak,
-            Net(),
-            STATES[:1],
-            images(8),
-            images(8),
-            task="image_classification",
-            save_dir=tmp_path,
-            proj_dim=64,
+            trak, Net(), STATES[:1], images(8), images(8), save_dir=tmp_path, proj_dim=64
         )
     identity = scores / made.saver.current_store["out_to_loss"]
     close(identity / identity[0, 0], np.eye(8), 1e-4)
@@ -164,7 +156,6 @@ def test_more_dimensions_than_parameters(half, tmp_path):
         "states": STATES[:1],
         "train": TRAIN,
         "targets": TARGETS,
-        "task": "image_classification",
         "grad_wrt": ["bn1.weight"],
         "use_half_precision": half,
     }
@@ -177,16 +168,7 @@ def test_more_dimensions_than_parameters(half, tmp_path):
 
 def test_the_warning_says_what_to_set_and_setting_it_ends_it(tmp_path):
     def featurized(**arguments):
-        made = trak.TRAKer(
-            Net(),
-            "image_classification",
-            N,
-            tmp_path,
-            device="cpu",
-            proj_dim=N + 10,
-            logging_level=100,
-            **arguments,
-        )
+        made = tracer(tmp_path, proj_dim=N + 10, use_half_precision=True, **arguments)
         made.load_checkpoint(STATES[0], 0)
         made.featurize(TRAIN, num_samples=N)
         return made

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from refused import refused
 from torch import nn
 
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
-from trak_core.errors import InputError
 from trak_core.gradients import (
     formed_gradients,
     gradient_method,
@@ -64,14 +64,16 @@ def run(name, entries):
     return model, call
 
 
-@pytest.mark.parametrize("batch_dim", [None, 0])
 @pytest.mark.parametrize("entries", [0, 2], ids=["losses", "entries"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_gramian_is_that_of_the_jacobian(name, entries, batch_dim):
+def test_the_gramian_is_that_of_the_jacobian(name, entries):
+    """With and without independent samples: the first call leaves the graph as it was."""
     model, call = run(name, entries)
-    engine = Engine(model, batch_dim=batch_dim)
     output = call()
-    assert_equal(engine.compute_gramian(output), by_jacobian(output, trained(model)))
+    gramians = [Engine(model, batch_dim=dim).compute_gramian(output) for dim in (None, 0)]
+    expected = by_jacobian(output, trained(model))
+    for gramian in gramians:
+        assert_equal(gramian, expected)
 
 
 # Operations whose closed form does not fit, which is seen on the way only.
@@ -162,21 +164,19 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         assert float((found.gradients[key] - gradient).abs().max()) <= 1e-9 * largest
 
 
-PEER = [(name, dim) for name, architecture in ARCHITECTURES.items() for dim in architecture.peer]
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize(("name", "batch_dim"), PEER)
-def test_the_peer_agrees(name, batch_dim):
+@pytest.mark.parametrize("name", [n for n, one in ARCHITECTURES.items() if one.peer])
+def test_the_peer_agrees(name):
     torchjd = pytest.importorskip("torchjd.autogram", reason="the gate installs torchjd")
-    torch.manual_seed(1)
-    model, call = run(name, 2)
-    found = Engine(model, batch_dim=batch_dim).compute_gramian(call())
-    torch.manual_seed(1)
-    model, call = run(name, 2)
-    expected = torchjd.Engine(model, batch_dim=batch_dim).compute_gramian(call())
-    # The peer numbers the entries of the output through.
-    assert_equal(found.permute(0, 1, 3, 2).reshape(expected.shape), expected)
+    for batch_dim in ARCHITECTURES[name].peer:
+        gramians = []
+        for engine in (Engine, torchjd.Engine):
+            torch.manual_seed(1)
+            model, call = run(name, 2)
+            gramians.append(engine(model, batch_dim=batch_dim).compute_gramian(call()))
+        found, expected = gramians
+        # The peer numbers the entries of the output through.
+        assert_equal(found.permute(0, 1, 3, 2).reshape(expected.shape), expected)
 
 
 # What the fast path has to see through, and to have a closed form for, so that it is fast.
@@ -198,7 +198,7 @@ def test_one_backward_pass_is_enough(name, one_pass_only):
 
 @pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize(
-    "name", [name for name in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", name)]
+    "name", [n for n in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", n)]
 )
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
@@ -272,9 +272,10 @@ def test_several_modules_and_parameters_outside_of_them():
 def test_modules_within_modules_are_refused():
     model = small()
     for modules in ((model, model[0]), (model[0], model), (model, model)):
-        with pytest.raises(InputError, match=r"Found Linear|Found Sequential"):
+        names = re.compile(r"(Linear|Sequential) \(number \d\) in Sequential \(number \d\)")
+        with refused("gramian.nested_module", names):
             Engine(*modules)
-    with pytest.raises(InputError, match="Found none"):
+    with refused("gramian.no_module"):
         Engine()
 
 
@@ -283,11 +284,11 @@ def test_what_cannot_be_differentiated_is_refused():
     engine = Engine(model, batch_dim=0)
     with torch.no_grad():
         output = model(torch.randn(3, 5))
-    with pytest.raises(InputError, match="Found no gradient"):
+    with refused("gramian.no_graph", "no gradient"):
         engine.compute_gramian(output)
-    with pytest.raises(InputError, match="Found tuple"):
+    with refused("gramian.no_graph", "tuple"):
         engine.compute_gramian((output,))
-    with pytest.raises(InputError, match=r"batch_dim = 0. Found an output of shape \(\)"):
+    with refused("gramian.batch_dim", "batch_dim = 0", "()"):
         engine.compute_gramian(model(torch.randn(3, 5)).sum())
 
 
@@ -297,7 +298,7 @@ def test_batch_norm_in_training_mode_is_refused(affine):
         nn.Conv2d(1, 2, 2), nn.Sequential(nn.BatchNorm2d(2, affine=affine)), nn.Flatten()
     )
     output = model(torch.randn(3, 1, 4, 4))
-    with pytest.raises(InputError, match=r"Found statistics .* 1\.0 \(BatchNorm2d\)\. .*leave"):
+    with refused("gramian.mixed_samples", "1.0 (BatchNorm2d)"):
         Engine(model, batch_dim=0).compute_gramian(output)
     assert_equal(Engine(model).compute_gramian(output), by_jacobian(output, trained(model)))
 
@@ -309,5 +310,5 @@ def test_batch_norm_counts_as_the_forward_pass_used_it():
     found = Engine(model, batch_dim=0).compute_gramian(output)
     assert_equal(found, by_jacobian(output, trained(model)))
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3, track_running_stats=False)).eval()
-    with pytest.raises(InputError, match=r"1 \(BatchNorm1d\)"):
+    with refused("gramian.mixed_samples", "1 (BatchNorm1d)"):
         Engine(model, batch_dim=0).compute_gramian(model(torch.randn(4, 5)))

@@ -1,15 +1,24 @@
+import hashlib
 import json
+import pickle
 import warnings
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.checkpoints import checkpoint_sha256, load_checkpoint, read_state_dict
-from trak_core.study.tensor_files import unpickled
+from trak_core.study.checkpoints import (
+    check_checkpoint,
+    checkpoint_sha256,
+    load_checkpoint,
+    read_state_dict,
+)
+from trak_core.study.tensor_files import read_tensors
 
 
 def net():
@@ -31,7 +40,9 @@ def state():
 
 def same(state, path):
     model = net()
-    load_checkpoint(model, path)
+    check_checkpoint(model, path)
+    digests = load_checkpoint(model, path)
+    assert digests == {"sha256": checkpoint_sha256(path)}
     assert not model.training
     return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
@@ -42,6 +53,101 @@ def test_pytorch_files(state, tmp_path, prefix, wrapper):
     stored = {prefix + key: value for key, value in state.items()}
     torch.save({wrapper: stored, "epoch": 3} if wrapper else stored, tmp_path / "a.pt")
     assert same(state, tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.net.", "module.model."])
+def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, capsys, prefix):
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {prefix + key: value for key, value in state.items()}}, path)
+    assert same(state, path)
+    said = f"{path}: all keys begin with `{prefix}`, which is taken off to fit the model's.\n"
+    assert capsys.readouterr().out == said
+    torch.save(state, path)
+    assert same(state, path)
+    assert not capsys.readouterr().out
+    # One key without it: nothing is guessed.
+    torch.save({"other": torch.ones(1), **{prefix + k: v for k, v in state.items()}}, path)
+    with pytest.raises(InputError, match=rf"unknown to the model: other, {prefix}0\.weight, "):
+        load_checkpoint(net(), path)
+
+
+def test_a_model_keeps_a_prefix_of_its_own(state, tmp_path, capsys):
+    model = nn.ModuleDict({"model": net()})
+    torch.save({f"model.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
+    load_checkpoint(model, tmp_path / "a.pt")
+    assert torch.equal(model["model"][0].weight, state["0.weight"])
+    assert not capsys.readouterr().out
+
+
+def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
+    state, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"epoch": 3, "opt": {}, "net": state}, path := Path("a.pt"))
+    with pytest.raises(InputError, match=r"Found dict with epoch, opt, net\. Save") as error:
+        load_checkpoint(net(), path)
+    call = str(error.value).split("`")[-2]
+    assert call == "torch.save(torch.load('a.pt')['net'], 'a-weights.pt')"
+    eval(call)  # what the message says to do
+    assert same(state, Path("a-weights.pt"))
+
+
+def numpy_beside(state, path):
+    torch.save({"model": state, "best": np.float64(0.5)}, path)
+
+
+def pickled_numpy(state, path):
+    path.write_bytes(pickle.dumps({"w": np.float64(0.5), "v": np.ones(3)}))
+
+
+def pickled_numpy_of_old(state, path):
+    path.write_bytes(pickle.dumps({"w": np.ones(3)}, protocol=2))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (numpy_beside, r"it holds numbers or arrays of numpy \(numpy\S+\)\. Save tensors and"),
+        (pickled_numpy_of_old, r"it holds numbers or arrays of numpy \(numpy\S+\)\. Save tensors"),
+        (pickled_numpy, r"its pickle is none of torch\.save's own protocol; .* numpy's numbers"),
+    ],
+)
+def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
+    write(state, tmp_path / "a.pt")
+    with pytest.raises(InputError, match=r"never loaded\. Reading it failed: " + message):
+        read_state_dict(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_is_read_once_and_held_once(tmp_path, zipped):
+    """Tensors, digest and checksums come of the same read."""
+    path, n = tmp_path / "a.pt", 6
+    state = {f"{i}.weight": torch.randn(1000, 1000) for i in range(n)}
+    torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    digest = hashlib.sha256()
+    before = bytes_read()
+    read = read_state_dict(path, digest)
+    assert bytes_read() - before < 1.1 * path.stat().st_size
+    assert digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert all(torch.equal(read[key], state[key]) for key in state)
+
+
+def test_keys_and_shapes_are_checked_without_reading_the_numbers(tmp_path):
+    for save, name in ((torch.save, "a.pt"), (save_file, "a.safetensors")):
+        save({"weight": torch.randn(1000, 1000), "bias": torch.ones(1000)}, tmp_path / name)
+        before = bytes_read()
+        check_checkpoint(nn.Linear(1000, 1000), tmp_path / name)
+        assert bytes_read() - before < 0.1 * 4e6
+        with pytest.raises(
+            InputError, match=r"of another shape: weight \(1000, 1000\) for \(1000, 9"
+        ):
+            check_checkpoint(nn.Linear(9, 1000), tmp_path / name)
+
+
+def bytes_read():
+    """Bytes that this process has read by now."""
+    return int(Path("/proc/self/io").read_text().split()[1])
 
 
 class Wrapper(nn.Module):
@@ -82,9 +188,9 @@ def test_any_ending_of_a_name(state, tmp_path, name):
 
 def test_what_the_system_refuses_to_read(tmp_path):
     with pytest.raises(InputError, match=r"must be; .*Reading it failed: Is a directory\. Give a"):
-        unpickled(tmp_path, "it must be", "")
+        read_tensors(tmp_path, "it must be", "", hashlib.sha256())
     with pytest.raises(InputError, match=r"No such file or directory\. Give a file that may be"):
-        unpickled(tmp_path / "none.pt", "it must be", "")
+        read_tensors(tmp_path / "none.pt", "it must be", "", hashlib.sha256())
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):

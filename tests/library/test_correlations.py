@@ -5,20 +5,20 @@ import pytest
 from scipy.stats import spearmanr
 
 from trak_core.errors import InputError
-from trak_core.study.draws import (
-    flipped_labels,
-    flipped_samples,
-    random_half,
-    random_removal,
-    training_seed,
-)
-from trak_core.trust.correlations import (
+from trak_core.evaluation.correlations import (
     auc,
     bootstrap,
     noise_ceiling,
     percentiles,
     rank_correlations,
     reliability,
+)
+from trak_core.study.draws import (
+    flipped_labels,
+    flipped_samples,
+    random_half,
+    random_removal,
+    training_seed,
 )
 
 

@@ -1,3 +1,5 @@
+"""What a projection's distortion must be, and how it is measured."""
+
 import itertools
 
 import numpy as np
@@ -5,16 +7,14 @@ import pytest
 from scipy.linalg import hadamard
 
 from trak_core.errors import InputError
-from trak_core.model.sampled import peaks_of
+from trak_core.evaluation.distortion import (
+    agreement,
+    inner_products,
+    product_variances,
+    spread_norm_sd,
+)
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec
-from trak_core.trust.distortion import (
-    inner_product_agreement,
-    inner_product_sd,
-    peakedness,
-    spread_norm_sd,
-    squared_norm_agreement,
-)
 
 RNG = np.random.default_rng(0)
 # Rows of a few large entries and of many small ones, some of them close to each other.
@@ -25,53 +25,53 @@ KINDS = [str(kind) for kind in ProjectionKind if kind.about.tag is not None]
 PROJ_DIM = 8
 
 
-def spec_of(kind, stream=0):
-    kind = ProjectionKind(kind)
-    shapes = [(6, 4), (6, 1)] if kind.about.of_matrices else None
+def spec_of(kind, n_params=30, proj_dim=PROJ_DIM, stream=0, shapes=((6, 4), (6, 1))):
     return ProjectionSpec(
-        kind=kind, n_params=30, proj_dim=PROJ_DIM, seed=1, stream=stream, shapes=shapes
+        kind=ProjectionKind(kind),
+        n_params=n_params,
+        proj_dim=proj_dim,
+        seed=1,
+        stream=stream,
+        shapes=shapes if ProjectionKind(kind).about.of_matrices else None,
     )
 
 
-def predicted(kind, rows, gramian, proj_dim=PROJ_DIM):
-    peaks = peaks_of(rows, rows, spec_of(kind))
-    return inner_product_sd(proj_dim, gramian, peaks)
+def relative_sd(x, y, spec):
+    norms = np.outer(np.linalg.norm(x, axis=1), np.linalg.norm(y, axis=1))
+    return np.sqrt(product_variances(x, y, spec)) / norms
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_theory_predicts_the_errors(kind):
     """Over 400 independent matrices; that of another kind is told apart."""
     rows = ROWS.astype(np.float32)
-    streams = [project(rows, spec_of(kind, stream), scale=True) for stream in range(400)]
-    for agreement in (squared_norm_agreement, inner_product_agreement):
-        found = agreement(GRAMIAN, streams, predicted(kind, ROWS, GRAMIAN))
-        assert len(found.by_stream) == 400
-        assert 0 < found.standard_error < 0.05 * found.measured
-        assert abs(found.measured - found.predicted) < 3 * found.standard_error
+    streams = [project(rows, spec_of(kind, stream=stream), scale=True) for stream in range(400)]
+    errors = agreement(GRAMIAN, product_variances(ROWS, ROWS, spec_of(kind)), streams)
+    assert list(errors) == ["squared_norm", "inner_product"]
+    for measured, standard_error, predicted in errors.values():
+        assert 0 < standard_error < 0.05 * measured
+        assert abs(measured - predicted) < 3 * standard_error
     other = "rademacher" if spec_of(kind).lossless_block is None else "normal"
-    found = squared_norm_agreement(GRAMIAN, streams, predicted(other, ROWS, GRAMIAN))
-    assert abs(found.measured - found.predicted) > 3 * found.standard_error
+    errors = agreement(GRAMIAN, product_variances(ROWS, ROWS, spec_of(other)), streams)
+    measured, standard_error, predicted = errors["squared_norm"]
+    assert abs(measured - predicted) > 3 * standard_error
 
 
 @pytest.mark.parametrize("shapes", [[(20, 3)], [(3, 20)], [(20, 1), (8, 5)], [(24, 24)]])
 def test_sides_longer_than_a_tensor_sketch_are_foreseen(shapes):
-    """Of norms within the errors; of inner products as an upper bound."""
+    """Errors of norms are met within their own; those of inner products have an upper bound."""
     n_params = sum(a * b for a, b in shapes)
     rows = RNG.standard_normal((6, n_params))
     rows += 2 * rows.mean(0)
-    gramian = rows @ rows.T
     specs = [
-        ProjectionSpec(
-            kind="tensor_sketch", n_params=n_params, proj_dim=8, seed=1, stream=i, shapes=shapes
-        )
-        for i in range(1500)
+        spec_of("tensor_sketch", n_params, stream=stream, shapes=shapes) for stream in range(1500)
     ]
     streams = [project(rows.astype(np.float32), spec, scale=True) for spec in specs]
-    sd = inner_product_sd(8, gramian, peaks_of(rows, rows, specs[0]))
-    found = squared_norm_agreement(gramian, streams, sd)
-    assert abs(found.measured - found.predicted) < 4 * found.standard_error
-    found = inner_product_agreement(gramian, streams, sd)
-    assert found.measured < found.predicted + 4 * found.standard_error
+    errors = agreement(rows @ rows.T, product_variances(rows, rows, specs[0]), streams)
+    measured, standard_error, predicted = errors["squared_norm"]
+    assert abs(measured - predicted) < 4 * standard_error
+    measured, standard_error, predicted = errors["inner_product"]
+    assert measured < predicted + 4 * standard_error
 
 
 def all_matrices(kind, n_params, proj_dim):
@@ -104,90 +104,110 @@ def test_the_prediction_is_the_variance_over_all_matrices(kind, proj_dim):
         products = (rows @ matrix) @ (rows @ matrix).T
         total, square, n = total + products, square + (products - gramian) ** 2, n + 1
     np.testing.assert_allclose(total / n, gramian, atol=1e-12)
-    block = {"rademacher": 1, "sjlt": 1, "hadamard": proj_dim}[kind]
-    norms = np.sqrt(np.diagonal(gramian))
-    found = inner_product_sd(proj_dim, gramian, peakedness(rows, rows, block))
-    np.testing.assert_allclose(found, np.sqrt(square / n) / np.outer(norms, norms), atol=1e-12)
+    one_stripe = {"stripes": 1} if kind == "sjlt" else {}
+    spec = ProjectionSpec(
+        kind=ProjectionKind(kind), n_params=4, proj_dim=proj_dim, seed=1, stream=0, **one_stripe
+    )
+    variances = product_variances(rows, rows, spec)
+    np.testing.assert_allclose(variances, square / n, atol=1e-12)
 
 
 def test_the_formulas_of_normal_and_rademacher():
     """sqrt(2/k), sqrt((1 + cos^2)/k); sqrt((2/k) (1 - sum x^4 / |x|^4)) for random signs."""
-    wide = predicted("normal", ROWS, GRAMIAN, proj_dim=64)
+    wide = relative_sd(ROWS, ROWS, spec_of("normal", proj_dim=64))
     np.testing.assert_allclose(np.diagonal(wide), np.sqrt(2 / 64))
     assert spread_norm_sd(64) == np.sqrt(2 / 64)
     cosine = GRAMIAN[2, 7] / np.sqrt(GRAMIAN[2, 2] * GRAMIAN[7, 7])
     assert wide[2, 7] == pytest.approx(np.sqrt((1 + cosine**2) / 64))
-    narrow = predicted("rademacher", ROWS, GRAMIAN, proj_dim=64)
+    narrow = relative_sd(ROWS, ROWS, spec_of("rademacher", proj_dim=64))
     peaks = (ROWS**4).sum(1) / (ROWS**2).sum(1) ** 2
     np.testing.assert_allclose(np.diagonal(narrow), np.sqrt(2 / 64 * (1 - peaks)))
     assert (narrow <= wide).all()
 
 
-@pytest.mark.parametrize("block", [1, 4, 7, 1500, 4096])
-def test_peakedness_is_its_formula(block):
+@pytest.mark.parametrize(
+    ("kind", "block"), [("rademacher", 1), ("hadamard", 4), ("hadamard", 512), ("hadamard", 4096)]
+)
+def test_variances_are_their_formula(kind, block):
+    """Blocks that end with the gradient, and a last block that is shorter."""
     x, y = RNG.standard_normal((3, 2500)), RNG.standard_normal((2, 2500)) * np.arange(2500)
+    k = 64 if kind == "rademacher" else block
+    variances = product_variances(x, y, spec_of(kind, 2500, k))
     for i, j in itertools.product(range(3), range(2)):
         parts = [(x[i, s : s + block], y[j, s : s + block]) for s in range(0, 2500, block)]
-        found = sum((a @ a) * (b @ b) + (a @ b) ** 2 for a, b in parts)
-        expected = found / (2 * (x[i] @ x[i]) * (y[j] @ y[j]))
-        assert peakedness(x, y, block)[i, j] == pytest.approx(expected)
+        kept = sum((a @ a) * (b @ b) + (a @ b) ** 2 for a, b in parts)
+        total = (x[i] @ x[i]) * (y[j] @ y[j]) + (x[i] @ y[j]) ** 2
+        assert variances[i, j] == pytest.approx((total - kept) / k, abs=1e-12 * total)
 
 
-def test_peakedness_by_hand():
+def test_variances_by_hand():
     rows = np.array([[2.0, 0, 0], [1, 1, 0], [0, 0, 3]], np.float32)
-    np.testing.assert_allclose(
-        peakedness(rows, rows, 1), [[1, 1 / 2, 0], [1 / 2, 1 / 2, 0], [0, 0, 1]]
-    )
-    np.testing.assert_allclose(peakedness(rows, rows, 2), [[1, 3 / 4, 0], [3 / 4, 1, 0], [0, 0, 1]])
+    single = product_variances(rows, rows, spec_of("rademacher", 3, 4))
+    np.testing.assert_allclose(4 * single, [[0, 4, 36], [4, 4, 18], [36, 18, 0]])
+    pairs = product_variances(rows, rows, spec_of("hadamard", 3, 2))
+    np.testing.assert_allclose(2 * pairs, [[0, 0, 36], [0, 0, 18], [36, 18, 0]])
 
 
-def test_gradients_of_any_size():
+@pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
+def test_gradients_of_any_size(kind):
     """Fourth powers of float32's extremes are beyond float32."""
-    rows = np.array([[1e-30, 2e-30, 1e-30], [1e30, -1e30, 3e30]], np.float32)
-    expected = peakedness(np.array([[1, 2, 1], [1, -1, 3.0]]), np.array([[1, 2, 1], [1, -1, 3]]), 1)
-    np.testing.assert_allclose(peakedness(rows, rows, 1), expected, rtol=1e-6)
+    plain = RNG.integers(1, 4, (2, 30)).astype(np.float64)
+    rows = (plain * [[1e-30], [1e30]]).astype(np.float32)
+    expected = relative_sd(plain, plain, spec_of(kind))
+    scaled = relative_sd(rows.astype(np.float64), rows.astype(np.float64), spec_of(kind))
+    np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+    variances = product_variances(rows, rows, spec_of(kind))
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+    np.testing.assert_allclose(np.sqrt(variances) / np.outer(norms, norms), expected, rtol=1e-5)
 
 
 def test_rounding_makes_no_negative_variance():
     """Gradients within one block are kept exactly."""
     rows = RNG.standard_normal((200, 30))
-    sd = inner_product_sd(64, rows @ rows.T, peakedness(rows, rows, 32))
-    assert (sd < 1e-7).all()
+    assert (relative_sd(rows, rows, spec_of("hadamard", proj_dim=64)) < 1e-7).all()
+
+
+def test_inner_products_of_many_columns():
+    """More than fit one piece."""
+    x, y = RNG.standard_normal((2, 700_000), np.float32), RNG.standard_normal((1, 700_000))
+    np.testing.assert_allclose(inner_products(x, y), x.astype(np.float64) @ y.T, rtol=1e-10)
 
 
 def test_no_error_where_there_is_none():
-    found = squared_norm_agreement(GRAMIAN, [ROWS], np.zeros((12, 12)))
-    assert found.measured < 1e-12
-    assert np.isnan(found.standard_error)
-    found = inner_product_agreement(GRAMIAN, [ROWS, ROWS], np.zeros((12, 12)))
-    assert found.measured < 1e-12
-    assert found.standard_error < 1e-12
-    found = squared_norm_agreement(np.eye(2), [np.eye(2), np.eye(2)], np.zeros((2, 2)))
-    assert (found.measured, found.standard_error) == (0, 0)
+    for measured, standard_error, _ in agreement(GRAMIAN, 0 * GRAMIAN, [ROWS]).values():
+        assert measured < 1e-12
+        assert np.isnan(standard_error)
+    for measured, standard_error, _ in agreement(GRAMIAN, 0 * GRAMIAN, [ROWS, ROWS]).values():
+        assert measured < 1e-12
+        assert standard_error < 1e-12
+    errors = agreement(np.eye(2), np.zeros((2, 2)), [np.eye(2), np.eye(2)])
+    assert set(errors.values()) == {(0, 0, 0)}
 
 
 def test_errors_by_hand():
     gramian = np.array([[4.0, 0], [0, 1]])
     rows = np.array([[2.0, 0], [0.5, 1]])
     sd = np.array([[0.3, 0.7], [0.7, 0.4]])
-    norms = squared_norm_agreement(gramian, [rows, np.diag([2.0, 1])], sd)
-    assert norms.by_stream == pytest.approx([np.sqrt((0 + 0.25**2) / 2), 0])
-    assert norms.measured == pytest.approx(np.sqrt(0.25**2 / 4))
+    variances = sd**2 * np.outer([4, 1], [4, 1])
+    errors = agreement(gramian, variances, [rows, np.diag([2.0, 1])])
+    measured, standard_error, predicted = errors["squared_norm"]
+    assert measured == pytest.approx(np.sqrt(0.25**2 / 4))
     # The mean square 1/64 has the standard error 1/64; its root half the relative one.
-    assert norms.standard_error == pytest.approx(norms.measured / 2)
-    assert norms.predicted == pytest.approx(np.sqrt((0.3**2 + 0.4**2) / 2))
-    pairs = inner_product_agreement(gramian, [rows], sd)
-    assert pairs.measured == pytest.approx(1 / 2)
-    assert pairs.predicted == pytest.approx(0.7)
+    assert standard_error == pytest.approx(measured / 2)
+    assert predicted == pytest.approx(np.sqrt((0.3**2 + 0.4**2) / 2))
+    measured, _, predicted = agreement(gramian, variances, [rows])["inner_product"]
+    assert measured == pytest.approx(1 / 2)
+    assert predicted == pytest.approx(0.7)
 
 
-def test_what_is_refused():
-    zero = np.array([[1.0, 0], [0, 0]])
-    with pytest.raises(InputError, match=r"rows \[1\]"):
-        squared_norm_agreement(zero, [np.eye(2)], np.zeros((2, 2)))
-    with pytest.raises(InputError, match=r"rows \[1\]"):
-        inner_product_sd(4, zero, np.zeros((2, 2)))
-    with pytest.raises(InputError, match="at least one stream"):
-        squared_norm_agreement(GRAMIAN, [], np.zeros((12, 12)))
-    with pytest.raises(InputError, match="at least two samples"):
-        inner_product_agreement(np.eye(1), [np.eye(1)], np.zeros((1, 1)))
+@pytest.mark.parametrize(
+    ("gramian", "streams", "message"),
+    [
+        (np.array([[1.0, 0], [0, 0]]), [np.eye(2)], r"zeros for the rows \[1\]"),
+        (GRAMIAN, [], "and 0 streams"),
+        (np.eye(1), [np.eye(1)], "Found 1 samples"),
+    ],
+)
+def test_what_is_refused(gramian, streams, message):
+    with pytest.raises(InputError, match=message):
+        agreement(gramian, 0 * gramian, streams)

@@ -6,8 +6,7 @@ import torch
 
 from trak_core.errors import InputError
 from trak_core.study.draws import flipped_labels
-from trak_core.study.flipped import class_labels, with_flipped_labels
-from trak_core.study.study import Split
+from trak_core.study.split import Split, class_labels, with_flipped_labels
 
 LABELS = np.arange(20) % 3
 

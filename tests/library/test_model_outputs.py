@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from refused import refused
 from torch import nn
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy, softplus
 
-from trak_core.errors import InputError
 from trak_core.model_outputs.classification import CLASSIFICATION, margin
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, sequence_log_odds
@@ -285,7 +285,7 @@ def test_what_a_model_returns():
     ):
         assert read_logits(returned) is logits
     for returned in (None, {"loss": logits}, (), SimpleNamespace(), "logits"):
-        with pytest.raises(InputError, match="must return a tensor, an object with `logits`"):
+        with refused("model_outputs.returned", f"Found {type(returned).__name__}"):
             read_logits(returned)
 
 
@@ -299,7 +299,7 @@ def test_what_a_model_of_pairs_returns():
     ):
         assert torch.equal(read(returned), torch.stack([u, v], 1))
     for returned in (u, {"loss": u}, (u,), SimpleNamespace(image_embeds=u, text_embeds=None)):
-        with pytest.raises(InputError, match="must return embeddings of images and texts"):
+        with refused("model_outputs.embeddings", f"Found {type(returned).__name__}"):
             read(returned)
 
 

@@ -11,7 +11,7 @@ import yaml
 from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
-from trak_core.artifacts._format import content_hash
+from trak_core.artifacts.format import seal
 from trak_core.config import keys as config
 
 SOURCES = [
@@ -47,9 +47,9 @@ def problems(path):
                 yield node.lineno, ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_nothing_runs_what_a_file_brings(path):
-    assert list(problems(path)) == []
+def test_nothing_runs_what_a_file_brings():
+    assert len(SOURCES) > 100
+    assert {path: found for path in SOURCES if (found := list(problems(path)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,11 @@ def test_the_check_sees(tmp_path, text):
     assert list(problems(path))
 
 
-@pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
-def test_rules_have_no_shell(path):
-    found = re.findall(r"\b(shell|run|eval|exec|pickle|system|wrapper)\s*[:(]", path.read_text())
-    assert found == (["run"] if path.name == "study.smk" else [])
-    if path.name == "study.smk":  # of arguments, not of a command line
-        assert "answer = subprocess.run(\n        [sys.executable," in path.read_text()
+def test_rules_have_no_shell():
+    pattern = r"\b(shell|run|eval|exec|pickle|system|wrapper)\s*[:(]"
+    calls = {path.name: re.findall(pattern, path.read_text()) for path in RULES}
+    assert len(calls) > 5
+    assert {name: names for name, names in calls.items() if names} == {}
 
 
 def test_the_loaders_of_configs_are_safe_ones():
@@ -97,7 +96,7 @@ def test_a_pickle_in_a_table_is_not_opened(tmp_path):
             file.table(key, rows, ["id"])
     with h5py.File(path, "r+") as file:
         file["targets/table"].attrs["values_block_0_kind"] = f"cos\nmkdir\n(V{ran}\ntR.".encode()
-        file.attrs["content-hash"] = content_hash(file)
+    seal(path)
     with open_artifact(path, SCORES) as file:
         pd.testing.assert_frame_equal(file.table("targets"), rows)
     assert not ran.exists()

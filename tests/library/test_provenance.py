@@ -1,7 +1,5 @@
 import itertools
 import os
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trak_core import provenance
+from trak_core.config.digests import study_digests
 from trak_core.errors import InputError
 from trak_core.provenance import (
     code_digest,
@@ -20,64 +19,61 @@ from trak_core.provenance import (
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
-
-PROJECTED = {"compute_features", "compute_distortion"}
-# Gradients and all else of a model under a checkpoint.
-LOADED = {*PROJECTED, "compute_gramian", "compute_embeddings"}
-RETRAINED = {"retrain_subsets", "retrain_without"}
-# What solves with a normal matrix or a Gramian, or sums one.
-SOLVED = {"compute_normal_matrix", "compute_scores", "compute_exact_scores"}
-# What is made of scores and features.
-MEASURED = {"evaluate_scores", "find_flipped", "compute_self_influence"}
+# A package of six modules: two stages, what one of them, both or neither imports.
+TOY = {
+    "__init__": "",
+    "stages/__init__": "",
+    "stages/solve": '"""Solve."""\n\n\nfrom trak_core.scores import A\nimport numpy, torch.x\n',
+    "stages/draw": "def draw():\n    import trak_core.report.page as page\n",
+    "scores": "from .report import B\n",
+    "report/__init__": "",
+    "report/page": "from trak_core import stages, absent\nfrom . import words\n",
+    "report/words": "",
+    "alone": "import trak_core.stages.solve\n",
+}
 
 
 @pytest.fixture
-def copy(tmp_path, monkeypatch):
-    shutil.copytree(PACKAGE, tmp_path / "trak_core")
+def toy(tmp_path, monkeypatch):
+    folder = tmp_path / "trak_core"
+    for name, text in TOY.items():
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     monkeypatch.setattr(provenance, "_ROOT", tmp_path)
-    return tmp_path / "trak_core"
+    return folder
 
 
-def changed(copy, module, edit):
-    before = {stage: code_digest(f"trak_core.stages.{stage}") for stage in STAGES}
-    path = copy / module
+def digests(*names):
+    return {name: code_digest(f"trak_core.{name}") for name in names}
+
+
+def changed(toy, module, edit):
+    """Return the stages whose digests an edit changes."""
+    before = digests("stages.solve", "stages.draw")
+    path = toy / f"{module}.py"
     path.write_text(edit(path.read_text()))
-    after = {stage: code_digest(f"trak_core.stages.{stage}") for stage in STAGES}
-    return {stage for stage in STAGES if before[stage] != after[stage]}
-
-
-def add_code(text):
-    return text + "\n_EDITED = 1\n"
+    return {name[7:] for name, d in digests(*before).items() if d != before[name]}
 
 
 @pytest.mark.parametrize(
     ("module", "stages"),
     [
-        ("projection/cpu/rademacher.py", PROJECTED),
-        ("gradients/methods.py", {*LOADED, *RETRAINED, "preflight_study"}),
-        ("study/checkpoints.py", LOADED),
-        ("scoring/scores.py", {"compute_scores", "average_scores", *MEASURED}),
-        ("scoring/solve.py", {*SOLVED, "average_scores", *MEASURED}),
-        ("scoring/exact.py", {"compute_exact_scores"}),
-        ("trust/rivals.py", {"evaluate_scores"}),
-        ("stages/draw_influences.py", {"draw_influences"}),
-        (
-            "study/study.py",
-            {
-                *LOADED,
-                *RETRAINED,
-                *("train_checkpoint", "preflight_study", "draw_influences", "write_report"),
-            },
-        ),
-        ("report/render.py", {"write_report"}),
-        ("report/samples.py", {"write_report", "draw_influences"}),
-        ("system/door.py", set()),
-        ("errors.py", set(STAGES)),
-        ("__init__.py", set(STAGES)),
+        ("stages/solve", {"solve"}),
+        ("stages/draw", {"draw"}),
+        ("scores", {"solve"}),
+        # The package around what is imported runs too.
+        ("report/__init__", {"solve", "draw"}),
+        ("stages/__init__", {"solve", "draw"}),
+        ("__init__", {"solve", "draw"}),
+        # Imports inside functions count, and names of modules after `from`.
+        ("report/page", {"draw"}),
+        ("report/words", {"draw"}),
+        ("alone", set()),
     ],
 )
-def test_an_edit_changes_the_stages_whose_imports_reach_it(copy, module, stages):
-    assert changed(copy, module, add_code) == stages
+def test_an_edit_changes_the_stages_whose_imports_reach_it(toy, module, stages):
+    assert changed(toy, module, lambda text: text + "\n_EDITED = 1\n") == stages
 
 
 @pytest.mark.parametrize(
@@ -85,12 +81,12 @@ def test_an_edit_changes_the_stages_whose_imports_reach_it(copy, module, stages)
     [
         lambda text: text + "\n# a comment\n",
         lambda text: text.replace('"""', '"""Another docstring. ', 1),
-        lambda text: re.sub(r'""".*?"""', '""""""', text, count=1, flags=re.DOTALL),
+        lambda text: text.replace('"""Solve."""', '""""""'),
         lambda text: text.replace("\n\n\n", "\n\n\n\n"),
     ],
 )
-def test_comments_layout_and_docstrings_do_not_count(copy, edit):
-    assert changed(copy, "artifacts/_write.py", edit) == set()
+def test_comments_layout_and_docstrings_do_not_count(toy, edit):
+    assert changed(toy, "stages/solve", edit) == set()
 
 
 # Each stage in a process of its own, which finds other packages imported.
@@ -121,39 +117,32 @@ def test_closure_holds_every_module_that_importing_runs():
 
 
 @pytest.mark.parametrize("name", ["trak_core.no_such", "pytest", "stages"])
-def test_unknown_module(name):
+def test_unknown_module(toy, name):
     with pytest.raises(ModuleNotFoundError, match=name):
         code_digest(name)
 
 
-def test_packages_installed_beside_it_are_not_followed(copy):
-    before = code_digest("trak_core.stages.compute_features")
+def test_packages_installed_beside_it_are_not_followed(toy):
+    before = digests("stages.solve")
     for package in ("numpy", "torch", "trak_core_plugin"):
-        (copy.parent / package).mkdir()
-        (copy.parent / package / "__init__.py").write_text("this is no Python\n")
-    assert code_digest("trak_core.stages.compute_features") == before
+        (toy.parent / package).mkdir()
+        (toy.parent / package / "__init__.py").write_text("this is no Python\n")
+    assert digests("stages.solve") == before
 
 
-def test_templates_and_styles_count_for_the_package_they_lie_in(copy):
-    package = copy / "made_up"
-    for folder in ("templates/deep", "inner/templates"):
-        (package / folder).mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "pages.py").write_text("from trak_core.errors import InputError\n")
-    (package / "inner/__init__.py").write_text("")
-    modules = [f"trak_core.{name}" for name in ("made_up.pages", "made_up.inner", "errors")]
-    digests = [[code_digest(module) for module in modules]]
+def test_templates_and_styles_count_for_the_package_they_lie_in(toy):
+    for folder in ("report/templates/deep", "report/inner/templates"):
+        (toy / folder).mkdir(parents=True)
+    (toy / "report/inner/__init__.py").write_text("")
+    seen = [digests("report.words", "report.inner", "stages")]
     for name in ("style.css", "templates/deep/page.html.j2", "inner/templates/a.j2", "notes.txt"):
         for text in (b"a\n", b"b\n"):
-            (package / name).write_bytes(text)
-            digests.append([code_digest(module) for module in modules])
-    changed = [
-        [old != new for old, new in zip(before, after, strict=True)]
-        for before, after in itertools.pairwise(digests)
-    ]
+            (toy / "report" / name).write_bytes(text)
+            seen.append(digests("report.words", "report.inner", "stages"))
+    counts = [[old[m] != new[m] for m in old] for old, new in itertools.pairwise(seen)]
     # Importing a package within runs the one around it; the other way round it does not.
     around, within, neither = [True, True, False], [False, True, False], [False] * 3
-    assert changed == [*[around] * 4, *[within] * 2, *[neither] * 2]
+    assert counts == [*[around] * 4, *[within] * 2, *[neither] * 2]
 
 
 def test_an_expression_of_many_terms(tmp_path):
@@ -223,6 +212,148 @@ def test_a_study_that_is_no_python_file_has_no_digest(tmp_path, name):
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(InputError, match=rf"{name}: the study's Python file must exist"):
         study_digest(tmp_path / name)
+
+
+STUDY = '''"""A study; `target_data` gives patients, `draw` draws one."""
+
+import torch
+
+SIZE = 3
+
+
+def make_model():
+    return torch.nn.Linear(SIZE, 1)
+
+
+def train_data():
+    """As in target_data."""
+    return torch.arange(4)
+
+
+def target_data(n: int = 2, *, like: "torch.Tensor | None" = None) -> torch.Tensor:
+    return torch.arange(n)
+
+
+def target_ids():
+    return list(target_data())
+
+
+def encode(text):
+    return describe(text)
+
+
+def draw(axes, sample):
+    axes.text(0, 0, describe(sample))
+
+
+def describe(sample):
+    return str(sample)
+'''
+ALL = {"training", "targets", "whole"}
+TARGETS, SHOWN = ALL - {"training"}, {"whole"}
+
+
+def decided(study, old, new):
+    """Return what an edit decides, and undo it."""
+    text = study.read_text()
+    before = study_digests(study)
+    assert old in text
+    study.write_text(text.replace(old, new))
+    after = study_digests(study)
+    study.write_text(text)
+    assert before.keys() == ALL
+    return {name for name in ALL if before[name] != after[name]}
+
+
+@pytest.fixture
+def study(tmp_path):
+    (tmp_path / "study.py").write_text(STUDY)
+    return tmp_path / "study.py"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("torch.arange(n)", "torch.arange(n + 1)", TARGETS),
+        ("n: int = 2", "n: int = 3", TARGETS),
+        ("list(target_data())", "[*target_data()]", TARGETS),
+        ("def target_ids():\n    return list(target_data())", "", TARGETS),
+        ("describe(text)", "describe(text.lower())", TARGETS),
+        # Said by encode() alone.
+        ("str(sample)", "repr(sample)", TARGETS),
+        ("axes.text(0, 0,", "axes.text(0, 1,", SHOWN),
+        ("def draw(axes, sample):\n    axes.text(0, 0, describe(sample))", "", SHOWN),
+        ("patients", "persons", set()),
+        # All else is of training, whoever uses it.
+        ("SIZE = 3", "SIZE = 4", ALL),
+        ("import torch\n", "import torch\nNOBODY_SAYS_THIS = 1\n", ALL),
+        ("torch.arange(4)", "torch.arange(5)", ALL),
+        ("def draw(", "def _few(n):\n    return n\n\n\ndef draw(", ALL),
+    ],
+)
+def test_an_edit_of_some_functions_decides_less_than_others(study, old, new, what):
+    assert decided(study, old, new) == what
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        # Code elsewhere that says the name, in a text too.
+        "CHOSEN = target_data",
+        "CHOSEN = {'data': 'study:target_data'}",
+        "class Data:\n    def all(self):\n        return target_data()",
+        "class Data:\n    def target_data(self):\n        pass",
+        "if SIZE:\n    data = torch.target_data",
+        "def train_ids():\n    return target_data().ids",
+        "def train_ids():\n    import this.target_data",
+        "def train_ids():\n    global target_data",
+        "def train_ids():\n    return run(target_data=1)",
+        "def train_ids():\n    return f'{SIZE}\\ntarget_data'",
+        # By a function that counts because it is said itself.
+        "def train_ids():\n    return target_ids()",
+        # A definition that does more than define.
+        "@print\ndef target_data():\n    pass",
+        "def target_data(of=print()):\n    pass",
+        "def target_data(of=SIZE):\n    pass",
+        "def target_data(*, of=[]):\n    pass",
+        "def target_data() -> print('x'):\n    pass",
+        "async def target_data():\n    pass",
+        # Code that looks at itself.
+        "def train_ids():\n    return globals()['target' + '_data']()",
+        "import sys\nsys.modules[__name__]",
+        "import importlib\nimportlib.import_module('st' + 'udy')",
+        "def train_ids():\n    return make_model.__globals__.values()",
+        "def __getattr__(name):\n    return 1",
+        "import pickle\ndef train_ids():\n    return pickle.load(open('ids'))",
+        "def train_ids():\n    return locate('study:target_' + 'data')",
+        "import study as me",
+        "from study import *",
+    ],
+)
+def test_when_in_doubt_it_decides_everything(study, more):
+    study.write_text(f"{STUDY}\n\n{more}\n")
+    assert decided(study, "torch.arange(n)", "torch.arange(n + 1)") == ALL
+
+
+@pytest.mark.parametrize(
+    ("beside", "what"),
+    [
+        ("x = 1\n", TARGETS),
+        ("def f(study):\n    return study.target_data()\n", ALL),
+        ("import sys\n", ALL),
+        ("import study\n", ALL),
+        ("from . import study\n", ALL),
+    ],
+)
+def test_modules_beside_a_study_are_looked_through(study, beside, what):
+    """Where only a function of targets imports one, too: an edit of the module decides all."""
+    mine = study.with_name("mine.py")
+    mine.write_text(beside)
+    study.write_text(STUDY.replace("    return torch.arange(n)", "    import mine\n    return n"))
+    assert decided(study, "return n\n", "return n + 1\n") == what
+    before = study_digests(study)
+    mine.write_text(f"{beside}y = 2\n")
+    assert not before.items() & study_digests(study).items()
 
 
 def test_what_a_study_always_imports_is_imported_ahead(tmp_path):

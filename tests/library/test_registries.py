@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from refused import FOLDER, refused, wordings
 
 from trak_core import provenance
-from trak_core.errors import InputError
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.cpu import slices
@@ -103,7 +103,7 @@ def test_each_kind_has_a_definition_and_a_kernel(kind):
 def test_a_kind_without_a_kernel_for_gpus_is_refused(monkeypatch):
     monkeypatch.setattr(method, "capability_of", lambda _: (9, 0))
     spec = ProjectionSpec(kind="identity", n_params=8, proj_dim=8, seed=0, stream=0)
-    with pytest.raises(InputError, match=r"a kernel for GPUs\. Found identity\. Or project on the"):
+    with refused("projection.gpu_kind", "identity"):
         method.choose(spec, torch.float32, torch.device("cpu"))
 
 
@@ -140,3 +140,13 @@ def test_jobs_depend_on_the_code_of_each_output():
     closure = provenance._closure(("trak_core", "model", "named_output"), REPOSITORY)
     modules = {path.stem for path in (PACKAGE / "model_outputs").glob("*.py")} - {"__init__"}
     assert modules <= {name[-1] for name in closure}
+
+
+def test_each_code_of_an_error_has_its_wording():
+    """In ``tests/data/messages``, where the tests that see a message keep it."""
+    pattern = re.compile(r'code="(\w+\.\w+)"')
+    codes = {code for path in PACKAGE.rglob("*.py") for code in pattern.findall(path.read_text())}
+    pages = {path.stem: wordings(path) for path in FOLDER.glob("*.txt")}
+    assert {code for sections in pages.values() for code in sections} == codes
+    for area, sections in pages.items():
+        assert [code for code in sections if not code.startswith(f"{area}.")] == []

@@ -1,10 +1,15 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.directions import unit_rows
 from trak_core.scoring.exact import divide_by_lengths
-from trak_core.scoring.scores import combined, largest, most_frequent, similarities
-from trak_core.scoring.weights import powered
+from trak_core.scoring.scores import (
+    combined,
+    largest,
+    most_frequent,
+    powered,
+    similarities,
+    unit_rows,
+)
 from trak_core.spec import Combine
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trak_core.errors import InputError
-from trak_core.study.study import Split
+from trak_core.study.split import Split
 
 
 def batch(*samples):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trak_core.evaluation.baselines import damped_sums, weighted_sums
 from trak_core.scoring.solve import (
     Spectrum,
     damped_factor,
@@ -10,7 +11,6 @@ from trak_core.scoring.solve import (
     mean_squared_norm,
     weighted_gramians,
 )
-from trak_core.trust.subset_sums import damped_sums, weighted_sums
 
 N, K, M, S = 90, 24, 5, 11
 

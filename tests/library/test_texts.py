@@ -1,11 +1,12 @@
 """Batches of texts of different lengths: padded, cut again, and what memory they may take."""
 
 import itertools
+import re
 
 import pytest
 import torch
+from refused import refused
 
-from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     as_batch,
@@ -19,7 +20,7 @@ from trak_core.gradients import (
 from trak_core.model.sample_order import order_samples, subset
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.study.study import Split
+from trak_core.study.split import Split
 
 
 class Takes(torch.nn.Module):
@@ -143,17 +144,20 @@ def test_shapes_are_compared_with_those_of_all_samples_before():
     ]
     seen = list(zip("abc", parts, strict=True))
     assert shapes_of(seen[:2], LANGUAGE_MODELLING).along == {"x"}
-    with pytest.raises(InputError, match=r"Found for x: \(5,\) in sample a, .* in sample c"):
+    with refused(
+        "gradients.different_shapes", "x", re.compile(r"\(5,\) in sample a, .* in sample c")
+    ):
         shapes_of(seen, LANGUAGE_MODELLING)
+    other = Batch((), {"y": torch.zeros(1, 5)}, torch.zeros(1, 5))
+    with refused("gradients.different_inputs", "x, labels in sample a", "y, labels in sample d"):
+        shapes_of([*seen[:1], ("d", other)], LANGUAGE_MODELLING)
     images = [
         (i, as_batch((torch.zeros(1, n), torch.zeros(1)), CLASSIFICATION))
         for i, n in enumerate((5, 5, 4))
     ]
     assert not shapes_of(images[:2], CLASSIFICATION).differ
-    with pytest.raises(
-        InputError,
-        match=r"every sample\. Found for argument 0: \(5,\) in sample 0; "
-        r"\(4,\) in sample 2\. Bring them to one shape",
+    with refused(
+        "gradients.different_shapes", "argument 0", "(5,) in sample 0", "(4,) in sample 2"
     ):
         shapes_of(images, CLASSIFICATION)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trak_core.scoring.exact import DampedGramian
-from trak_core.scoring.scores import combined, similarities
+from trak_core.scoring.scores import combined, powered, similarities
 from trak_core.scoring.solve import (
     Spectrum,
     damped_solve,
@@ -13,7 +13,6 @@ from trak_core.scoring.solve import (
     train_norm,
     weighted_gramians,
 )
-from trak_core.scoring.weights import powered
 from trak_core.spec import Combine
 
 N, M, K, POWER, DAMPING = 37, 5, 12, 0.75, 2

@@ -50,5 +50,5 @@ def test_names_of_rules_tests_and_commands_are_true():
     assert "use rule compute_features as compute_features_flipped" in rules
     assert "def test_lists" in (REPOSITORY / "tests/library/test_artifacts.py").read_text()
     makefile = (REPOSITORY / "Makefile").read_text()
-    for target in re.findall(r"make (\w+)", PAGE):
+    for target in re.findall(r"\bmake (\w+)", PAGE):
         assert f"\n{target}: " in makefile, target

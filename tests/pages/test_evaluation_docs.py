@@ -1,9 +1,10 @@
-"""The commands of docs/evaluation.md."""
+"""The code of docs/evaluation.md and docs/scores.md."""
 
 import re
 
 import numpy as np
 import pandas as pd
+from pages import follow
 from scipy.stats import spearmanr
 from workspace import REPOSITORY
 
@@ -31,3 +32,7 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch):
         smallest = set(a.nsmallest(20).index) & set(b.nsmallest(20).index)
         assert row["overlap_positive"] == len(largest) / 20
         assert row["overlap_negative"] == len(smallest) / 20
+
+
+def test_the_formula_is_what_the_package_computes(tmp_path, monkeypatch):
+    assert follow("docs/scores.md", tmp_path, monkeypatch) == ["True\n"]

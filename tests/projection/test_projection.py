@@ -249,6 +249,7 @@ def test_strided_rows(kind):
         check_projection(expected, rows, spec)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_keep_six_digits_over_a_million_coordinates(kind):
     gradients = real_gradients(2, 2**20)
@@ -298,6 +299,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert int(run.stdout) < 64 * 2**10
 
 
+@pytest.mark.gate
 def test_compiled_code_is_found_by_the_next_process_and_not_after_a_change(tmp_path):
     """A change in a module that a kernel takes a function from counts as well."""
     program = """

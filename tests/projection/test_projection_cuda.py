@@ -1,5 +1,6 @@
 """The kernels make the matrix of the definition, on a GPU where there is one, else simulated."""
 
+import re
 from itertools import pairwise
 
 import numba.cuda
@@ -7,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from numba import config
+from refused import refused
 
-from trak_core.errors import InputError
 from trak_core.projection import project
 from trak_core.projection.cpu.normal import normal_entry
 from trak_core.projection.cuda import (
@@ -345,6 +346,11 @@ def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, mo
     assert (method.n_planes == 2) == (name == "tensor_core" and dtype is torch.float32)
 
 
+# What a message about a wrong kernel says of the device, and of the entries.
+PLACE = re.compile(r"(?<=run on ).*?(?=\. Found)")
+WHERE = re.compile(r"(?<=Found on ).* wrong of .* coordinate .*(?= Project on the CPU)")
+
+
 class TestSelfTest:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
@@ -374,7 +380,7 @@ class TestSelfTest:
     def test_comes_before_the_first_projection(self, use, monkeypatch):
         monkeypatch.setattr(method_module, "require_right_matrix", self.run)
         monkeypatch.setattr(method_module, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
-        with pytest.raises(InputError, match="kernel portable must make the matrix"):
+        with refused("projection.kernel_differs", "kernel portable", WHERE):
             projected(torch.ones((1, 100)), use("portable-rademacher", 100), 0)
 
     def test_wrong_kernel_is_an_error(self, use, monkeypatch):
@@ -387,7 +393,7 @@ class TestSelfTest:
         portable.portable_kernel.cache_clear()
         spec = use("portable-rademacher", 100)
         for _ in range(2):  # a failure is not forgotten
-            with pytest.raises(InputError, match=r"kernel portable must .* wrong of .* coordinate"):
+            with refused("projection.kernel_differs", "kernel portable", WHERE):
                 self.check(spec, torch.float32, 3)
         portable.portable_kernel.cache_clear()
 
@@ -396,7 +402,7 @@ class TestSelfTest:
             raise RuntimeError("unsupported PTX version")
 
         monkeypatch.setattr(portable, "launch", refuse)
-        with pytest.raises(InputError, match=r"must compile and run.*unsupported PTX.*nvidia-smi"):
+        with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
 
@@ -415,13 +421,13 @@ class TestMissing:
 
     def test_package(self, monkeypatch, request_one):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with pytest.raises(InputError, match=r"package numba-cuda\..*pip install"):
+        with refused("projection.no_numba_cuda"):
             request_one()
 
     def test_driver(self, monkeypatch, request_one):
         monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
         monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
-        with pytest.raises(InputError, match=r"CUDA driver.*Found: libcuda\.so not found"):
+        with refused("projection.no_cuda", "libcuda.so not found"):
             request_one()
 
     def test_libraries(self, monkeypatch, request_one):
@@ -429,25 +435,25 @@ class TestMissing:
             raise OSError("libnvvm.so.4 not found")
 
         monkeypatch.setattr(numba.cuda, "is_available", search)
-        with pytest.raises(InputError, match=r"compiler.*Found: OSError: libnvvm\.so\.4"):
+        with refused("projection.no_cuda", "OSError: libnvvm.so.4 not found"):
             request_one()
 
     def test_capability(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
-        with pytest.raises(InputError, match=r"capability 7\.0 or later\. Found 6\.1 \(P40\)"):
+        with refused("projection.capability", "7.0", "6.1 (P40)"):
             machine.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")
 def test_the_simulator_takes_no_gpu():
-    with pytest.raises(InputError, match="unset NUMBA_ENABLE_CUDASIM"):
+    with refused("projection.simulated"):
         machine.capability_of(torch.device("cuda", 0))
 
 
 def test_hadamard_says_its_limit(use, monkeypatch):
     spec = ProjectionSpec(kind="hadamard", n_params=9, proj_dim=512, seed=0, stream=0)
-    with pytest.raises(InputError, match=r"proj_dim at most 256 on a GPU\. Found 512"):
+    with refused("projection.gpu_proj_dim", 256, 512):
         projected(torch.ones((1, 9)), spec, 0)
 
 

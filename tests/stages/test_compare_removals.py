@@ -39,10 +39,15 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
             scores=run.scores,
             spec=spec,
             scores_spec=run.spec,
-            targets=group,
+            target_ids=group,
             **jobs,
         )
-    given = {"retrained": tmp_path / "x.h5", "scores": run.scores, "spec": spec, "targets": targets}
+    given = {
+        "retrained": tmp_path / "x.h5",
+        "scores": run.scores,
+        "spec": spec,
+        "target_ids": targets,
+    }
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
         retrain_without(**given, scores_spec=replace(run.spec, damping=3), **jobs)
     compared = {

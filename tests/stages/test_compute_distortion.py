@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -11,17 +10,13 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import features_spec
-from trained_cases import STUDIES, assert_close
+from trained_cases import STUDIES
 from workspace import REPOSITORY
 
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
-from trak_core.gradients import gradients_at_once
-from trak_core.model.load import LoadedModel
-from trak_core.model.sample_order import subset
-from trak_core.model.sampled import SampledGradients
 from trak_core.projection.reference import projection_matrix
-from trak_core.spec import ProjectionSpec, projection_of, stream_of
+from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.study.study import Study
 from trak_core.study.training import trained_model
@@ -89,46 +84,31 @@ def expected_errors(rows, kind, streams):
 @pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
 def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, kind):
     file = distort(tmp_path, checkpoint, kind=kind)
-    agreement = pd.read_hdf(file, "agreement")
-    by_stream = pd.read_hdf(file, "by_stream")
-    own = stream_of("c0")
-    assert by_stream.index.tolist() == [own, own + 1, own + 2]
-    study = Study.load(STUDY)
-    data = study.split("train", None)
     with h5py.File(file) as h5:
         ids = h5["sample_ids"][:].tolist()
         assert h5.attrs["n_streams"] == STREAMS
         assert h5.attrs["n_zero_gradients"] == 0
+    study = Study.load(STUDY)
     model = study.make_model()
     model.load_state_dict(torch.load(checkpoint, weights_only=True))
-    samples = data.take(ids).samples
+    samples = study.split("train", None).take(ids).samples
     samples = [samples[i] for i in range(len(ids))]
     rows = oracle.jacobian(copy.deepcopy(model).double().eval(), samples, "image_classification")[0]
-    errors, predicted = expected_errors(rows, kind, by_stream.index.tolist())
-
-    assert_close(pd.read_hdf(file, "gramian").to_numpy(), rows @ rows.T, 1e-5)
-    np.testing.assert_allclose(pd.read_hdf(file, "predicted_sd"), predicted, rtol=1e-4)
+    errors, predicted = expected_errors(rows, kind, stream_of("c0") + np.arange(STREAMS))
     pairs = np.triu_indices(SAMPLES, 1)
     of_kinds = {
         "squared_norm": (np.diagonal(errors, axis1=1, axis2=2), np.diagonal(predicted)),
         "inner_product": (errors[:, *pairs], predicted[pairs]),
     }
+    agreement = pd.read_hdf(file, "agreement")
+    assert agreement.index.tolist() == list(of_kinds)
     for name, (error, sd) in of_kinds.items():
         squares = (error**2).mean(axis=1)
-        np.testing.assert_allclose(by_stream[name], np.sqrt(squares), rtol=1e-3)
-        found = agreement.loc[name]
-        assert found["measured"] == pytest.approx(np.sqrt(squares.mean()), rel=1e-3)
+        row = agreement.loc[name]
+        assert row["measured"] == pytest.approx(np.sqrt(squares.mean()), rel=1e-3)
         spread = squares.std(ddof=1) / np.sqrt(STREAMS) / 2 / np.sqrt(squares.mean())
-        assert found["standard_error"] == pytest.approx(spread, rel=1e-2)
-        assert found["predicted"] == pytest.approx(np.sqrt((sd**2).mean()), rel=1e-4)
-    squared = (rows**2).sum(1)
-    norms = pd.read_hdf(file, "projected_squared_norms")
-    assert norms.columns.tolist() == by_stream.index.tolist()
-    expected = squared * (1 + np.diagonal(errors, axis1=1, axis2=2))
-    np.testing.assert_allclose(norms.to_numpy().T, expected, rtol=1e-4)
-    projected = pd.read_hdf(file, "projected_gramian").to_numpy()
-    exact = rows @ rows.T + errors[0] * np.sqrt(np.outer(squared, squared))
-    assert_close(projected, exact, 1e-5)
+        assert row["standard_error"] == pytest.approx(spread, rel=1e-2)
+        assert row["predicted"] == pytest.approx(np.sqrt((sd**2).mean()), rel=1e-4)
 
 
 def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_path):
@@ -139,46 +119,26 @@ def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_pat
         assert file.spec["sample"] == {"drawn": SAMPLES, "seed": 0}
         assert file.spec["streams"] == STREAMS
         assert file.spec["projection"]["stream"] == stream_of("c0")
-        for key in ("gramian", "predicted_sd", "projected_gramian"):
-            assert file.index(key) == file.columns(key) == ids
-        assert file.index("projected_squared_norms") == ids
     train_ids = Study.load(STUDY).split("train", None).ids
     positions = [train_ids.index(i) for i in ids]
     assert positions == sorted(set(positions))
     assert len(positions) == SAMPLES
-    # Another checkpoint: the same samples under streams of its own.
+    # Another checkpoint: the same samples under a stream of its own.
     other = distort(tmp_path / "other", checkpoint, name="c1")
     with open_artifact(other, DISTORTION) as file:
         assert file.ids("sample_ids") == ids
-        assert not {stream_of("c0") + i for i in range(STREAMS)} & set(file.index("by_stream"))
-
-
-@pytest.mark.parametrize("other", [{"batch_size": 5}, {"memory_mb": 2}])
-def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, other):
-    first = distort(tmp_path / "first", checkpoint)
-    second = distort(tmp_path / "second", checkpoint, **other)
-    for key in ("agreement", "by_stream", "gramian", "predicted_sd", "projected_gramian"):
-        found, expected = (pd.read_hdf(f, key).to_numpy() for f in (second, first))
-        assert_close(found, expected, 1e-5)
+        assert file.spec["projection"]["stream"] == stream_of("c1")
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
-def test_gradients_that_memory_does_not_hold_are_computed_again(checkpoint, capsys, kind):
-    loaded = LoadedModel.load(STUDY, checkpoint, spec_of(), torch.device("cpu"))
-    data = loaded.study.split("train", None)
-    (samples,) = loaded.ordered(subset(data, range(SAMPLES)))
-    shapes = [p.shape for p in loaded.parameters.values()]
-    chosen = {"kind": kind, "proj_dim": 32, "seed": 0}
-    projection = projection_of(replace(spec_of(), projection=chosen), shapes)
-    gradients = SampledGradients(loaded, loaded.stored(samples), gradients_at_once, chunk=3)
-    all_at_once = gradients.peakedness(projection, held=150)
-    assert not capsys.readouterr().out
-    for held in (1, 5, 8):
-        found = gradients.peakedness(projection, held)
-        np.testing.assert_allclose(found, all_at_once, rtol=1e-5)
-    assert "1 of 12 gradients fit compute.memory_mb; each is computed 6.5 times on average" in (
-        capsys.readouterr().out
+@pytest.mark.parametrize("other", [{"batch_size": 1}, {"batch_size": 5}, {"memory_mb": 2}])
+def test_batches_and_memory_do_not_change_the_numbers(checkpoint, tmp_path, other, kind):
+    """Gradients that don't fit together are computed again."""
+    first, second = (
+        pd.read_hdf(distort(tmp_path / name, checkpoint, kind=kind, **settings), "agreement")
+        for name, settings in (("first", {}), ("second", other))
     )
+    np.testing.assert_allclose(second, first, rtol=1e-5)
 
 
 LINEAR = """
@@ -223,7 +183,11 @@ def test_samples_without_a_gradient_are_left_out_and_counted(linear, tmp_path, c
         assert artifact.ids("sample_ids") == rows
         assert artifact.file.attrs["n_zero_gradients"] == 2
     x = np.sin(np.arange(60, dtype=np.float32).reshape(20, 3))[rows].astype(np.float64)
-    np.testing.assert_allclose(pd.read_hdf(file, "gramian"), x @ x.T, atol=1e-6)
+    # Three coordinates, each with a sign of its own.
+    squared = (x**2).sum(1)
+    predicted = 2 / PROJ_DIM * (1 - (x**4).sum(1) / squared**2)
+    norms = pd.read_hdf(file, "agreement").loc["squared_norm"]
+    assert norms["predicted"] == pytest.approx(np.sqrt(predicted.mean()))
 
 
 def test_hardly_any_gradient(linear, tmp_path):
@@ -264,6 +228,6 @@ def digits(tmp_path_factory):
 def test_the_smoke_study_agrees_with_theory(digits, tmp_path, kind):
     spec = features_spec("image_classification", 128, kind=kind, dtype="float64")
     file = distort_as(spec, tmp_path, **digits, samples=60, streams=10)
-    for _, found in pd.read_hdf(file, "agreement").iterrows():
-        assert 0 < found["standard_error"] < 0.2 * found["measured"]
-        assert abs(found["measured"] - found["predicted"]) < 3 * found["standard_error"]
+    for _, row in pd.read_hdf(file, "agreement").iterrows():
+        assert 0 < row["standard_error"] < 0.2 * row["measured"]
+        assert abs(row["measured"] - row["predicted"]) < 3 * row["standard_error"]

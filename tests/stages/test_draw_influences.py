@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 from report_page import Page
-from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, STUDY, check_alone, finished
+from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, finished, study_with
 
 from trak_core.artifacts import verify
 from trak_core.errors import InputError
-from trak_core.report.examples import EACH, find_examples
-from trak_core.report.figure import influences_figure
-from trak_core.report.numbers import signed
+from trak_core.report.charts import influences_figure
+from trak_core.report.format import signed
 from trak_core.report.read import read_experiment
+from trak_core.report.samples import EACH, find_examples
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
@@ -27,12 +27,6 @@ def results(tmp_path_factory):
 @pytest.fixture(params=["", DRAW, DESCRIBE], ids=["printed", "drawn", "described"])
 def study_file(request, tmp_path):
     return study_with(tmp_path, request.param)
-
-
-def study_with(folder, code):
-    path = folder / "study.py"
-    path.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + code)
-    return path
 
 
 def draw(results, folder, study_file):
@@ -54,14 +48,16 @@ def unspaced(text):
 
 def test_a_figure_shows_what_the_page_shows(results, study_file):
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
-    (examples,) = find_examples(Study.load(study_file), [experiment], [4])
+    study = Study.load(study_file)
+    splits = study.split("train", None), [study.split("mine", [*HOSTILE, "plain"])]
+    (examples,) = find_examples(study, [experiment], *splits)
     tiles = np.reshape(influences_figure(examples).axes, (4, 1 + 2 * EACH))
-    for row, about in zip(tiles, experiment.targets, strict=True):
-        expected = [(f"target {about['id']}", "predicted", examples.targets[about["id"]])]
+    for row, about in zip(tiles, examples.shown, strict=True):
+        expected = [(f"target {about.id}", "predicted", examples.targets[about.id])]
         for sign in (1, -1):
-            best = examples.strongest(about["id"], sign)
+            best = examples.strongest(about.id, sign)
             expected += [
-                (f"train {one['train_id']}", signed(one["score"]), examples.train[one["train_id"]])
+                (f"train {one.train_id}", signed(one.score), examples.train[one.train_id])
                 for one in best
             ]
             expected += [None] * (EACH - len(best))
@@ -92,9 +88,8 @@ def test_the_same_scores_give_the_same_files(results, study_file, tmp_path):
 
 
 def test_text_of_users_is_no_formula(results, tmp_path):
-    study = tmp_path / "study.py"
-    words = "\nx_data = ['$x^{$'] * 24\n"
-    text = STUDY.replace("HOSTILE", repr(HOSTILE)) + words
+    study = study_with(tmp_path, "\nx_data = ['$x^{$'] * 24\n")
+    text = study.read_text()
     for rows in ("[:20]", "[20:]"):
         text = text.replace(f"TensorDataset(x{rows}, y{rows})", f"list(zip(x_data{rows}, y{rows}))")
     study.write_text(text)
@@ -145,29 +140,25 @@ def test_odd_texts_are_read_as_they_are(results, tmp_path):
     assert targets["text"].tolist() == [expected[list(ODD_TEXTS)[23 % len(ODD_TEXTS)]]]
 
 
-def test_a_study_without_describe_has_what_is_printed(results, tmp_path):
-    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, ""))
-    page = Page(answer.read_text())
-    for text in pd.read_hdf(texts, "train")["text"]:
-        assert text.startswith("[")
-        assert text in page.text
-
-
 def test_targets_left_out_of_an_answer_are_said_to_be(results, tmp_path, monkeypatch):
-    monkeypatch.setattr("trak_core.report.examples._TARGETS", 1)
+    monkeypatch.setattr("trak_core.report.samples._TARGETS", 1)
     _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DESCRIBE))
     page = Page(answer.read_text())
-    assert "3 targets more not shown here: scores/mine.h5 has the scores of all" in page.text
+    assert "3 more targets are not shown here: scores/mine.h5" in page.text
     assert page.text.count("Most helpful") == 1
     assert len(pd.read_hdf(texts, "targets")) == 4
 
 
-def test_pictures_have_their_texts_below(results, tmp_path):
-    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DRAW + DESCRIBE))
+@pytest.mark.parametrize("code", ["", DRAW + DESCRIBE], ids=["printed", "drawn and described"])
+def test_texts_of_the_table_stand_on_the_page(results, tmp_path, code):
+    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, code))
     page = Page(answer.read_text())
     check_alone(page)
-    assert len(page.all("img")) > 4
-    shown = [text for text in pd.read_hdf(texts, "targets")["text"] if text]
+    assert (len(page.all("img")) > 4) is bool(code)
+    targets, train = (pd.read_hdf(texts, key)["text"].tolist() for key in ("targets", "train"))
+    # With describe the table has all training samples that the scores name, the page fewer.
+    shown = targets if code else targets + train
+    assert code or all(text.startswith("[") for text in shown)
     assert [text for text in shown if text not in page.text] == []
 
 

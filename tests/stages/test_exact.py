@@ -1,12 +1,14 @@
 """Exact scores: the stages against an independent float64 formula."""
 
+from functools import cache
+
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
 from pipeline import changed, read_scores, run_exact_stages, scores_spec
-from trained_cases import N_TARGETS, Case, assert_close
+from trained_cases import Case, assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
@@ -30,15 +32,6 @@ class ExactCase(Case):
             **settings,
         )
 
-    def expected(self, n_checkpoints=3, n_train=None, **settings):
-        return oracle.exact_scores(
-            dict(list(self.models.items())[:n_checkpoints]),
-            [self.train.samples[i] for i in range(n_train or len(self.train.ids))],
-            [self.target_split.samples[i] for i in range(N_TARGETS)],
-            output=self.output,
-            **settings,
-        )
-
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
@@ -50,6 +43,19 @@ def cases(tmp_path_factory):
 @pytest.fixture(params=["small_digits", "diabetes"])
 def case(request, cases):
     return cases[request.param]
+
+
+@pytest.fixture(scope="module")
+def made(cases, tmp_path_factory):
+    """A run of each study, for its Gramians: settings of scoring leave them be."""
+
+    @cache
+    def run(name):
+        folder = tmp_path_factory.mktemp("made")
+        cases[name].stages(folder, damping=2)
+        return folder
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -66,11 +72,12 @@ def case(request, cases):
     ],
 )
 def test_scores_equal_the_formula_in_float64(
-    case, tmp_path, n_checkpoints, combine, weighting, power, normalize
+    case, made, tmp_path, n_checkpoints, combine, weighting, power, normalize
 ):
     settings = {"damping": 2, "weighting": weighting, "power": power, "combine": combine}
     settings["normalize"] = normalize
-    found = read_scores(case.stages(tmp_path, n_checkpoints, **settings))
+    gramians = made(case.path.stem)
+    found = read_scores(case.stages(tmp_path, n_checkpoints, made=gramians, **settings))
     assert found.index.tolist() == case.train.ids
     assert found.columns.tolist() == case.targets
     assert_close(found.to_numpy(), case.expected(n_checkpoints, **settings), 1e-5)
@@ -239,8 +246,8 @@ def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
     with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_gramian remakes it"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
-            train=folder / "gramian/c1/train.h5",
-            targets=folder / "gramian/c1/mine.h5",
+            train_path=folder / "gramian/c1/train.h5",
+            targets_path=folder / "gramian/c1/mine.h5",
             spec=changed(spec, **{key: value}).under("c1"),
             code="code",
             memory_mb=100,
@@ -253,8 +260,8 @@ def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
     with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
         compute_exact_scores(
             scores=tmp_path / "out.h5",
-            train=folder / "gramian/c1/train.h5",
-            targets=folder / "gramian/c0/mine.h5",
+            train_path=folder / "gramian/c1/train.h5",
+            targets_path=folder / "gramian/c0/mine.h5",
             spec=spec.under("c1"),
             code="code",
             memory_mb=100,

@@ -130,23 +130,20 @@ def test_exact_scores_hold_what_is_said():
 
 DIAGNOSE = """
 import numpy as np
-from trak_core.trust.distortion import (
-    inner_product_agreement, inner_product_sd, peakedness, squared_norm_agreement
-)
+from trak_core.evaluation.distortion import agreement, inner_products, product_variances
+from trak_core.spec import ProjectionSpec
 
-def measure(x, features, block):
-    gramian = x.astype(np.float64) @ x.T.astype(np.float64)
-    sd = inner_product_sd(512, gramian, peakedness(x, x, block))
-    for agreement in (squared_norm_agreement, inner_product_agreement):
-        agreement(gramian, list(features), sd)
+def measure(x, features, kind):
+    spec = ProjectionSpec(kind=kind, n_params=512, proj_dim=512, seed=0, stream=0)
+    agreement(inner_products(x, x), product_variances(x, x, spec), list(features))
 
 rng = np.random.default_rng(0)
-measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), 1)
+measure(rng.standard_normal((9, 512)), np.ones((2, 9, 512), np.float32), "rademacher")
 x = rng.standard_normal((1200, 512), np.float32)
 before = peak()
 features = np.ones((8, 1200, 512), np.float32)
-for block in (1, 512):
-    measure(x, features, block)
+for kind in ("rademacher", "hadamard"):
+    measure(x, features, kind)
 print(peak() - before)
 """
 
@@ -159,7 +156,7 @@ def test_distortion_holds_what_is_said():
 MEASURE = """
 import numpy as np
 from trak_core.scoring.solve import Spectrum
-from trak_core.trust.subset_sums import damped_sums, weighted_sums
+from trak_core.evaluation.baselines import damped_sums, weighted_sums
 rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):
     rows = rng.standard_normal((n_train, k), dtype=np.float32)
@@ -252,8 +249,8 @@ def run_scoring(folder, n_train):
     for keep in ("full", "top_k"):
         compute_scores(
             scores=file["one"],
-            train=file["train"],
-            targets=file["mine"],
+            train_path=file["train"],
+            targets_path=file["mine"],
             normal_matrix=file["matrix"],
             spec=own,
             keep=keep,
@@ -312,6 +309,7 @@ def run_features(folder, n_train):
     join_shards(features=folder / "train.h5", shards=shards, code="")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("stages", ["run_scoring", "run_features"])
 def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     """Features of 20,000 samples are 20 MiB, of 100,000 are 98; their scores 15 and 76 MiB."""

@@ -1,4 +1,4 @@
-"""The report is one page that needs nothing beside it and says what the artifacts hold."""
+"""The report needs nothing beside it, and says what the artifacts hold and what to care about."""
 
 import base64
 import hashlib
@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from jinja2 import UndefinedError
 from matplotlib.pyplot import imread
 from report_page import Page
 from reported import (
@@ -18,16 +19,37 @@ from reported import (
     DRAW,
     HOSTILE,
     ODD_TEXTS,
-    STUDY,
     check_alone,
     config_of,
+    file,
     finished,
+    lds,
+    results_of,
+    study_with,
     write,
 )
 
-from trak_core.artifacts import ArtifactError
-from trak_core.report.examples import EACH
-from trak_core.report.numbers import number
+import trak_core.report
+from trak_core.artifacts import (
+    DISTORTION,
+    EVALUATION,
+    FLIPPED,
+    REMOVALS,
+    SCORES,
+    SELF_INFLUENCE,
+    Artifact,
+    ArtifactError,
+    create,
+    open_artifact,
+)
+from trak_core.errors import InputError
+from trak_core.report.format import number
+from trak_core.report.render import rendered
+from trak_core.report.samples import EACH
+from trak_core.report.warnings import study_warnings
+
+ERRORS = ["measured", "standard_error", "predicted"]
+TEMPLATES = Path(trak_core.report.__file__).parent / "templates"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +67,8 @@ def page(markup):
     return Page(markup)
 
 
-def test_the_page_needs_nothing_and_runs_nothing(page):
+def test_the_page_needs_nothing_and_runs_nothing(page, results, markup):
+    assert write(results) == markup  # the same artifacts give the same bytes
     check_alone(page)
     policy = [m["content"] for m in page.all("meta") if "http-equiv" in m]
     assert policy == ["default-src 'none'; img-src data:; style-src 'unsafe-inline'"]
@@ -70,10 +93,6 @@ def test_a_first_report_says_what_is_still_measured(results, page):
     assert "has no evaluation:" not in first.text
     assert "first report" not in page.text
     assert "has no evaluation:" in page.text
-
-
-def test_the_same_artifacts_give_the_same_bytes(results, markup):
-    assert write(results) == markup
 
 
 def test_examples_are_the_strongest_of_each_target(page, results):
@@ -104,9 +123,12 @@ def test_printed_samples_stand_apart_from_labels(page):
     assert not re.search(r"\d\[", page.text)
 
 
-def test_trust_that_was_not_measured_is_said_to_be_so(page):
+def test_what_a_user_can_add_is_said(page):
     assert "It was not measured." in page.text
-    assert "add evaluation: to the config" in page.text
+    for addition in ("evaluation:", "train()", "evaluation.ground_truth", "distortion: {}"):
+        assert addition in page.text
+    assert "draw(axes, sample)" in page.text
+    assert "describe(sample)" in page.text
 
 
 def test_condition_numbers_are_those_of_the_matrices(page, results):
@@ -118,6 +140,14 @@ def test_condition_numbers_are_those_of_the_matrices(page, results):
         damped, plain, *_ = page.row(name)
         assert damped == number(np.linalg.cond(matrix + added))
         assert plain == number(np.linalg.cond(matrix))
+
+
+def test_an_eigenvalue_that_rounding_makes_negative_is_0(results, monkeypatch):
+    scalar = Artifact.scalar
+    monkeypatch.setattr(
+        Artifact, "scalar", lambda *a: -1e-9 if a[1].startswith("small") else scalar(*a)
+    )
+    assert Page(write(results)).row("c0")[3] == "0"
 
 
 def test_hashes_and_versions_are_those_of_the_files(page, results):
@@ -139,10 +169,9 @@ def test_exact_scores_have_no_matrices_to_show(results, page):
 
 
 def test_a_study_that_draws_has_pictures(results, tmp_path):
-    study = tmp_path / "drawn.py"
-    study.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + DRAW)
-    page = Page(write(results, study=study))
+    page = Page(write(results, study=study_with(tmp_path, DRAW)))
     check_alone(page)
+    assert "draw(axes" not in page.text
     pictures = [i for i in page.all("img") if i["alt"].startswith(("target ", "training "))]
     assert "target " + HOSTILE[1] in [picture["alt"] for picture in pictures]
     assert len(pictures) > 4
@@ -152,12 +181,11 @@ def test_a_study_that_draws_has_pictures(results, tmp_path):
 
 
 def test_a_study_that_describes_has_texts(results, tmp_path):
-    study = tmp_path / "described.py"
-    study.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + DESCRIBE)
-    markup = write(results, study=study)
+    markup = write(results, study=study_with(tmp_path, DESCRIBE))
     assert "<script" not in markup
     page = Page(markup)
     check_alone(page)
+    assert "describe(sample)" not in page.text
     shown = [i for i, (name, a) in enumerate(page.elements) if a.get("class") == "words"]
     assert len(shown) > 4
     found = [text for text in ODD_TEXTS.values() if text in page.text]
@@ -176,8 +204,214 @@ def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
 
 
 def test_targets_left_out_are_said_to_be(results, monkeypatch):
-    monkeypatch.setattr("trak_core.report.examples._TARGETS", 1)
+    monkeypatch.setattr("trak_core.report.samples._TARGETS", 1)
     page = Page(write(results))
     check_alone(page)
-    assert "3 targets more not shown here: scores/mine.h5 has the scores of all" in page.text
+    assert "3 more targets are not shown here: scores/mine.h5" in page.text
     assert page.text.count("Most helpful") == 1
+
+
+def tables(path, kind, attributes=None, spec=(), **found):
+    made_by = {"code": "0", "torch": "7.7"}
+    with create(path, kind, dict(spec), made_by, **(attributes or {})) as writer:
+        for key, rows in found.items():
+            writer.table(key, pd.DataFrame(rows), [])
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(results):
+    """The page of a study with all measurements, whose numbers are made up."""
+    with open_artifact(results / "scores/mine.h5", SCORES) as scores:
+        spec = {"scores": scores.content_hash, "weighting": "plain"}
+    setting = {"loss_weight_power": 1.0, "combine": "product_of_averages", "proj_dim": 8}
+    sweep = pd.DataFrame([{"damping": 0.5, "lds": 0.31}, {"damping": 2.0, "lds": 0.41}])
+    sweep = sweep.assign(**setting, lds_chosen_by=sweep["lds"], lds_reported=sweep["lds"])
+    best = sweep.drop(columns="lds").assign(setting=["config", "best"], low=0.1, high=0.5)
+    correlations = [{"method": m, "target_id": t, "correlation": c, "proj_dim": 8}
+                    for m, c in (("scores", 0.25), ("noise_ceiling", 0.75))
+                    for t in (*HOSTILE, "plain")]  # fmt: skip
+    removed = [{"removed": r, "n_removed": n, "change": c, "low": c - 1, "high": c + 1}
+               for r, c in (("top", -3.5), ("random", -0.25), ("difference", -3.25))
+               for n in (5, 10)]  # fmt: skip
+    files = {
+        "evaluations": tables(
+            results / "evaluation/mine.h5",
+            EVALUATION,
+            {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95},
+            spec,
+            summary=lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
+            targets=correlations,
+            checkpoints={"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
+            sweep=sweep,
+            best=best,
+        ),
+        "removals": tables(
+            results / "removals/mine.h5",
+            REMOVALS,
+            spec=spec,
+            summary=removed,
+            targets=[{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
+        ),
+        "flipped": tables(
+            results / "flipped.h5",
+            FLIPPED,
+            train={"id": ["a", "b", "c"], "flipped": [1, 0, 1]},
+            detection=[{"method": "self_influence", "auc": 0.875, "found": 0.5}],
+        ),
+        "self_influence": tables(
+            results / "self_influence.h5",
+            SELF_INFLUENCE,
+            train=[
+                {"id": f"row-{i}", "label": i, "prediction": 1.5, "self_influence": i / 7}
+                for i in range(12)
+            ],
+        ),
+    }
+    path = results / "distortion/c0.h5"
+    with create(path, DISTORTION, {"checkpoint": {"id": "c0"}}, {}, n_streams=4) as writer:
+        errors = [[0.25, 0.01, 0.24], [0.125, 0.02, 0.13]]
+        writer.matrix("agreement", ["squared_norm", "inner_product"], ERRORS)[:] = errors
+        for key in set(DISTORTION.keys) - {"agreement", "sample_ids"}:
+            writer.matrix(key, range(2), range(2))[:] = 1
+        writer.vector("sample_ids", np.arange(2))
+    measurements = {name: [file] for name, file in files.items()}
+    return Page(write(results, distortion=[path], **measurements))
+
+
+def test_measurements_stand_in_tables(measured):
+    check_alone(measured)
+    for first, cells in {
+        "these scores": ["0.310", "0.210", "0.900", "", "", ""],
+        "ceiling: what a perfect method would reach, estimated": ["0.620"],
+        "inner products of gradients": ["0.110", "0.000", "0.500", "0.200", "-0.100", "0.400"],
+        "best of the sweep": ["2"],
+        "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
+        "those that the scores call most helpful": ["5", "-3.5"],
+        "the most helpful, beyond random ones": ["5", "-3.25"],
+        "self-influence": ["0.875", "50 %"],
+        "row-11": ["11", "1.5", "1.57"],
+        "c0": [
+            "25.00 % \N{PLUS-MINUS SIGN} 1.00 %",
+            "24.00 %",
+            "12.50 % \N{PLUS-MINUS SIGN} 2.00 %",
+        ],
+    }.items():
+        row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
+        assert row[: len(cells)] == cells
+        assert len(row) == len(cells) or first not in ("these scores", "self-influence", "row-11")
+    assert "2 training examples got a wrong label" in measured.text
+    assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
+    assert "It was not measured" not in measured.text
+
+
+def test_curves_are_drawn_and_described(measured):
+    charts = {c["alt"]: c["src"] for c in measured.all("img") if "svg" in c["src"]}
+    assert set(charts) == {
+        "More checkpoints: LDS against checkpoints averaged",
+        "Damping: LDS against damping, in mean squared feature norms",
+        "Change of the model output: change of f against training examples removed",
+        "Squared lengths: relative error, % against checkpoint, in the table's order",
+        "Inner products, relative to both lengths: relative error, % against checkpoint, "
+        "in the table's order",
+    }
+    for source in charts.values():
+        svg = base64.b64decode(source.partition(",")[2]).decode()
+        # Namespaces are names, not addresses that anything asks for.
+        assert not re.search(r'(href|src)="(?!#)', svg)
+
+
+def test_measurements_of_other_scores_are_refused(results):
+    for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
+        some = {table: [{"a": 1}] for table in kind.keys}
+        other = tables(results / "other/mine.h5", kind, spec={"scores": "another"}, **some)
+        with pytest.raises(InputError, match=r"other/mine\.h5 .*scores/mine\.h5.*another"):
+            write(results, **{key: [other]})
+
+
+def test_a_name_asked_for_in_vain_is_an_error():
+    with pytest.raises(UndefinedError, match="results"):
+        rendered("trust")
+
+
+def test_text_is_escaped():
+    evaluations = {"<b> & 'more'": lds(0.3, 0.2, 0.1, 0.6)["mine"]}
+    markup = rendered("trust", results=results_of(evaluations=evaluations))
+    assert "Experiment &lt;b&gt; &amp; &#39;more&#39;: LDS 0.30" in markup
+
+
+def test_nothing_but_the_style_is_taken_for_markup():
+    found = {path.name: path.read_text() for path in TEMPLATES.rglob("*.j2")}
+    assert len(found) > 10
+    taken = {name: n for name, text in found.items() if (n := len(re.findall(r"\|\s*safe", text)))}
+    assert taken == {"frame.html.j2": 1}
+    assert not [name for name, text in found.items() if "autoescape" in text]
+
+
+def warned(**given):
+    """The section with the warnings."""
+    return Page(rendered("warnings", warnings=study_warnings(results_of(**given))))
+
+
+def titles(**given):
+    found = warned(**given)
+    assert found.closed_in_order
+    return found.headings
+
+
+def test_nothing_to_warn_of():
+    assert titles() == titles(saturated=1.0, model_output="regression") == []  # small residuals
+    assert "None. These were looked for, and not found: fewer than 5" in warned().text
+
+
+@pytest.mark.parametrize(
+    ("change", "title"),
+    [
+        ({"n_checkpoints": 4}, "Few checkpoints"),
+        ({"saturated": 0.51}, "Saturated loss weights"),
+        ({"smallest": 0.9e-3}, "Near-singular matrices"),
+        ({"smallest": 0.0}, "Near-singular matrices"),
+        ({"sd": 2.3}, "The checkpoints disagree"),
+    ],
+)
+def test_each_warning_comes_alone(change, title):
+    assert titles(**change) == [title]
+
+
+def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
+    plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
+    assert "What to do: Set scoring.loss_weight_power to 0.5" in plain
+    assert "is 0.5 already" in lifted
+
+
+@pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])
+def test_a_projection_that_distorts_too_much(measured, warned):
+    agreement = pd.DataFrame([[0.1, 0.01, 0.1], [measured, 0.01, 0.1]], columns=ERRORS)
+    distortion = file({"checkpoint": {"id": "c0"}}, {"agreement": agreement})
+    assert bool(titles(distortions=[distortion])) is warned
+
+
+@pytest.mark.parametrize(
+    ("ours", "ceiling", "sentences"),
+    [
+        (0.3, 0.6, ["reach about 0.60 (0.50 to 0.90)", "The scores reach 50 % of that"]),
+        (0.7, 0.6, ["too uncertain here to compare"]),
+        (0.3, None, ["ceiling is unknown"]),
+    ],
+)
+def test_lds_is_read_against_its_ceiling(ours, ceiling, sentences):
+    evaluations = lds(ours, 0.2, 0.1, ceiling)
+    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    for sentence in (f"LDS {ours:.2f} , 95 % interval 0.20 to 0.90", *sentences):
+        assert sentence in text
+
+
+@pytest.mark.parametrize(
+    ("low", "baseline", "warnings"),
+    [(0.2, 0.1, []), (-0.1, 0.1, ["may predict nothing"]), (0.2, 0.4, ["a simpler rule predicts"])],
+)
+def test_scores_that_predict_nothing_or_less_than_a_baseline_are_warned_of(low, baseline, warnings):
+    headings = titles(evaluations=lds(0.3, low, baseline, 0.6))
+    assert len(headings) == len(warnings)
+    for heading, warning in zip(headings, warnings, strict=True):
+        assert heading.startswith(f"Experiment mine: {'the scores ' if low < 0 else ''}{warning}")

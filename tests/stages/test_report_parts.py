@@ -2,6 +2,7 @@
 
 import base64
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,12 +10,9 @@ import torch
 from matplotlib.pyplot import imread
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.examples import targets_shown
-from trak_core.report.numbers import number, plural, signed
-from trak_core.report.samples import drawn, printed
-from trak_core.report.texts import readable
-from trak_core.report.timings import read_timings
-from trak_core.report.words import of_target, of_training_sample
+from trak_core.report.format import number, of_target, of_training_sample, plural, signed
+from trak_core.report.read import read_timings
+from trak_core.report.samples import drawn, printed, readable, targets_shown
 
 
 def decoded(picture):
@@ -64,24 +62,25 @@ def test_many_targets_and_experiments_are_cut(n_experiments, shown):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("shown", "text"),
     [
-        (0, "0"),
-        (-0.00344, "\N{MINUS SIGN}0.00344"),
-        (12.345, "12.3"),
-        (1234.5, "1,234"),
-        (123456.0, "123,456"),
-        (2e7, "2e+07"),
-        (1e-9, "1e\N{MINUS SIGN}09"),
+        (number(0), "0"),
+        (number(-0.00344), "-0.00344"),
+        (number(12.345), "12.3"),
+        (number(1234.5), "1,234"),
+        (number(123456.0), "123,456"),
+        (number(2e7), "2e+07"),
+        (number(1e-9), "1e-09"),
+        (signed(0.0123), "+0.012"),
+        (signed(0.0), "0"),
+        (signed(-4.56), "-4.6"),
+        (plural(0, "target"), "0 targets"),
+        (plural(1, "target"), "1 target"),
+        (plural(2000, "target"), "2,000 targets"),
     ],
 )
-def test_numbers_read_well(value, text):
-    assert number(value) == text
-
-
-def test_scores_have_their_sign():
-    found = [signed(value) for value in (0.0123, 0.0, -4.56)]
-    assert found == ["+0.012", "0", "\N{MINUS SIGN}4.6"]
+def test_numbers_read_well(shown, text):
+    assert shown == text.replace("-", "\N{MINUS SIGN}")
 
 
 @pytest.mark.parametrize(
@@ -97,8 +96,8 @@ def test_scores_have_their_sign():
 )
 def test_numbers_of_tokens_and_pixels_are_not_called_labels(output, target, train):
     about = TABLE[output]
-    assert of_target({"label": 8, "prediction": 20.5}, about) == target
-    assert of_training_sample({"train_label": 8}, about) == train
+    assert of_target(SimpleNamespace(label=8, prediction=20.5), about) == target
+    assert of_training_sample(SimpleNamespace(train_label=8), about) == train
 
 
 @pytest.mark.parametrize(
@@ -117,39 +116,29 @@ def test_the_beginning_of_a_text(text, shown):
     assert readable(text, 4) == shown
 
 
-def test_plurals():
-    assert [plural(n, "target") for n in (0, 1, 2000)] == ["0 targets", "1 target", "2,000 targets"]
-
-
 def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
     head = "s\th:m:s\tmax_rss\tcpu_time\n"
-    for name, rows in {
+    logs = tmp_path / "logs"
+    for name, text in {
         "compute_features/c0/train.tsv": "2.5\t0:00:02\t100.5\t2\n",
         "compute_features/c1/1-of-2.tsv": "4\t0:00:04\tNA\tNA\n",
         "compute_features/gone/train.tsv": "1000\t0:16:40\t9000\t900\n",
         "retrain_subsets/0-24.tsv": "7\t0:00:07\t-\t-\n",
         "find_flipped.tsv": "1\t0:00:01\t10\t1\n1\t0:00:01\t30\t1\n",
         "average_scores/mine.tsv": "1\t0:00:01\t2.08\t0.00\n",  # the shell, before the job
+        "logs/compute_features/c0/train.log": "of a job that failed\n",
+        "logs/average_scores/mine.log": "what it said\npeak memory: 64 MiB\n",  # a fork's
     }.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + rows)
-    logs = tmp_path / "logs"
-    for name, text in {
-        "compute_features/c0/train.log": "of a job that failed\n",
-        "average_scores/mine.log": "what it said\npeak memory: 64 MiB\n",  # a fork's
-    }.items():
-        path = logs / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(head + text if path.suffix == ".tsv" else text)
     known = {"c0", "c1", "train", "mine"}
-    found = {t.rule: t for t in read_timings(tmp_path, logs, known)}
-    features = found["compute_features"]
-    assert (features.n_jobs, features.seconds, features.longest_seconds) == (2, 6.5, 4)
-    assert features.peak_mib == 100.5
-    assert found["retrain_subsets"].peak_mib is None
-    assert found["average_scores"].peak_mib == 64
-    assert (found["find_flipped"].n_jobs, found["find_flipped"].peak_mib) == (2, 30)
+    timings = read_timings(tmp_path, logs, known)
+    features = timings.loc["compute_features"]
+    assert features.tolist() == [2, 6.5, 4, 100.5]
+    assert np.isnan(timings.loc["retrain_subsets", "peak_mib"])
+    assert timings.loc["average_scores", "peak_mib"] == 64
+    assert timings.loc["find_flipped", ["n_jobs", "peak_mib"]].tolist() == [2, 30]
     before = read_timings(tmp_path, tmp_path / "nothing", known)
-    assert {t.rule: t.peak_mib for t in before}["average_scores"] is None
-    assert read_timings(tmp_path / "nothing", logs, set()) == []
+    assert np.isnan(before.loc["average_scores", "peak_mib"])
+    assert read_timings(tmp_path / "nothing", logs, set()).empty

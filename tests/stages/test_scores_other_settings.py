@@ -47,8 +47,8 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
     with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_features remakes it"):
         compute_scores(
             scores=tmp_path / "out.h5",
-            train=folder / "features/c1/train.h5",
-            targets=folder / "features/c1/mine.h5",
+            train_path=folder / "features/c1/train.h5",
+            targets_path=folder / "features/c1/mine.h5",
             normal_matrix=folder / "normal_matrix/c1.h5",
             spec=own,
             keep="full",

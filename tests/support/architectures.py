@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,45 +40,6 @@ def two(*shape):
     return lambda: (torch.randn(B, *(shape or (5,))), torch.randn(B, *(shape or (5,))))
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x):
-        x = x + self.first(x).tanh()
-        return x + self.second(x)
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.left, self.right = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x):
-        x = self.stem(x).sigmoid()
-        return torch.cat([self.left(x), self.right(x.square())], dim=1)
-
-
-class TwoInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x, y):
-        return self.left(x) * self.right(y)
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.left, self.right = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
-
-    def forward(self, x):
-        x = self.stem(x).tanh()
-        return self.left(x), self.right(x)
-
-
 class Tree(nn.Module):
     """Takes and returns nested containers."""
 
@@ -103,15 +65,6 @@ class Wrapped(nn.Module):
         return found
 
 
-class KeywordArguments(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-
-    def forward(self, x, *, shift, factor=1.0):
-        return self.linear(x + shift) * factor
-
-
 class NotTensors(nn.Module):
     """Takes and returns things that aren't tensors."""
 
@@ -134,35 +87,6 @@ class NotTensors(nn.Module):
         return y * number
 
 
-class ReusedParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x):
-        return (x @ self.weight).tanh() @ self.weight.T
-
-
-class SquaredParameter(nn.Module):
-    """One operation takes the same parameter twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5))
-
-    def forward(self, x):
-        return x * (self.weight * self.weight) + torch.outer(x[:, 0], self.weight)
-
-
-class ReusedModule(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.linear(self.linear(x).tanh())
-
-
 class SharedBetweenModules(nn.Module):
     def __init__(self):
         super().__init__()
@@ -181,72 +105,6 @@ class TiedEmbedding(nn.Module):
 
     def forward(self, x):
         return self.head(self.embedding(x)).tanh().mean(1)
-
-
-class ParameterOfChild(nn.Module):
-    """Uses a child's parameters without calling the child."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return F.linear(x, self.child.weight, self.child.bias).tanh()
-
-
-class CalledAndUsed(nn.Module):
-    """Calls a child and uses its parameters as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.child(x).tanh() @ self.child.weight
-
-
-class OwnAndChildren(nn.Module):
-    """Direct parameters before, between and behind children."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.randn(5)), nn.Parameter(torch.randn(3))
-        self.child = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return (self.shift - self.child(x * self.scale)).tanh() - 2 * self.shift
-
-
-class ScalarParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.factor, self.linear = nn.Parameter(torch.tensor(0.7)), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.linear(x) / self.factor
-
-
-class ParameterOfBatchShape(nn.Module):
-    """Each sample has a row of the parameter to itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows, self.linear = nn.Parameter(torch.randn(B, 5)), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.linear(x + self.rows)
-
-
-class Unused(nn.Module):
-    """A parameter, a child and an output that nobody uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3))
-        self.used, self.unused, self.ignored = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.used(x), self.ignored(x)
 
 
 class FrozenParameter(nn.Module):
@@ -300,17 +158,6 @@ class SideEffects(nn.Module):
         return self.inner(x)
 
 
-class RandomWithParameters(nn.Module):
-    """Draws inside the module that has the parameter: only this draw counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x):
-        return F.dropout(x @ self.weight, 0.5) + torch.randn(len(x), 4) * self.weight[0]
-
-
 class SelfAttention(nn.Module):
     def __init__(self, dropout=0.0, **options):
         super().__init__()
@@ -330,56 +177,6 @@ class CrossAttention(nn.Module):
         return self.attention(x, y, y, need_weights=False)[0].flatten(1)
 
 
-class SamplesSecond(nn.Module):
-    """A transformer layer that wants time first."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)
-
-    def forward(self, x):
-        return self.layer(x.transpose(0, 1)).sum(0)
-
-
-class Translation(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.transformer = nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True)
-
-    def forward(self, x, y):
-        return self.transformer(x, y).sum(1)
-
-
-class TokenModel(nn.Module):
-    """Class token, positions, attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4, padding_idx=0)
-        self.positions = nn.Parameter(torch.randn(1, 7, 4))
-        self.token = nn.Parameter(torch.randn(1, 1, 4))
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = torch.cat([self.token.expand(len(x), -1, -1), self.embedding(x)], dim=1)
-        return self.head(self.layer(x + self.positions)[:, 0])
-
-
-class RelativePositions(nn.Module):
-    """A bias that is looked up for pairs of places, the same for all samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias, self.linear = nn.Embedding(5, 2), nn.Linear(4, 4)
-
-    def forward(self, x):
-        place = torch.arange(3)
-        bias = self.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
-        heads = self.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).flatten(1)
-
-
 class Recurrent(nn.Module):
     def __init__(self, kind, **options):
         super().__init__()
@@ -389,40 +186,6 @@ class Recurrent(nn.Module):
         return self.recurrent(x)[0][:, -1]
 
 
-class CellLoop(nn.Module):
-    """One cell, once for each place."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(3, 4)
-
-    def forward(self, x):
-        state = x.new_zeros(len(x), 4)
-        for place in x.unbind(1):
-            state = self.cell(place, state)
-        return state
-
-
-class Frames(nn.Module):
-    """Several images a sample, folded into the first dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh())
-
-    def forward(self, x):
-        return self.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3))
-
-
-class EmbeddingBag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bag = nn.EmbeddingBag(7, 4, mode="sum")
-
-    def forward(self, x):
-        return self.bag(x)
-
-
 class Reparametrized(nn.Module):
     def __init__(self, how):
         super().__init__()
@@ -430,34 +193,6 @@ class Reparametrized(nn.Module):
 
     def forward(self, x):
         return self.linear(x).tanh()
-
-
-class Windows(nn.Module):
-    """Attention within windows of a picture that was rolled on, as in Swin."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.linear = nn.Linear(4, 12), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
-        q, k, v = self.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
-        x = (q @ k.mT).softmax(-1) @ v
-        return self.linear(x.unflatten(0, (-1, 2)).flatten(1, 2)).flip(1)
-
-
-class Rearranged(nn.Module):
-    """Pixels to channels and back, repeated, unfolded."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 4, 1), nn.Conv2d(1, 2, 2)
-        self.last = nn.Linear(8, 2)
-
-    def forward(self, x):
-        x = F.pixel_shuffle(self.first(x), 2)
-        x = F.unfold(self.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
-        return self.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
 
 
 class Pointwise(torch.autograd.Function):
@@ -474,17 +209,6 @@ class Pointwise(torch.autograd.Function):
         return gradient * scale.exp(), (gradient * x * scale.exp()).sum(0)
 
 
-class UserFunction(nn.Module):
-    """An operation with a backward pass of its own, which works for one row only."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.linear = nn.Parameter(torch.randn(4)), nn.Linear(5, 4)
-
-    def forward(self, x):
-        return Pointwise.apply(self.linear(x), self.scale)
-
-
 class Both(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -496,130 +220,6 @@ class Both(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_weight = x.T @ left + (x * right).sum(0)[:, None]
         return left @ weight.T + right * weight.sum(1), of_weight
-
-
-class UserFunctionOfTwo(nn.Module):
-    """A user's operation of two outputs; one is used, both are used."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.linear = nn.Parameter(torch.randn(5, 5)), nn.Linear(5, 5)
-        self.second = nn.Parameter(torch.randn(5, 4))
-
-    def forward(self, x):
-        return torch.cat(Both.apply(self.linear(Both.apply(x, self.first)[0]), self.second), dim=1)
-
-
-class CopiedParameter(nn.Module):
-    """Casts its parameter, as mixed precision does."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5))
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(torch.float64, copy=True))
-
-
-class Fourier(nn.Module):
-    """Operations that the engine has no rule for."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.second(torch.fft.rfft(self.first(x)).abs().repeat(1, 2)[:, :6])
-
-
-class Einsum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(5, 3, 2))
-
-    def forward(self, x):
-        return torch.einsum("bi,ijk,bk->bj", x, self.weight, x[:, :2])
-
-
-class InPlace(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        x = self.first(x)
-        x[:, 1] = 2 * x[:, 0]
-        x.tanh_()
-        return self.second(x).mul_(2)
-
-
-class Turned(nn.Module):
-    """Samples in reverse order in the middle."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.second(self.first(x.flip(0)).tanh().flip(0))
-
-
-class Columns(nn.Module):
-    """Samples are columns in the middle."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.shift = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(3, 1))
-        self.last = nn.Parameter(torch.randn(2, 3))
-
-    def forward(self, x):
-        hidden = torch.tanh(self.weight @ x.T + self.shift)
-        return torch.addmm(self.shift[:2], self.last, hidden, beta=0.5, alpha=2).T
-
-
-class Routed(nn.Module):
-    """Samples go to one of two experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.experts = nn.Linear(5, 2), nn.ModuleList([nn.Linear(5, 3) for _ in "ab"])
-
-    def forward(self, x):
-        weights = self.gate(x).softmax(1)
-        found = x.new_zeros(len(x), 3)
-        for i, expert in enumerate(self.experts):
-            rows = torch.arange(i, len(x), 2)
-            found = found.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
-        return found
-
-
-class Recomputed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = nn.Sequential(nn.Linear(5, 4), nn.Tanh()), nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.last(checkpoint(self.inner, x, use_reentrant=False))
-
-
-class Detached(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.first(x) * self.second(x).detach()
-
-
-class Picked(nn.Module):
-    """One entry of each sample, by index."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.linear(x).log_softmax(1)[torch.arange(len(x)), torch.arange(len(x)) % 3]
 
 
 def layers(*parts):
@@ -666,29 +266,13 @@ ARCHITECTURES = {
     "MLP": Architecture(
         layers(lambda: nn.Linear(5, 6), nn.ReLU, lambda: nn.Linear(6, 6), nn.GELU), vectors()
     ),
-    "residual": Architecture(Residual, vectors()),
-    "branches": Architecture(Branches, vectors()),
-    "two inputs": Architecture(TwoInputs, two()),
-    "two outputs": Architecture(TwoOutputs, vectors(), output=lambda o: torch.cat(o, dim=1)),
     "nested containers": Architecture(Tree, tree, output=lambda o: o["sum"][0] + o["rest"][0]),
     "nested containers, changed": Architecture(
         lambda: Wrapped(Tree()), tree, output=lambda o: o["sum"][0], **ALONE
     ),
-    "keyword arguments": Architecture(
-        KeywordArguments, vectors(), lambda: {"shift": torch.randn(B, 5), "factor": 3.0}
-    ),
     "not tensors": Architecture(NotTensors, vectors()),
-    "parameter reused": Architecture(ReusedParameter, vectors()),
-    "parameter squared": Architecture(SquaredParameter, vectors()),
-    "module reused": Architecture(ReusedModule, vectors(), peer=(0,)),
     "parameter shared between modules": Architecture(SharedBetweenModules, vectors(), **ALONE),
     "tied embedding": Architecture(TiedEmbedding, tokens(), **ALONE),
-    "parameter of a child": Architecture(ParameterOfChild, vectors(), **ALONE),
-    "child called and its parameter used": Architecture(CalledAndUsed, vectors(), **ALONE),
-    "own parameters and children": Architecture(OwnAndChildren, vectors()),
-    "scalar parameter": Architecture(ScalarParameter, vectors()),
-    "parameter of the batch's shape": Architecture(ParameterOfBatchShape, vectors(), **ALONE),
-    "unused": Architecture(Unused, vectors(), output=lambda o: o[0]),
     "frozen parameter": Architecture(FrozenParameter, vectors()),
     "frozen middle": Architecture(FrozenMiddle, vectors()),
     "buffers": Architecture(Buffers, vectors()),
@@ -696,7 +280,6 @@ ARCHITECTURES = {
     "dropout": Architecture(
         layers(lambda: nn.Linear(5, 6), nn.Dropout, lambda: nn.Linear(6, 3)), vectors()
     ),
-    "random with parameters": Architecture(RandomWithParameters, vectors(), **ALONE),
     "self-attention": Architecture(SelfAttention, vectors(3, 4)),
     "self-attention without weights": Architecture(
         lambda: SelfAttention(need_weights=False), vectors(3, 4)
@@ -715,16 +298,11 @@ ARCHITECTURES = {
         ),
         vectors(3, 4),
     ),
-    "transformer, samples second": Architecture(SamplesSecond, vectors(3, 4), **ALONE),
-    "transformer": Architecture(Translation, two(3, 4)),
-    "token model": Architecture(TokenModel, tokens(), **ALONE),
-    "relative positions": Architecture(RelativePositions, vectors(3, 4), **ALONE),
     "RNN": Architecture(lambda: Recurrent(nn.RNN), vectors(3, 3), peer=(None,)),
     "LSTM": Architecture(lambda: Recurrent(nn.LSTM, num_layers=2), vectors(3, 3), peer=(None,)),
     "GRU, both ways": Architecture(
         lambda: Recurrent(nn.GRU, bidirectional=True), vectors(3, 3), peer=(None,)
     ),
-    "loop over a cell": Architecture(CellLoop, vectors(3, 3), peer=(0,)),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
     "Conv2d, one place": convolution(nn.Conv2d, 2, 3, 3),
@@ -738,9 +316,6 @@ ARCHITECTURES = {
     "ConvTranspose1d, groups": convolution(
         nn.ConvTranspose1d, 4, 5, groups=2, dilation=2, padding=1
     ),
-    "rolled windows": Architecture(Windows, vectors(4, 4, 4), peer=(None,)),
-    "rearranged": Architecture(Rearranged, vectors(1, 3, 3)),
-    "frames": Architecture(Frames, vectors(3, 1, 4, 4), **ALONE),
     "max pooling": pooled(nn.MaxPool2d(2)),
     "average pooling": pooled(nn.AdaptiveAvgPool2d(2)),
     "upsampling": pooled(nn.Upsample(scale_factor=2, mode="bilinear")),
@@ -761,7 +336,6 @@ ARCHITECTURES = {
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
     ),
-    "embedding bag": Architecture(EmbeddingBag, tokens(), **ALONE),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
         lambda: Reparametrized(nn.utils.parametrizations.weight_norm), vectors(), **ALONE
@@ -769,16 +343,354 @@ ARCHITECTURES = {
     "orthogonal weight": Architecture(
         lambda: Reparametrized(nn.utils.parametrizations.orthogonal), vectors(), **ALONE
     ),
-    "user's function": Architecture(UserFunction, vectors(), **ALONE),
-    "user's function of two outputs": Architecture(UserFunctionOfTwo, vectors(), **ALONE),
-    "copied parameter": Architecture(CopiedParameter, vectors()),
-    "operations without a rule": Architecture(Fourier, vectors()),
-    "einsum": Architecture(Einsum, vectors()),
-    "in place": Architecture(InPlace, vectors()),
-    "samples turned": Architecture(Turned, vectors(), **ALONE),
-    "samples as columns": Architecture(Columns, vectors(), **ALONE),
-    "routed samples": Architecture(Routed, vectors(), **ALONE),
-    "recomputed": Architecture(Recomputed, vectors(), **ALONE),
-    "detached": Architecture(Detached, vectors()),
-    "picked by index": Architecture(Picked, vectors(), output=lambda o: o.unsqueeze(1)),
 }
+
+
+class Net(nn.Module):
+    """Modules and parameters by name, and what is done with them."""
+
+    def __init__(self, forward, parts):
+        super().__init__()
+        for name, make in parts.items():
+            setattr(self, name, make())
+        self._forward = forward
+
+    def forward(self, *args, **kwargs):
+        return self._forward(self, *args, **kwargs)
+
+
+def linear(*sizes):
+    return lambda: nn.Linear(*sizes)
+
+
+def weight(*shape):
+    return lambda: nn.Parameter(torch.randn(*shape))
+
+
+def row(name, inputs, *, kwargs=dict, output=lambda found: found, peer=(None, 0), **parts):
+    """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
+
+    def keep(forward):
+        make = partial(Net, forward, parts)
+        ARCHITECTURES[name] = Architecture(make, inputs, kwargs, output, peer)
+        return forward
+
+    return keep
+
+
+@row("residual", vectors(), first=linear(5, 5), second=linear(5, 5))
+def residual(m, x):
+    x = x + m.first(x).tanh()
+    return x + m.second(x)
+
+
+@row("branches", vectors(), stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2))
+def branches(m, x):
+    x = m.stem(x).sigmoid()
+    return torch.cat([m.left(x), m.right(x.square())], dim=1)
+
+
+@row("two inputs", two(), left=linear(5, 3), right=linear(5, 3))
+def two_inputs(m, x, y):
+    return m.left(x) * m.right(y)
+
+
+@row(
+    "two outputs",
+    vectors(),
+    output=lambda o: torch.cat(o, dim=1),
+    stem=linear(5, 4),
+    left=linear(4, 3),
+    right=linear(4, 2),
+)
+def two_outputs(m, x):
+    x = m.stem(x).tanh()
+    return m.left(x), m.right(x)
+
+
+@row(
+    "keyword arguments",
+    vectors(),
+    kwargs=lambda: {"shift": torch.randn(B, 5), "factor": 3.0},
+    linear=linear(5, 3),
+)
+def keyword_arguments(m, x, *, shift, factor=1.0):
+    return m.linear(x + shift) * factor
+
+
+@row("parameter reused", vectors(), weight=weight(5, 4))
+def reused_parameter(m, x):
+    return (x @ m.weight).tanh() @ m.weight.T
+
+
+@row("parameter squared", vectors(), weight=weight(5))
+def squared_parameter(m, x):
+    """One operation takes the same parameter twice."""
+    return x * (m.weight * m.weight) + torch.outer(x[:, 0], m.weight)
+
+
+@row("module reused", vectors(), peer=(0,), linear=linear(5, 5))
+def reused_module(m, x):
+    return m.linear(m.linear(x).tanh())
+
+
+@row("parameter of a child", vectors(), peer=(), child=linear(5, 3))
+def parameter_of_child(m, x):
+    """Uses a child's parameters without calling the child."""
+    return F.linear(x, m.child.weight, m.child.bias).tanh()
+
+
+@row("child called and its parameter used", vectors(), peer=(), child=linear(5, 5))
+def called_and_used(m, x):
+    """Calls a child and uses its parameters as well."""
+    return m.child(x).tanh() @ m.child.weight
+
+
+@row("own parameters and children", vectors(), scale=weight(5), shift=weight(3), child=linear(5, 3))
+def own_and_children(m, x):
+    """Direct parameters before, between and behind children."""
+    return (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift
+
+
+@row(
+    "scalar parameter",
+    vectors(),
+    factor=lambda: nn.Parameter(torch.tensor(0.7)),
+    linear=linear(5, 3),
+)
+def scalar_parameter(m, x):
+    return m.linear(x) / m.factor
+
+
+@row(
+    "parameter of the batch's shape",
+    vectors(),
+    peer=(),
+    rows=lambda: nn.Parameter(torch.randn(B, 5)),
+    linear=linear(5, 3),
+)
+def parameter_of_batch_shape(m, x):
+    """Each sample has a row of the parameter to itself."""
+    return m.linear(x + m.rows)
+
+
+@row(
+    "unused",
+    vectors(),
+    output=lambda o: o[0],
+    weight=weight(3),
+    used=linear(5, 3),
+    unused=linear(5, 3),
+    ignored=linear(5, 3),
+)
+def unused(m, x):
+    """A parameter, a child and an output that nobody uses."""
+    return m.used(x), m.ignored(x)
+
+
+@row("random with parameters", vectors(), peer=(), weight=weight(5, 4))
+def random_with_parameters(m, x):
+    """Draws inside the module that has the parameter: only this draw counts."""
+    return F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0]
+
+
+@row(
+    "transformer, samples second",
+    vectors(3, 4),
+    peer=(),
+    layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0),
+)
+def samples_second(m, x):
+    """A transformer layer that wants time first."""
+    return m.layer(x.transpose(0, 1)).sum(0)
+
+
+@row(
+    "transformer",
+    two(3, 4),
+    transformer=lambda: nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True),
+)
+def translation(m, x, y):
+    return m.transformer(x, y).sum(1)
+
+
+@row(
+    "token model",
+    tokens(),
+    peer=(),
+    embedding=lambda: nn.Embedding(7, 4, padding_idx=0),
+    positions=weight(1, 7, 4),
+    token=weight(1, 1, 4),
+    layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True),
+    head=linear(4, 3),
+)
+def token_model(m, x):
+    """Class token, positions, attention."""
+    x = torch.cat([m.token.expand(len(x), -1, -1), m.embedding(x)], dim=1)
+    return m.head(m.layer(x + m.positions)[:, 0])
+
+
+@row(
+    "relative positions",
+    vectors(3, 4),
+    peer=(),
+    bias=lambda: nn.Embedding(5, 2),
+    linear=linear(4, 4),
+)
+def relative_positions(m, x):
+    """A bias that is looked up for pairs of places, the same for all samples."""
+    place = torch.arange(3)
+    bias = m.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
+    heads = m.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).flatten(1)
+
+
+@row("loop over a cell", vectors(3, 3), peer=(0,), cell=lambda: nn.GRUCell(3, 4))
+def cell_loop(m, x):
+    """One cell, once for each place."""
+    state = x.new_zeros(len(x), 4)
+    for place in x.unbind(1):
+        state = m.cell(place, state)
+    return state
+
+
+@row("rolled windows", vectors(4, 4, 4), peer=(None,), attention=linear(4, 12), linear=linear(4, 4))
+def windows(m, x):
+    """Attention within windows of a picture that was rolled on, as in Swin."""
+    x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
+    q, k, v = m.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
+    x = (q @ k.mT).softmax(-1) @ v
+    return m.linear(x.unflatten(0, (-1, 2)).flatten(1, 2)).flip(1)
+
+
+@row(
+    "rearranged",
+    vectors(1, 3, 3),
+    first=lambda: nn.Conv2d(1, 4, 1),
+    second=lambda: nn.Conv2d(1, 2, 2),
+    last=linear(8, 2),
+)
+def rearranged(m, x):
+    """Pixels to channels and back, repeated, unfolded."""
+    x = F.pixel_shuffle(m.first(x), 2)
+    x = F.unfold(m.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
+    return m.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
+
+
+@row(
+    "frames",
+    vectors(3, 1, 4, 4),
+    peer=(),
+    layers=lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh()),
+)
+def frames(m, x):
+    """Several images a sample, folded into the first dimension."""
+    return m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3))
+
+
+@row("embedding bag", tokens(), peer=(), bag=lambda: nn.EmbeddingBag(7, 4, mode="sum"))
+def embedding_bag(m, x):
+    return m.bag(x)
+
+
+@row("user's function", vectors(), peer=(), scale=weight(4), linear=linear(5, 4))
+def user_function(m, x):
+    """An operation with a backward pass of its own, which works for one row only."""
+    return Pointwise.apply(m.linear(x), m.scale)
+
+
+@row(
+    "user's function of two outputs",
+    vectors(),
+    peer=(),
+    first=weight(5, 5),
+    linear=linear(5, 5),
+    second=weight(5, 4),
+)
+def user_function_of_two(m, x):
+    """A user's operation of two outputs; one is used, both are used."""
+    return torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1)
+
+
+@row("copied parameter", vectors(), weight=weight(3, 5))
+def copied_parameter(m, x):
+    """Casts its parameter, as mixed precision does."""
+    return F.linear(x, m.weight.to(torch.float64, copy=True))
+
+
+@row("operations without a rule", vectors(), first=linear(5, 6), second=linear(6, 3))
+def fourier(m, x):
+    """Operations that the engine has no rule for."""
+    return m.second(torch.fft.rfft(m.first(x)).abs().repeat(1, 2)[:, :6])
+
+
+@row("einsum", vectors(), weight=weight(5, 3, 2))
+def einsum(m, x):
+    return torch.einsum("bi,ijk,bk->bj", x, m.weight, x[:, :2])
+
+
+@row("in place", vectors(), first=linear(5, 4), second=linear(4, 3))
+def in_place(m, x):
+    x = m.first(x)
+    x[:, 1] = 2 * x[:, 0]
+    x.tanh_()
+    return m.second(x).mul_(2)
+
+
+@row("samples turned", vectors(), peer=(), first=linear(5, 4), second=linear(4, 3))
+def turned(m, x):
+    """Samples in reverse order in the middle."""
+    return m.second(m.first(x.flip(0)).tanh().flip(0))
+
+
+@row(
+    "samples as columns",
+    vectors(),
+    peer=(),
+    weight=weight(3, 5),
+    shift=weight(3, 1),
+    last=weight(2, 3),
+)
+def columns(m, x):
+    """Samples are columns in the middle."""
+    hidden = torch.tanh(m.weight @ x.T + m.shift)
+    return torch.addmm(m.shift[:2], m.last, hidden, beta=0.5, alpha=2).T
+
+
+@row(
+    "routed samples",
+    vectors(),
+    peer=(),
+    gate=linear(5, 2),
+    experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
+)
+def routed(m, x):
+    """Samples go to one of two experts."""
+    weights = m.gate(x).softmax(1)
+    found = x.new_zeros(len(x), 3)
+    for i, expert in enumerate(m.experts):
+        rows = torch.arange(i, len(x), 2)
+        found = found.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
+    return found
+
+
+@row(
+    "recomputed",
+    vectors(),
+    peer=(),
+    inner=lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh()),
+    last=linear(4, 3),
+)
+def recomputed(m, x):
+    return m.last(checkpoint(m.inner, x, use_reentrant=False))
+
+
+@row("detached", vectors(), first=linear(5, 3), second=linear(5, 3))
+def detached(m, x):
+    return m.first(x) * m.second(x).detach()
+
+
+@row("picked by index", vectors(), output=lambda o: o.unsqueeze(1), linear=linear(5, 3))
+def picked(m, x):
+    """One entry of each sample, by index."""
+    return m.linear(x).log_softmax(1)[torch.arange(len(x)), torch.arange(len(x)) % 3]

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+import trak_core.compat as trak
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
 
@@ -95,9 +96,30 @@ def injected(base, n_params, proj_dim, seed=0):
     return Injected()
 
 
+def tracer(folder, **arguments):
+    """Our TRAKer for ``Net``, with whatever a test sets anew."""
+    given = {
+        "model": Net(),
+        "task": "image_classification",
+        "train_set_size": N,
+        "save_dir": folder,
+        "device": "cpu",
+        "proj_dim": 12,
+        "logging_level": 100,
+        "use_half_precision": False,
+    }
+    return trak.TRAKer(**{**given, **arguments})
+
+
 def walk(package, model, states, train, targets, *, batch=16, **arguments):
     """Featurize, finalize, score under every checkpoint, as a notebook would."""
-    settings = {"device": "cpu", "use_half_precision": False, "logging_level": 100, **arguments}
+    settings = {
+        "task": "image_classification",
+        "device": "cpu",
+        "use_half_precision": False,
+        "logging_level": 100,
+        **arguments,
+    }
     tracer = package.TRAKer(model=model, train_set_size=len(train[0]), **settings)
     for model_id, state in enumerate(states):
         tracer.load_checkpoint(state, model_id=model_id)

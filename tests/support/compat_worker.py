@@ -6,25 +6,9 @@ python compat_worker.py featurize|stall|score SAVE_DIR MODEL_ID NUMBER_OF_WORKER
 import time
 
 import torch
-from compat_models import M, N, Net, checkpoints, images
-
-from trak_core.compat import TRAKer
+from compat_models import M, N, Net, checkpoints, images, tracer
 
 BATCH = 8
-
-
-def tracer(save_dir, **arguments):
-    return TRAKer(
-        model=Net(),
-        task="image_classification",
-        train_set_size=N,
-        save_dir=save_dir,
-        device="cpu",
-        proj_dim=12,
-        use_half_precision=False,
-        logging_level=100,
-        **arguments,
-    )
 
 
 def featurize(made, state, model_id):

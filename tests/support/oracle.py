@@ -28,36 +28,38 @@ def jacobian(model, samples, output):
     return torch.stack(rows).numpy(), np.array(outputs), np.array(labels)
 
 
-def scores(models, train, targets, *, output, proj_dim, seed, **settings):
+def parts(models, train, targets, *, output, proj_dim=None, seed=0):
+    """Features of training samples and of targets, outputs and labels under each checkpoint.
+
+    Without proj_dim features are whole gradients.
+    """
+    made = []
+    for checkpoint, model in models.items():
+        model = copy.deepcopy(model).double().eval()
+        gradients, f, y = jacobian(model, train, output)
+        target_gradients, _, _ = jacobian(model, targets, output)
+        if proj_dim is not None:
+            spec = ProjectionSpec(
+                kind="rademacher",
+                n_params=gradients.shape[1],
+                proj_dim=proj_dim,
+                seed=seed,
+                stream=stream_of(checkpoint),
+            )
+            matrix = projection_matrix(spec) / np.sqrt(proj_dim)
+            gradients, target_gradients = gradients @ matrix, target_gradients @ matrix
+        made.append((gradients, target_gradients, f, y))
+    return made
+
+
+def scores(models, train, targets, *, output, proj_dim=None, seed=0, **settings):
     """Return the (n, m) scores of a dict of models, checkpoint id to module."""
-
-    def projected(checkpoint, n_params):
-        spec = ProjectionSpec(
-            kind="rademacher",
-            n_params=n_params,
-            proj_dim=proj_dim,
-            seed=seed,
-            stream=stream_of(checkpoint),
-        )
-        return projection_matrix(spec) / np.sqrt(proj_dim)
-
-    return _scores(models, train, targets, projected, output=output, **settings)
+    features = parts(models, train, targets, output=output, proj_dim=proj_dim, seed=seed)
+    return scores_of(features, output=output, **settings)
 
 
-def exact_scores(models, train, targets, *, output, **settings):
-    """Return the scores of whole gradients, in the space of the parameters."""
-
-    def whole(_, n_params):
-        return np.eye(n_params)
-
-    return _scores(models, train, targets, whole, output=output, **settings)
-
-
-def _scores(
-    models,
-    train,
-    targets,
-    matrix_of,
+def scores_of(
+    features,
     *,
     output,
     damping,
@@ -66,13 +68,9 @@ def _scores(
     power=1.0,
     normalize=False,
 ):
+    """Return the (n, m) scores of what ``parts`` returns."""
     all_similarities, all_weights, norms = [], [], []
-    for checkpoint, model in models.items():
-        model = copy.deepcopy(model).double().eval()
-        gradients, f, y = jacobian(model, train, output)
-        target_gradients, _, _ = jacobian(model, targets, output)
-        matrix = matrix_of(checkpoint, gradients.shape[1])
-        phi, phi_targets = gradients @ matrix, target_gradients @ matrix
+    for phi, phi_targets, f, y in features:
         if normalize:
             phi = np.array([row / np.sqrt(sum(row * row)) for row in phi])
         if output == "image_classification":

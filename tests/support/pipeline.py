@@ -103,8 +103,10 @@ def run_stages(
     batch_size: int = 64,
     memory_mb: int = 500,
     top: int = 5,
+    made: Path | None = None,
     **settings,
 ) -> Path:
+    """Results; ``made`` is a run whose features are taken as they are."""
     projection = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
     spec = scores_spec(
         checkpoints, targets, model_output=model_output, projection=projection, **settings
@@ -116,7 +118,9 @@ def run_stages(
         def features(features_spec, ids, number=1, of=1, *, path=path):
             split = features_spec.split
             name = f"{split}.h5" if of == 1 else f"{split}-{number}.h5"
-            file = results / "features" / features_spec.checkpoint / name
+            file = (made or results) / "features" / features_spec.checkpoint / name
+            if made is not None:
+                return file
             compute_features(
                 features=file,
                 checkpoint=path,
@@ -151,8 +155,8 @@ def run_stages(
         scores = results / "scores/mine" / f"{checkpoint}.h5"
         compute_scores(
             scores=scores,
-            train=train,
-            targets=target,
+            train_path=train,
+            targets_path=target,
             normal_matrix=matrix,
             spec=own,
             keep=keep,
@@ -175,16 +179,20 @@ def run_exact_stages(
     model_output: str,
     batch_size: int = 64,
     memory_mb: int = 500,
+    made: Path | None = None,
     **settings,
 ) -> Path:
-    """The same without a projection."""
+    """The same without a projection; ``made`` has the Gramians."""
     settings = {"model_output": model_output, "projection": {"kind": EXACT}, **settings}
     spec = scores_spec(checkpoints, targets, dtype="float64", **settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
         own = spec.under(checkpoint)
-        gramians = {s: results / "gramian" / checkpoint / f"{s}.h5" for s in ("train", "mine")}
-        for split, file in gramians.items():
+        gramians = {
+            split: (made or results) / "gramian" / checkpoint / f"{split}.h5"
+            for split in ("train", "mine")
+        }
+        for split, file in gramians.items() if made is None else ():
             compute_gramian(
                 gramian=file,
                 checkpoint=path,
@@ -200,8 +208,8 @@ def run_exact_stages(
         scores = results / "scores/mine" / f"{checkpoint}.h5"
         compute_exact_scores(
             scores=scores,
-            train=gramians["train"],
-            targets=gramians["mine"],
+            train_path=gramians["train"],
+            targets_path=gramians["mine"],
             spec=own,
             code="code",
             memory_mb=memory_mb,

@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 import yaml
 from workspace import Workspace
 
@@ -14,9 +15,15 @@ GOOD = {
 STUDY = "diabetes.py"
 
 
+def save_weights(path):
+    """A checkpoint that fits the study's model."""
+    shapes = {"0.weight": (32, 10), "0.bias": (32,), "2.weight": (1, 32), "2.bias": (1,)}
+    torch.save({key: torch.zeros(shape) for key, shape in shapes.items()}, path)
+
+
 def study_to_spoil(folder):
     workspace = Workspace.make(folder, STUDY, GOOD)
-    workspace.path("c0.pt").write_bytes(b"not looked at before a job")
+    save_weights(workspace.path("c0.pt"))
     text = workspace.path(STUDY).read_text()
     text = text.replace("x[:342], y[:342]", "x[:342].repeat(10, 1), y[:342].repeat(10)")
     workspace.path("many.py").write_text(text)

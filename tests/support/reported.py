@@ -1,14 +1,14 @@
 """A finished study to report on, whose texts look like markup; and numbers made up for one."""
 
 import re
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
 import torch
 from pipeline import run_exact_stages, run_stages
 
-from trak_core.report.facts import Experiment, Facts, Matrix, Measured, Source
+from trak_core.report.read import File, Results
 from trak_core.stages.write_report import write_report
 
 # Ids and paths are a user's: they may look like markup, and must show as they are.
@@ -70,6 +70,13 @@ def describe(sample):
     here = int((x == sample[0]).all(1).nonzero()[0])
     return ODD[here % len(ODD)]
 """
+
+
+def study_with(folder, code):
+    """The study with more functions."""
+    path = folder / "study.py"
+    path.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + code)
+    return path
 
 
 def finished(folder):
@@ -140,10 +147,12 @@ def check_alone(page):
     assert all(after <= before + 2 for before, after in pairwise(levels))
 
 
-SOURCE = Source("scores/mine.h5", "hash", {}, {})
+def file(spec=(), tables=None, **attributes):
+    """What the report reads of an artifact, made up."""
+    return File("scores/mine.h5", "hash", {}, dict(spec), tables or {}, attributes)
 
 
-def facts(
+def results_of(
     n_checkpoints=10,
     saturated=0.0,
     sd=0.1,
@@ -153,30 +162,29 @@ def facts(
     **more,
 ):
     spec = {
+        "experiment": "mine",
         "checkpoints": [{"id": f"c{i}", "sha256": ""} for i in range(n_checkpoints)],
         "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
         "loss_weight_power": power,
         "combine": "product_of_averages",
     }
-    targets = [{"id": i, "output": float(i), "output_sd": sd} for i in range(8)]
-    source = replace(SOURCE, spec=spec)
-    experiment = Experiment("mine", source, "relative", 100, saturated, "none", targets, {})
-    matrix = Matrix("c0", SOURCE, smallest, 1e3, 1.0, 100)
+    targets = pd.DataFrame([{"id": i, "output": float(i), "output_sd": sd} for i in range(8)])
+    experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated)
+    spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
+    matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}
-    return Facts(config, [experiment], [matrix], [], **more)
+    timings = pd.DataFrame({"seconds": []})
+    return Results(
+        config=config, experiments=[experiment], matrices=[matrix], timings=timings, **more
+    )
 
 
 def lds(ours, low, baseline, ceiling):
-    summary = [
-        {"method": "scores", "kind": "scores", "proj_dim": 8, "lds": ours, "low": low, "high": 0.9},
-        {"method": "gradient_dot", "kind": "baseline", "proj_dim": 8, "lds": baseline}
-        | {"low": 0.0, "high": 0.5},
+    rows = [
+        ("scores", "scores", ours, low, 0.9),
+        ("gradient_dot", "baseline", baseline, 0.0, 0.5),
+        ("noise_ceiling", "ceiling", ceiling, 0.5, 0.9),
     ]
-    if ceiling:
-        summary.append(
-            {"method": "noise_ceiling", "kind": "ceiling", "proj_dim": 0, "lds": ceiling}
-            | {"low": 0.5, "high": 0.9}
-        )
-    for row in summary:
-        row |= {"behind": ours - row["lds"], "behind_low": -0.1, "behind_high": 0.4}
-    return {"mine": Measured(SOURCE, {"summary": summary}, {"n_subsets": 100})}
+    summary = pd.DataFrame(rows, columns=["method", "kind", "lds", "low", "high"]).dropna()
+    summary = summary.assign(behind=ours - summary["lds"], behind_low=-0.1, behind_high=0.4)
+    return {"mine": file(tables={"summary": summary}, n_subsets=100)}

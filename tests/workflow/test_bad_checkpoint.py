@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from pipeline import features_spec
-from refusals import GOOD, STUDY, message, refuse
+from refusals import GOOD, STUDY, message, refuse, save_weights
 from safetensors.torch import save_file
 from torch import nn
 
@@ -247,8 +247,29 @@ def test_a_folder_without_its_optimizer_is_refused_before_any_job(workspace):
     assert "Found no optimizer in folder, c1.safetensors. Name only those that have one" in found
 
 
+def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
+    """What was seen to fit is looked at again once its file is another."""
+    paths = {"good": "c0.pt", **{name: f"all/{name}.pt" for name in ("cut", "old", "misfit")}}
+    workspace.path("all").mkdir()
+    cut(workspace.path(paths["cut"]))
+    saved(workspace.path(paths["misfit"]), changed(**{"0_weight": torch.zeros(32, 9)}))
+    save_weights(workspace.path(paths["old"]))
+    config = {"study": STUDY, **GOOD, "checkpoints": paths}
+    found = message(refuse(workspace, config))
+    assert "Every checkpoint must fit the model. Found 2 that do not: all/cut.pt: a ch" in found
+    assert re.search(r"it was cut off\. Copy it again\. all/misfit\.pt: the checkpoint's ke", found)
+    del config["checkpoints"]["cut"], config["checkpoints"]["misfit"]
+    workspace.config = config
+    assert workspace.would_run()
+    saved(workspace.path(paths["old"]), {"net": changed()})
+    found = message(refuse(workspace, config))
+    assert re.match(
+        r"all/old\.pt: a checkpoint must be .* Found dict with net\. Save the part", found
+    )
+
+
 def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
-    """By a real job; more of them are among CHECKPOINTS."""
+    """Before any job, in the process that looks; jobs do so too, see CHECKPOINTS."""
     workspace.path("evil.pt").write_bytes(pickle.dumps({"weight": Evil(tmp_path / "ran")}))
     text = yaml.safe_dump({"study": STUDY, **GOOD, "checkpoints": {"evil": "evil.pt"}})
     output = workspace.fail("scores", text=text)

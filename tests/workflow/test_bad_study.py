@@ -83,7 +83,7 @@ STUDIES = {
     ),
     "sample does not fit the model": (
         ("nn.Linear(10, 32)", "nn.Linear(11, 32)"),
-        r"Calling the model with one sample of shapes \(1, 10\) failed: RuntimeError",
+        r"Called with one sample of \(1, 10\) float32; parameters of float32\. Found RuntimeError",
     ),
     "describe fails": (
         ("def make_model", "def describe(sample):\n    return sample['text']\n\n\ndef make_model"),

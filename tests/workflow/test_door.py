@@ -10,8 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import yaml
+from refusals import save_weights
 from workspace import REPOSITORY
 
 from trak_core.provenance import code_digest
@@ -59,7 +59,7 @@ def jobs(tmp_path_factory):
         "distortion": {},
     }
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
-    torch.save({}, folder / "c0.pt")
+    save_weights(folder / "c0.pt")
     (folder / "mine.h5").touch()
     return {job["rule"]: job for c in (everything, exact) for job in jobs_of(folder, c)}
 

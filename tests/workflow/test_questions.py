@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from workspace import jobs
 
-from trak_core.study.questions import split_of
 from trak_core.study.study import Study
+from trak_core.study.targets import split_of
 
 STUDY = """
 
@@ -38,9 +38,9 @@ ONE = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 def study(own, tmp_path):
     study = own.copy(tmp_path / "study")
     path = study.path("diabetes.py")
-    # No training feature, nor any target's, depends on these.
+    # No training feature depends on these, but all targets may.
     path.write_text(path.read_text() + STUDY)
-    assert study.would_run() == {}
+    assert study.would_run() == {rule: 2 * n for rule, n in ONE.items()}
     return study
 
 
@@ -101,7 +101,8 @@ def test_questions_in_python_and_in_a_table(study):
         "lines": {"data": "asked.jsonl", "targets": ["second"]},
         "table": {"data": "asked.tsv"},
     }
-    assert study.run() == {rule: 3 * n for rule, n in ONE.items()}
+    scores = [f"results/scores/{name}.h5" for name in ("code", "lines", "table")]
+    assert study.run(*scores) == {rule: 3 * n for rule, n in ONE.items()}
     found = {
         name: pd.read_hdf(study.path(f"results/scores/{name}.h5"), "scores")
         for name in ("code", "lines", "table")
@@ -113,7 +114,7 @@ def test_questions_in_python_and_in_a_table(study):
     study.path("asked.py").write_text(
         QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     )
-    assert study.would_run() == ONE
+    assert study.would_run(*scores) == ONE
 
 
 @pytest.mark.parametrize(

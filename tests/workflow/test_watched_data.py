@@ -34,9 +34,9 @@ def test_one_byte_runs_again_what_an_edit_of_the_study_does(study):
     study.path("rows/b.csv").unlink()
     file = study.path("diabetes.py")
     before = file.read_text()
-    file.write_text(f"{before}\nNOBODY_SAYS_THIS = 1\n")
+    file.write_text(f"{before}\ndef describe(sample):\n    return str(sample)\n")
     assert study.run(TARGET, "-n") == {}
-    file.write_text(f"{before}\nEDITED = len('1')\n")
+    file.write_text(f"{before}\nNOBODY_SAYS_THIS = 1\n")
     assert study.run(TARGET, "-n") == {"compute_features": 1}
 
 

@@ -208,8 +208,13 @@ def test_a_comment_in_a_module_or_in_the_study_reruns_nothing(study):
 
 def test_the_study_edited(study):
     path = study.path("small_digits.py")
-    path.write_text(path.read_text().replace("lr=1e-2", "lr=2e-2"))
+    text = path.read_text()
+    path.write_text(text.replace("lr=1e-2", "lr=2e-2"))
     assert study.would_run()["train_checkpoint"] == 3
+    path.write_text(text.replace("_scans(_IDS[150:])", "_scans(_IDS[150:190])"))
+    assert study.would_run() == {"compute_features": 6, "compute_scores": 6, "average_scores": 2}
+    path.write_text(f"{text}\n\ndef describe(sample):\n    return str(sample[1])\n")
+    assert study.would_run("all") == {"draw_influences": 2, "write_report": 1}
 
 
 def test_files_touched(study):

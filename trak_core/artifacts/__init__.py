@@ -7,9 +7,14 @@ bytes, which is compared before HDF5 opens it. Matrices lie in pandas' own
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
 
-from trak_core.artifacts._belong import check_splits, check_together
-from trak_core.artifacts._foreign import read_frame
-from trak_core.artifacts._format import (
+from trak_core.artifacts.compare import (
+    check_made_for,
+    check_retrained,
+    check_same,
+    check_splits,
+    check_together,
+)
+from trak_core.artifacts.format import (
     ANSWERS,
     CHECKPOINT_SCORES,
     DISTORTION,
@@ -27,11 +32,10 @@ from trak_core.artifacts._format import (
     SCORES,
     SELF_INFLUENCE,
     ArtifactError,
-    Kind,
+    ArtifactKind,
 )
-from trak_core.artifacts._join import check_made_for, check_retrained, check_same
-from trak_core.artifacts._read import Artifact, Rows, open_artifact, verify
-from trak_core.artifacts._write import Writer, create
+from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
+from trak_core.artifacts.write import Writer, create
 
 __all__ = [
     "ANSWERS",
@@ -52,7 +56,7 @@ __all__ = [
     "SELF_INFLUENCE",
     "Artifact",
     "ArtifactError",
-    "Kind",
+    "ArtifactKind",
     "Rows",
     "Writer",
     "check_made_for",

@@ -1,9 +1,8 @@
-"""The Python interface of TRAK (the package ``trak``, version 0.3.2) over this library.
+"""Offer the Python interface of TRAK (the package ``trak``, version 0.3.2) over this library.
 
-``import trak_core.compat as trak`` moves a notebook here; docs/migration.md
-says what differs. Names, arguments, files and formulas are those of the original. A scale differs
-from the pipeline's own on purpose: here projections are unscaled and features are gradients over
-sqrt(p), as users of TRAK know them.
+``import trak_core.compat as trak`` moves a notebook here, and docs/migration.md says what differs.
+Names, arguments, files and formulas are those of the original. Its scale differs from the
+pipeline's: projections are unscaled, and features are gradients over sqrt(p).
 """
 
 from trak_core.compat import (

@@ -1,10 +1,11 @@
-"""TRAK's two ways to per-sample gradients: by torch.func all at once, or by autograd one by one.
+"""Compute per-sample gradients in TRAK's two ways: all at once, or by autograd one by one.
 
 Both differentiate the chosen parameters only, in the order of ``named_parameters``, and give equal
-numbers.
+numbers to rounding.
 """
 
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
@@ -12,27 +13,27 @@ from typing import cast
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
-from trak_core.compat._vectors import vectorize
-from trak_core.compat._vmap import per_sample_gradients
 from trak_core.compat.modelout_functions import (
     AbstractModelOutput,
     ClassificationModelOutput,
     ImageClassificationModelOutput,
     TextClassificationModelOutput,
 )
+from trak_core.compat.projectors import vectorize
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
+    GradientMethod,
     PerSample,
     as_batch,
     check_finite,
-    check_labels,
-    count_classes,
     explain_not_finite,
     formed_gradients,
     gradients_at_once,
     gradients_one_by_one,
+    in_evaluation_mode,
     why_not_at_once,
 )
 from trak_core.model.features import Features
@@ -61,13 +62,14 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
     return {name: value for name, value in parameters.items() if name in names}
 
 
-# Model, parameters, model output and samples.
-OfClassification = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+# A method, and its model, parameters, model output and samples.
+_Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+_Differentiated = tuple[GradientMethod, _Arguments]
 
-# Tasks whose f is exactly ``CLASSIFICATION``: not their subclasses, which may say something else.
-ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
+# Tasks whose f is exactly ``CLASSIFICATION``; their subclasses may compute something else.
+_ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
 
-# What ``_Value`` returns is f itself; nothing else is asked for here.
+# ``_Value`` returns f itself, and the other columns are not needed here.
 _VALUE = ModelOutput(
     read=lambda returned: cast(Tensor, returned),
     value=lambda outputs, label: outputs,
@@ -81,12 +83,12 @@ _VALUE = ModelOutput(
 
 
 class _Value(nn.Module):
-    """A task's f as what a module returns for a batch of one, so that it can be differentiated."""
+    """A module that returns a task's f for a batch of one, so that it can be differentiated."""
 
     def __init__(self, model: nn.Module, task: AbstractModelOutput, functional: bool) -> None:
         super().__init__()
         self.model = model
-        # Not as a submodule: a task that is one has no part in the gradient.
+        # In a tuple, because a task that is a module has no part in the gradient.
         self._task, self._functional = (task,), functional
 
     def forward(self, *batch: Tensor) -> Tensor:
@@ -96,27 +98,35 @@ class _Value(nn.Module):
             weights, buffers = dict(self.model.named_parameters()), dict(self.model.named_buffers())
         one_by_one = self._functional or getattr(task, "per_sample", False)
         sample = [t.squeeze(0) for t in batch] if one_by_one else batch
-        f = task.get_output(self.model, weights, buffers, *sample)
-        if f.numel() != 1:
-            raise InputError(
-                "A task's get_output must return one number a sample. Found a tensor of shape "
-                f"{tuple(f.shape)} for one sample."
-            )
-        return f.reshape(1)
+        return task.get_output(self.model, weights, buffers, *sample).reshape(1)
+
+
+def _gradients_by_vmap(
+    value: _Value, parameters: Mapping[str, nn.Parameter], batch: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return names of the model's ``parameters`` to df/dtheta of each sample, (B, *shape)."""
+    chosen = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    state = *value.named_parameters(), *value.named_buffers()
+    fixed = {name: tensor.detach() for name, tensor in state if name not in chosen}
+
+    def f(chosen: dict[str, Tensor], *sample: Tensor) -> Tensor:
+        # Copies, because a model may write into its inputs.
+        one = tuple(tensor.unsqueeze(0).clone() for tensor in sample)
+        return functional_call(value, (chosen, fixed), one).squeeze(0)
+
+    # Fused attention has no vmap rule; the plain formula gives the same function.
+    plain = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+    with in_evaluation_mode(value), plain:
+        gradients = vmap(grad(f), (None, *(0 for _ in batch)))(chosen, *batch)
+    return {name.removeprefix("model."): gradient for name, gradient in gradients.items()}
 
 
 def check_gradients(
     gradients: Tensor | Mapping[str, Tensor], shapes: Mapping[str, torch.Size], rows: np.ndarray
 ) -> None:
-    """Stop at gradients that are NaN or infinite.
+    """Refuse gradients that are NaN or infinite; the error names samples and parameters.
 
-    Args:
-        gradients: Names to (B, *shape), or shape (B, p).
-        shapes: Of the parameters that are differentiated, in order.
-        rows: Positions of the samples, for the message.
-
-    Raises:
-        InputError: Naming the samples and the parameters.
+    Gradients are names to (B, *shape), or one tensor (B, p), of the parameters in ``shapes``.
     """
     if isinstance(gradients, Tensor):
         sizes = [size.numel() for size in shapes.values()]
@@ -137,7 +147,7 @@ class AbstractGradientComputer(ABC):
         dtype: torch.dtype = torch.float16,
         device: str | torch.device = "cuda",
     ) -> None:
-        """Keep the arguments; ``dtype`` is that of stored features, gradients keep their own."""
+        """Keep the arguments; gradients keep their own dtype, ``dtype`` is that of the store."""
         self.model = model
         self.modelout_fn = task
         self.grad_dim = grad_dim
@@ -158,7 +168,7 @@ class AbstractGradientComputer(ABC):
 
 
 class _OfChosenParameters(AbstractGradientComputer):
-    """What both ways share: which parameters are differentiated."""
+    """A gradient computer that differentiates the chosen parameters only."""
 
     def __init__(
         self,
@@ -182,15 +192,15 @@ class _OfChosenParameters(AbstractGradientComputer):
 
 
 class FunctionalGradientComputer(_OfChosenParameters):
-    """Gradients of f as a function of the weights; the result is names to tensors (B, *shape).
+    """Gradients of f as a function of the weights: names to tensors (B, *shape).
 
-    By one backward pass for all samples where f is a classification's of this module, and by
-    ``vmap(grad(f))`` for a task of the user's own, or a model that one pass cannot take.
+    One backward pass differentiates all samples of the image and text classifications. A task of
+    the user's own, and a model that one pass cannot take, go through ``vmap(grad(f))``. Take
+    ``IterativeGradientComputer`` where ``vmap`` cannot run a model or task.
     """
 
-    # Not known yet; what a model does with samples is the same under all checkpoints.
+    # None until a batch of several samples shows it; all checkpoints of a model agree.
     _takes_one_pass: bool | None = None
-    _n_classes: int | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
@@ -200,27 +210,39 @@ class FunctionalGradientComputer(_OfChosenParameters):
 
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return names of the chosen parameters to gradients (B, *shape)."""
-        what = self._for_one_pass(batch)
-        if what is not None:
-            return formed_gradients(gradients_at_once, *what).gradients
+        differentiated = self._for_classification(batch)
+        if differentiated is not None:
+            method, given = differentiated
+            return formed_gradients(method, *given).gradients
         value = _Value(self.model, self.modelout_fn, functional=True)
-        parameters = {f"model.{name}": p for name, p in self._chosen.items()}
-        found = per_sample_gradients(value, parameters, _VALUE, tuple(batch)).gradients
-        return {name.removeprefix("model."): gradient for name, gradient in found.items()}
+        try:
+            return _gradients_by_vmap(value, self._chosen, batch)
+        except RuntimeError as error:
+            if not re.search(r"vmap|functorch|batching rule", str(error), re.IGNORECASE):
+                raise
+            reason = str(error).splitlines()[0].split(". ")[0]
+            raise InputError(
+                "`torch.func.vmap` must be able to run the task's get_output and the model. Found "
+                f"that it cannot ({reason}). Give TRAKer "
+                "`gradient_computer=IterativeGradientComputer`, which calls get_output with a "
+                "batch of one and with weights and buffers None."
+            ) from error
 
-    def _for_one_pass(self, batch: Sequence[Tensor]) -> OfClassification | None:
-        """Return what one pass differentiates, None if it can't."""
-        if type(self.modelout_fn) not in ONE_PASS:
+    def _for_classification(self, batch: Sequence[Tensor]) -> _Differentiated | None:
+        """Return how to differentiate a classification without vmap, None if that can't be."""
+        if type(self.modelout_fn) not in _ONE_PASS:
             return None
         samples = cast(ClassificationModelOutput, self.modelout_fn).as_samples(batch)
-        what = self.model, self._chosen, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
-        if self._takes_one_pass is None and len(batch[0]) > 1:
-            self._takes_one_pass = why_not_at_once(*what) is None
-        return what if self._takes_one_pass else None
+        given = self.model, self._chosen, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
+        if self._takes_one_pass is None:
+            if len(batch[0]) == 1:
+                return gradients_one_by_one, given
+            self._takes_one_pass = why_not_at_once(*given) is None
+        return (gradients_at_once, given) if self._takes_one_pass else None
 
     @property
     def is_as_it_came(self) -> bool:
-        """Whether nothing is a subclass's, or a method that was replaced, here or in the task."""
+        """Whether no subclass and no replaced method, here or in the task, changes a number."""
         replaced = {"compute_per_sample_grad", "compute_loss_grad"} & set(vars(self))
         task = type(self.modelout_fn)
         of_task = {name for name in vars(self.modelout_fn) if callable(getattr(task, name, None))}
@@ -229,39 +251,25 @@ class FunctionalGradientComputer(_OfChosenParameters):
     def project_at_once(
         self, batch: Sequence[Tensor], projection: ProjectionSpec, rows: np.ndarray
     ) -> list[Tensor] | None:
-        """Project without whole gradients, and return what else the same pass knows of samples.
+        """Return unscaled features (B, k) and loss weights (B, 1), without forming gradients.
 
-        Args:
-            batch: Inputs and, last, labels.
-            projection: Of the gradients.
-            rows: Positions of the samples, for messages.
-
-        Returns:
-            Projected gradients, shape (B, k), unscaled; Q, shape (B, 1); and ``SAMPLE_COLUMNS``,
-            shape (B, 4), float64. None where samples need other ways than one pass, or where Q is
-            that of a temperature.
-
-        Raises:
-            InputError: If a label is not one of the model's, or if gradients are not finite.
+        None where samples need another way than one pass, or where Q is that of a temperature.
+        Gradients that are not finite raise an error, which names samples by ``rows``.
         """
-        what = self._for_one_pass(batch)
-        if what is None or cast(ClassificationModelOutput, self.modelout_fn).loss_temperature != 1:
+        differentiated = self._for_classification(batch)
+        temperature = getattr(self.modelout_fn, "loss_temperature", 1)
+        if differentiated is None or temperature != 1:
             return None
-        *_, samples = what
-        labels, device = samples.labels, samples.labels.device
-        if self._n_classes is None:
-            self._n_classes = count_classes(self.model, CLASSIFICATION, samples, device)
-        check_labels(labels, CLASSIFICATION, self._n_classes, range(len(labels)))
-        sums = Features.zeros(self._chosen, [projection], len(labels), torch.get_num_threads())
+        method, given = differentiated
+        sums = Features.zeros(self._chosen, [projection], len(rows), torch.get_num_threads())
         try:
-            f, predictions, loss_weights, curvature = gradients_at_once(*what, sums)
+            _, _, loss_weights, _ = method(*given, sums)
         except NotFiniteError:
-            explain_not_finite(*what, rows.tolist())
+            explain_not_finite(*given, rows.tolist())
             raise
         if not sums.rows[0].isfinite().all():
-            explain_not_finite(*what, rows.tolist())
-        columns = [column.double() for column in (f, labels, predictions, curvature)]
-        return [sums.rows[0], loss_weights[:, None], torch.stack(columns, dim=1)]
+            explain_not_finite(*given, rows.tolist())
+        return [sums.rows[0], loss_weights[:, None]]
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return Q of each sample, shape (B, 1)."""
@@ -271,10 +279,18 @@ class FunctionalGradientComputer(_OfChosenParameters):
 
 
 class IterativeGradientComputer(_OfChosenParameters):
-    """Gradients by autograd in a loop, for what ``vmap`` cannot take; shape (B, grad_dim).
+    """Gradients by autograd in a loop, for what ``vmap`` cannot run; shape (B, grad_dim).
 
-    The task's ``get_output`` is called with weights and buffers None, once a sample: with a batch
-    of one, or, for the tasks here that take one sample, with the sample.
+    The task's ``get_output`` is called once a sample, with weights and buffers None. It gets a
+    batch of one, or the sample itself where the task has ``per_sample = True``.
+
+    Example:
+        >>> import torch
+        >>> from trak_core.compat.modelout_functions import IterativeImageClassificationModelOutput
+        >>> model, task = torch.nn.Linear(5, 3), IterativeImageClassificationModelOutput()
+        >>> computer = IterativeGradientComputer(model, task, device="cpu")
+        >>> computer.compute_per_sample_grad((torch.randn(4, 5), torch.tensor([0, 1, 2, 0]))).shape
+        torch.Size([4, 18])
     """
 
     def load_model_params(self, model: nn.Module) -> None:
@@ -285,8 +301,8 @@ class IterativeGradientComputer(_OfChosenParameters):
     def compute_per_sample_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return the gradients side by side, shape (B, grad_dim)."""
         value = _Value(self.model, self.modelout_fn, functional=False)
-        what = gradients_one_by_one, value, self._chosen, _VALUE, tuple(batch)
-        return vectorize(formed_gradients(*what).gradients, device=self.model_params[0].device)
+        formed = formed_gradients(gradients_one_by_one, value, self._chosen, _VALUE, tuple(batch))
+        return vectorize(formed.gradients, device=self.model_params[0].device)
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
         """Return Q of each sample, shape (B, 1)."""

@@ -1,4 +1,4 @@
-"""TRAK's model output functions as classes: f(z; theta) and its loss weight Q.
+"""Compute TRAK's model outputs f(z; theta) and their loss weights Q, one class a task.
 
 The numbers are those of ``trak_core.model_outputs``. A class of a user's own needs the two methods
 of ``AbstractModelOutput``.
@@ -24,7 +24,7 @@ Weights = Mapping[str, Tensor] | None
 def _called(
     model: nn.Module, weights: Weights, buffers: Weights, /, *args: Tensor, **kwargs: Tensor
 ) -> Any:
-    """Call a model, with other weights than its own if given."""
+    """Call a model, with ``weights`` and ``buffers`` in place of its own if there are any."""
     if weights is None:
         return model(*args, **kwargs)
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
@@ -42,28 +42,37 @@ def _pair(
     return image, text, scale
 
 
-def _integers(labels: Tensor) -> Tensor:
-    if labels.is_floating_point() or labels.is_complex():
-        raise InputError(
-            f"Labels of a classification must be integers. Found a tensor of {labels.dtype}; "
-            "use `labels.long()`."
-        )
-    return labels
-
-
 class AbstractModelOutput(ABC):
-    """A model output function f and the loss weight that goes with it."""
+    """A model output f, and the loss weight that goes with it.
 
-    # Whether get_output takes one sample without batch dimension (True), or a batch.
+    Example:
+        A regression's output, for a TRAKer with ``task=Prediction()``:
+
+        >>> import torch
+        >>> class Prediction(AbstractModelOutput):
+        ...     def __init__(self):
+        ...         pass
+        ...
+        ...     def get_output(self, model, weights, buffers, x, y):
+        ...         call = torch.func.functional_call
+        ...         return call(model, (weights, buffers), (x.unsqueeze(0),)).squeeze()
+        ...
+        ...     def get_out_to_loss_grad(self, model, weights, buffers, batch):
+        ...         x, y = batch
+        ...         return model(x).detach() - y.unsqueeze(1)
+        >>> model = torch.nn.Linear(3, 1)
+        >>> Prediction().get_output(model, model.state_dict(), {}, torch.ones(3), None).ndim
+        0
+    """
+
+    # True where get_output takes one sample without batch dimension, False where it takes a batch.
     per_sample: ClassVar[bool] = False
-    # The pipeline's name for exactly these numbers, where it has one.
-    model_output: ClassVar[str | None] = None
 
     @abstractmethod
     def __init__(self) -> None:
         """Keep settings."""
 
-    # The type checker is told to let subclasses name the sample's parts, as all of them do.
+    # Subclasses name the sample's parts, so the type checker has to look away there.
     @abstractmethod
     def get_output(
         self, model: nn.Module, weights: Weights, buffers: Weights, *sample: Tensor
@@ -78,10 +87,10 @@ class AbstractModelOutput(ABC):
 
 
 class ClassificationModelOutput(AbstractModelOutput):
-    """What the classifications share: the label comes last, the model returns logits."""
+    """A classification: the label comes last in a batch, and the model returns logits."""
 
     def __init__(self, temperature: float = 1.0) -> None:
-        """Take the temperature of the training loss; it enters Q only."""
+        """Take the temperature of the training loss, which enters Q only."""
         self.loss_temperature = temperature
 
     def get_logits(
@@ -98,7 +107,7 @@ class ClassificationModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q = 1 - p_y, shape (B, 1); it does not round to 0 before float32 does."""
+        """Return Q = 1 - p_y, shape (B, 1), precise where p_y is close to 1."""
         *inputs, labels = batch
         logits = self.get_logits(model, weights, buffers, inputs)
         check_labels(labels, CLASSIFICATION, logits.shape[-1], range(len(labels)))
@@ -110,7 +119,6 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
     """The log-odds of the label, f = log(p / (1 - p)), of a model that returns logits."""
 
     per_sample = True
-    model_output = "image_classification"
 
     @staticmethod
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -118,13 +126,11 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
     ) -> Tensor:
         """Return the margin of one image without batch dimension, a scalar."""
         logits = read_logits(_called(model, weights, buffers, image.unsqueeze(0)))
-        return margin(logits.squeeze(0), _integers(label))
+        return margin(logits.squeeze(0), label)
 
 
 class IterativeImageClassificationModelOutput(ClassificationModelOutput):
     """The same margin of a whole batch at once, for ``IterativeGradientComputer``."""
-
-    model_output = "image_classification"
 
     @staticmethod
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,14 +138,13 @@ class IterativeImageClassificationModelOutput(ClassificationModelOutput):
     ) -> Tensor:
         """Return the margins of a batch, shape (B,)."""
         logits = read_logits(_called(model, weights, buffers, images))
-        return margin(logits, _integers(labels))
+        return margin(logits, labels)
 
 
 class TextClassificationModelOutput(ClassificationModelOutput):
     """The margin of a model that takes input_ids, token_type_ids and attention_mask by name."""
 
     per_sample = True
-    model_output = "text_classification"
     _NAMES: ClassVar = ("input_ids", "token_type_ids", "attention_mask")
 
     @staticmethod
@@ -156,7 +161,7 @@ class TextClassificationModelOutput(ClassificationModelOutput):
         inputs = [t.unsqueeze(0) for t in (input_id, token_type_id, attention_mask)]
         named = dict(zip(TextClassificationModelOutput._NAMES, inputs, strict=True))
         logits = read_logits(_called(model, weights, buffers, **named))
-        return margin(logits.squeeze(0), _integers(label))
+        return margin(logits.squeeze(0), label)
 
     def as_samples(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return a batch as ``trak_core.gradients`` takes it."""
@@ -168,6 +173,21 @@ class TextClassificationModelOutput(ClassificationModelOutput):
         """Return the logits of a batch of texts, shape (B, classes)."""
         named: dict[str, Tensor] = dict(zip(self._NAMES, inputs, strict=True))
         return read_logits(_called(model, weights, buffers, **named))
+
+
+def classification_samples(
+    task: AbstractModelOutput, batch: Sequence[Tensor]
+) -> Sequence[Tensor] | dict[str, Tensor] | None:
+    """Return a batch as ``trak_core.gradients`` takes it; None if f is no classification here.
+
+    A subclass of the user's own may compute anything, so it is none.
+    """
+    kinds = (
+        ImageClassificationModelOutput,
+        IterativeImageClassificationModelOutput,
+        TextClassificationModelOutput,
+    )
+    return task.as_samples(batch) if isinstance(task, kinds) and type(task) in kinds else None
 
 
 class CLIPModelOutput(AbstractModelOutput):
@@ -207,16 +227,13 @@ class CLIPModelOutput(AbstractModelOutput):
         """Keep the embeddings of up to ``size`` pairs as class attributes, on the model's device.
 
         Args:
-            model: As above.
-            loader: Yields batches of images and texts.
-            batch_size: Not needed; batches may have any size.
-            embedding_dim: Of the model.
+            model: Called as open_clip's are.
+            loader: Yields batches of images and texts, of any size.
+            batch_size: Not needed.
+            embedding_dim: Not needed; the embeddings have the model's.
             size: How many pairs at most.
-            preprocess_fn_img: Applied to a batch of images first.
-            preprocess_fn_txt: Applied to a batch of texts first.
-
-        Raises:
-            InputError: If the loader yields nothing, or embeddings of another dimension.
+            preprocess_fn_img: Applied to each batch of images first.
+            preprocess_fn_txt: Applied to each batch of texts first.
         """
         parts: list[tuple[Tensor, Tensor]] = []
         count = 0
@@ -227,15 +244,8 @@ class CLIPModelOutput(AbstractModelOutput):
                 images = preprocess_fn_img(images) if preprocess_fn_img else images
                 texts = preprocess_fn_txt(texts) if preprocess_fn_txt else texts
                 u, v, _ = _pair(model, None, None, images, texts)
-                if u.shape[-1] != embedding_dim:
-                    raise InputError(
-                        f"`embedding_dim` must be that of the model. Found {embedding_dim} for "
-                        f"embeddings of shape {tuple(u.shape)}."
-                    )
                 parts.append((u[: size - count].detach(), v[: size - count].detach()))
                 count += len(parts[-1][0])
-        if not count:
-            raise InputError("The loader must yield image-text pairs. Found none.")
         CLIPModelOutput.image_embeddings = torch.cat([u for u, _ in parts])
         CLIPModelOutput.text_embeddings = torch.cat([v for _, v in parts])
         CLIPModelOutput.num_computed_embeddings = count
@@ -243,7 +253,7 @@ class CLIPModelOutput(AbstractModelOutput):
 
     @staticmethod
     def _draw() -> None:
-        """Choose the simulated batch; not under vmap, which has random numbers of its own."""
+        """Choose the simulated batch, ahead of vmap, which has random numbers of its own."""
         u, size = CLIPModelOutput.image_embeddings, CLIPModelOutput.sim_batch_size
         CLIPModelOutput._picked = None if u is None else drawn_pairs(len(u), size, seed=0)
 
@@ -254,7 +264,7 @@ class CLIPModelOutput(AbstractModelOutput):
         picked = CLIPModelOutput._picked
         if u is None or v is None or picked is None:
             raise InputError(
-                "CLIP's model output compares with other pairs. Found none: call "
+                "CLIP's model output compares a pair with others. Found none: call "
                 "`traker.task.get_embeddings(model, loader, ...)` before featurizing."
             )
         return u[picked], v[picked]
@@ -271,9 +281,9 @@ class CLIPModelOutput(AbstractModelOutput):
     def get_out_to_loss_grad(
         self, model: nn.Module, weights: Weights, buffers: Weights, batch: Iterable[Tensor]
     ) -> Tensor:
-        """Return Q, shape (B, 1): 1 - p of the pair among the simulated batch, mean of both ways.
+        """Return Q, shape (B, 1): 1 - p of the pair in the simulated batch, mean of both ways.
 
-        It does not depend on the pairs that happen to be in the same batch.
+        It does not depend on the other pairs of ``batch``.
         """
         images, texts = batch
         others_u, others_v = CLIPModelOutput._others()

@@ -1,8 +1,8 @@
-"""TRAK's projectors, all of them doors to one matrix.
+"""Project gradients with TRAK's classes, which all apply one matrix.
 
-Whatever class, block size, chunking, dtype or device: an entry is a function of the seed, the
-model id (the projection's stream), its row and its column alone. Entries are unscaled, and results
-are float32 whatever the gradients' dtype, so that nothing overflows.
+An entry of the matrix is a function of the seed, the model id (the projection's stream), its row
+and its column alone. Class, block size, chunks, dtype and device change nothing. Entries are
+unscaled, and results are float32 for gradients of any dtype, so that nothing overflows.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.compat._vectors import vectorize
 from trak_core.errors import InputError
 from trak_core.gradients import as_blocks
 from trak_core.projection import project
@@ -31,6 +30,26 @@ class ProjectionType(StrEnum):
     rademacher = "rademacher"
 
 
+def vectorize(
+    g: Mapping[str, Tensor], arr: Tensor | None = None, device: str | torch.device = "cuda"
+) -> Tensor:
+    """Return gradients (B, *shape) flattened side by side, shape (B, p).
+
+    Args:
+        g: Names to tensors; (B,) counts as one entry a sample.
+        arr: Receives the result; without one, a new tensor on ``device`` does.
+        device: Where the new tensor lies.
+    """
+    blocks = [value.detach().reshape(len(value), -1) for value in g.values()]
+    if arr is None:
+        return torch.cat([block.to(device) for block in blocks], dim=1)
+    first = 0
+    for block in blocks:
+        arr[:, first : first + block.shape[1]] = block
+        first += block.shape[1]
+    return arr
+
+
 def _blocks(grads: Gradients, device: torch.device | str) -> list[Tensor]:
     """Return gradients as matrices side by side, in order, on ``device``."""
     values = grads.values() if isinstance(grads, Mapping) else [grads]
@@ -43,12 +62,11 @@ class AbstractProjector(ABC):
     Attributes:
         grad_dim: Size of a gradient.
         proj_dim: Size of a feature.
-        seed: Of the matrix; unsigned 64 bit.
+        seed: Decides the matrix, with the model id; unsigned 64 bit.
         proj_type: Distribution of the entries.
         device: Where to project.
     """
 
-    @abstractmethod
     def __init__(
         self,
         grad_dim: int,
@@ -66,18 +84,15 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Project gradients.
+        """Return features, shape (B, proj_dim), by the matrix of ``model_id``.
 
         Args:
             grads: Shape (B, grad_dim), or names to tensors (B, *shape), flattened in order.
             model_id: Every model id has a matrix of its own.
-
-        Returns:
-            Shape (B, proj_dim).
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
-        """Give up what can be made again; nothing unless a projector has something."""
+        """Free what can be made again."""
 
 
 class NoOpProjector(AbstractProjector):
@@ -104,7 +119,11 @@ class NoOpProjector(AbstractProjector):
 
 
 class _MatrixProjector(AbstractProjector):
-    """What the projectors with a matrix share."""
+    """What the projectors with a matrix share.
+
+    ``block_size``, ``dtype`` and ``max_batch_size`` change no entry of it. Each class takes them,
+    so that one call serves several classes.
+    """
 
     def __init__(
         self,
@@ -113,12 +132,16 @@ class _MatrixProjector(AbstractProjector):
         seed: int,
         proj_type: str | ProjectionType,
         device: str | torch.device,
+        dtype: torch.dtype,
+        model_id: int,
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
-        self.spec(0)  # sizes and seed out of range are found here
+        self.dtype = dtype
+        self.model_id = model_id
+        self.spec(0)  # refuses sizes and seeds out of range
 
     def spec(self, model_id: int) -> ProjectionSpec:
-        """Return what says which matrix a model id has."""
+        """Return the projection of a model id."""
         return ProjectionSpec(
             kind=ProjectionKind(ProjectionType(self.proj_type).value),
             n_params=self.grad_dim,
@@ -128,7 +151,7 @@ class _MatrixProjector(AbstractProjector):
         )
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        """Return features of gradients, shape (B, proj_dim), float32."""
         blocks = _blocks(grads, self.device)
         n_columns = sum(block.shape[1] for block in blocks)
         if n_columns != self.grad_dim:
@@ -140,7 +163,7 @@ class _MatrixProjector(AbstractProjector):
 
 
 class BasicSingleBlockProjector(_MatrixProjector):
-    """One matrix in memory, ``proj_matrix`` (grad_dim, proj_dim), one product."""
+    """The projection by one product with ``proj_matrix`` (grad_dim, proj_dim) in memory."""
 
     def __init__(
         self,
@@ -155,17 +178,15 @@ class BasicSingleBlockProjector(_MatrixProjector):
         block_size: int | None = None,
         max_batch_size: int | None = None,
     ) -> None:
-        """Make the matrix of ``model_id``; sizes are for calls that serve several classes."""
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
-        self.dtype = dtype
-        self.model_id = model_id
+        """Make the matrix of ``model_id``."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
         self.proj_matrix_available = False
         self.generate_sketch_matrix()
 
     def generate_sketch_matrix(self) -> None:
         """Make ``proj_matrix`` for the current ``model_id``."""
         spec = self.spec(self.model_id)
-        # Not of self.dtype: half precision would round the entries of a normal matrix.
+        # In float32, because half precision would round the entries of a normal matrix.
         self.proj_matrix = torch.empty(self.grad_dim, self.proj_dim, device=self.device)
         for first in range(0, self.grad_dim, 4096):
             rows = projection_matrix(spec, first, min(4096, self.grad_dim - first))
@@ -179,7 +200,7 @@ class BasicSingleBlockProjector(_MatrixProjector):
             self.proj_matrix_available = False
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        """Return features of gradients, shape (B, proj_dim), float32."""
         if model_id != self.model_id or not self.proj_matrix_available:
             self.model_id = model_id
             self.generate_sketch_matrix()
@@ -188,7 +209,14 @@ class BasicSingleBlockProjector(_MatrixProjector):
 
 
 class BasicProjector(_MatrixProjector):
-    """The projection on any device, without the matrix in memory."""
+    """The projection on any device, without the matrix in memory.
+
+    Example:
+        >>> import torch
+        >>> projector = BasicProjector(6, 4, seed=0, proj_type="rademacher", device="cpu")
+        >>> projector.project(torch.ones(2, 6), model_id=0).shape
+        torch.Size([2, 4])
+    """
 
     def __init__(
         self,
@@ -203,12 +231,10 @@ class BasicProjector(_MatrixProjector):
         *,
         max_batch_size: int | None = None,
     ) -> None:
-        """Take ``block_size`` for ``generate_sketch_matrix`` alone: it changes no entry."""
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        """Keep ``block_size`` for ``generate_sketch_matrix``."""
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
         self.block_size = min(proj_dim, block_size)
         self.num_blocks = -(-proj_dim // self.block_size)
-        self.dtype = dtype
-        self.model_id = model_id
         self.get_generator_states()
 
     def get_generator_states(self) -> None:
@@ -222,13 +248,13 @@ class BasicProjector(_MatrixProjector):
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, self.dtype)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Project gradients, shape (B, grad_dim) to (B, proj_dim), float32."""
+        """Return features of gradients, shape (B, proj_dim), float32."""
         self.model_id = model_id
         return super().project(grads, model_id)
 
 
 class CudaProjector(_MatrixProjector):
-    """The projection by a CUDA kernel; no extension needs to be compiled for it."""
+    """The projection by a CUDA kernel, without an extension to compile."""
 
     def __init__(
         self,
@@ -243,8 +269,12 @@ class CudaProjector(_MatrixProjector):
         model_id: int = 0,
         block_size: int | None = None,
     ) -> None:
-        """Take ``max_batch_size`` as the original does; batches of any size are projected."""
-        super().__init__(grad_dim, proj_dim, seed, proj_type, device)
+        """Keep ``max_batch_size``; batches of any size are projected.
+
+        Raises:
+            ValueError: If the device is not a CUDA device.
+        """
+        super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
         self.max_batch_size = max_batch_size
         if torch.device(device).type != "cuda":
             raise ValueError(
@@ -256,8 +286,8 @@ class CudaProjector(_MatrixProjector):
 class ChunkedCudaProjector:
     """The projection of gradients that come in groups of parameters.
 
-    The groups stand side by side in one matrix, that of the first projector's seed: the result is
-    that of one projector for all of the parameters.
+    The groups stand side by side in one matrix, which has the first projector's seed. So the
+    result is that of one projector for all parameters.
     """
 
     def __init__(
@@ -298,33 +328,23 @@ class ChunkedCudaProjector:
 def formless_projection(
     projector: object, n_params: int, model_id: int, device: torch.device
 ) -> ProjectionSpec | None:
-    """Return which matrix a projector applies where it asks for no whole gradients.
+    """Return the projection that a projector applies, if it needs no whole gradients for it.
 
-    Args:
-        projector: The projector.
-        n_params: Size of a gradient.
-        model_id: Whose matrix.
-        device: Where the gradients are.
-
-    Returns:
-        The projection; None for one with its matrix in memory, on another device, of a class that
-        is not one of these, or whose ``project`` somebody replaced.
+    None for a projector with its matrix in memory, on another device than ``device``, of a class
+    of the user's own, or with a ``project`` that somebody replaced.
     """
     own = isinstance(projector, BasicProjector | CudaProjector | ChunkedCudaProjector)
     if not own or "project" in vars(projector):
         return None
-    found = known_projection(projector, n_params, model_id)
+    spec = known_projection(projector, n_params, model_id)
     there = torch.device(projector.device).type == device.type
-    return found if there and found is not None and found.n_params == n_params else None
+    return spec if there and spec is not None and spec.n_params == n_params else None
 
 
 def known_projection(projector: object, n_params: int, model_id: int) -> ProjectionSpec | None:
-    """Return which matrix a projector applies; None for a class that is not one of these.
+    """Return the projection that a projector applies; None for a class of the user's own.
 
-    Args:
-        projector: The projector.
-        n_params: Size of a gradient, for the projector that doesn't project.
-        model_id: Whose matrix.
+    ``n_params`` is the size of a gradient, which the projector that doesn't project cannot know.
     """
     kind = type(projector)
     if isinstance(projector, _MatrixProjector) and kind in _OWN:
@@ -342,5 +362,5 @@ def known_projection(projector: object, n_params: int, model_id: int) -> Project
     return None
 
 
-# Not their subclasses: those may do anything.
+# Their subclasses may do anything.
 _OWN = (BasicSingleBlockProjector, BasicProjector, CudaProjector)

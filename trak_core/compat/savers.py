@@ -1,17 +1,16 @@
-"""TRAK's store: a folder of memory maps and small JSON files, safe against kills and neighbours.
+"""Keep TRAK's store: a folder of memory maps and small JSON files, safe with several processes.
 
-    metadata.json            JL dimension, JL matrix type, train set size
+    metadata.json            JL dimension, JL matrix type, train set size, and what they stand for
     experiments.json         name -> num_targets, scores_path, scores_finalized
     id_{m}.json              is_featurized, is_finalized, lambda_reg, checkpoint (a digest)
     {m}/grads.mmap           projected gradients (n, k)         {m}/out_to_loss.mmap    (n, 1)
     {m}/features.mmap        (n, k)                             {m}/_is_featurized.mmap (n, 1)
-    {m}/_samples.mmap        each sample's SAMPLE_COLUMNS, NaN where the task has none
-    {m}/{exp}_grads.mmap     targets (m, k), NaN where not scored yet; {m}/{exp}_samples.mmap
+    {m}/{exp}_grads.mmap     targets (m, k), NaN where not scored yet
     scores/{exp}.mmap        (n, m)
 
-Every map is a ``.npy`` file. A map is made under a temporary name and renamed, JSON files are
-replaced whole, and what several processes share is changed under a lock: processes with different
-model ids never lose each other's work, and nothing finished is ever emptied.
+Every map is a ``.npy`` file. A map gets its name when it is whole, a JSON file is replaced whole,
+and a lock guards what processes share. So processes with different model ids never lose each
+other's work, a kill leaves no half file, and nothing that is finished is ever emptied.
 """
 
 import contextlib
@@ -20,32 +19,93 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.lib.format import open_memmap
 
-from trak_core.compat.maps import Map, write_array, write_json
 from trak_core.errors import InputError
+from trak_core.system.whole_file import written_whole
 
 
 class ModelIDException(InputError):
     """A model id is not in the state that a call needs."""
 
 
-# Columns of the maps of samples.
-SAMPLE_COLUMNS = ("outputs", "labels", "predictions", "curvature")
+class AssertedError(InputError, AssertionError):
+    """The original asserts this, so scripts may catch an ``AssertionError``."""
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, which appears when it is whole."""
+    with written_whole(path) as partial:
+        partial.write_text(json.dumps(content), encoding="utf-8")
+
+
+def write_array(path: Path, values: np.ndarray) -> np.memmap:
+    """Write a ``.npy`` file whole, and return a map of it whose changes stay in memory."""
+    with written_whole(path) as partial:
+        array = open_memmap(partial, mode="w+", shape=values.shape, dtype=values.dtype)
+        array[:] = values
+        array.flush()
+    return open_memmap(path, mode="c")
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """One memory-mapped ``.npy`` file of the store; a new one holds ``fill`` everywhere."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: Any
+    fill: float = 0
+
+    def create(self) -> None:
+        """Make the file if it is missing."""
+        if self.path.exists():
+            return
+        with written_whole(self.path) as partial:
+            array = open_memmap(partial, mode="w+", shape=self.shape, dtype=self.dtype)
+            if self.fill != 0:
+                array[:] = self.fill
+            array.flush()
+
+    def open(self, mode: str) -> np.memmap | None:
+        """Return the array, or None if there is no file; mode ``w+`` makes a missing one first.
+
+        Raises:
+            InputError: If the file is damaged, or has another shape or dtype.
+        """
+        if mode == "w+":
+            self.create()
+        if not self.path.exists():
+            return None
+        try:
+            array = open_memmap(self.path, mode="r" if mode == "r" else "r+")
+        except ValueError as error:
+            raise InputError(
+                f"{self.path} must be a whole .npy file: {error}. Delete it and make it again."
+            ) from error
+        if array.shape != self.shape or array.dtype != self.dtype:
+            raise InputError(
+                f"{self.path} must be {np.dtype(self.dtype)} of shape {self.shape}. Found "
+                f"{array.dtype} of shape {array.shape}. Use the settings it was made with, or "
+                "another save_dir."
+            )
+        return array
 
 
 class AbstractSaver(ABC):
-    """Where a TRAKer keeps its arrays and what is known of them.
+    """Where a TRAKer keeps its arrays and what it knows about them.
 
     Attributes:
         save_dir: The folder.
-        metadata: Hyperparameters; a folder made with others is refused.
+        metadata: Settings; a folder that was made with others is refused.
         model_ids: Model id -> is_featurized, is_finalized; once known, lambda_reg and checkpoint.
         experiments: Name -> num_targets, scores_path, scores_finalized.
-        current_model_id: Of the arrays in ``current_store``, or None.
+        current_model_id: Whose arrays ``current_store`` has; None before the first.
         current_store: Name -> array.
     """
 
@@ -89,7 +149,7 @@ class AbstractSaver(ABC):
         )
 
     def refresh(self) -> None:
-        """Take in what other processes have added; unless told not to look at the folder."""
+        """Read what other processes have added, if ``load_from_save_dir`` allows it."""
         if not self.load_from_save_dir:
             return
         for path in sorted(self.save_dir.glob("id_*.json")):
@@ -104,7 +164,7 @@ class AbstractSaver(ABC):
         return model_id in self.model_ids
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Put the scores of an experiment where ``current_store`` has them, and return them."""
+        """Write the scores of an experiment into ``current_store``, and return them."""
         stored = self.current_store[f"{exp_name}_scores"]
         stored[:] = scores
         self.save_scores(exp_name)
@@ -115,18 +175,18 @@ class AbstractSaver(ABC):
         content = json.loads(path.read_text())
         return {int(model_id): state for model_id, state in content.items()}
 
-    def _check_metadata(self, found: Mapping[str, Any]) -> None:
+    def _check_metadata(self, stored: Mapping[str, Any]) -> None:
         for name, value in self.metadata.items():
-            if found.get(name) != value:
-                raise InputError(
-                    f"{self.save_dir}: a store keeps the settings it was made with. Found {name} "
-                    f"{found.get(name)!r} there and {value!r} here. Use the same settings, or "
-                    "another save_dir."
+            if stored.get(name) != value:
+                raise AssertedError(
+                    f"A store keeps the settings it was made with. Found {name} "
+                    f"{stored.get(name)!r} in {self.save_dir} and {value!r} here. Use the same "
+                    "settings, or another save_dir."
                 )
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
-        """Keep other processes from changing shared files meanwhile."""
+        """Hold the lock of the folder's shared files."""
         with (self.save_dir / ".lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -139,7 +199,7 @@ class AbstractSaver(ABC):
 
     @abstractmethod
     def serialize_current_model_id_metadata(self, already_exists: bool = True) -> None:
-        """Write what is known of the current model id."""
+        """Write the state of the current model id."""
 
     @abstractmethod
     def init_store(self, model_id: int) -> None:
@@ -181,11 +241,11 @@ class MmapSaver(AbstractSaver):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Take the sizes of the arrays."""
+        """Open or make the folder."""
         super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
         self.train_set_size = train_set_size
         self.proj_dim = proj_dim
-        # How large arrays are stored; scores, which are results, keep float32.
+        # Scores are results and stay float32.
         self._dtype = np.float16 if use_half_precision else np.float32
 
     def register_model_id(
@@ -199,19 +259,18 @@ class MmapSaver(AbstractSaver):
         if self.is_registered(model_id):
             if not _allow_featurizing_already_registered:
                 raise ModelIDException(
-                    f"A model id must be registered once. Found model id {model_id} in "
-                    f"{self.save_dir}; `load_checkpoint` goes on with it."
+                    f"Model id {model_id} is registered already; `load_checkpoint` goes on with it."
                 )
             self.load_current_store(model_id)
             return
         self.init_store(model_id)
         if self.is_registered(model_id):
-            return  # by another process, in this moment
+            return  # another process did it in this moment
         if self.current_store["is_featurized"].any():
             raise ModelIDException(
-                f"{self.save_dir / str(model_id)}: the folder of a new model id must hold no "
-                f"features. Found some, but no id_{model_id}.json that says of what checkpoint. "
-                "Delete the folder, or take another model id."
+                f"The folder of a new model id must hold no features. Found some in "
+                f"{self.save_dir / str(model_id)}, but no id_{model_id}.json that says which "
+                "checkpoint they belong to. Delete the folder, or take another model id."
             )
         self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
         self.serialize_current_model_id_metadata(already_exists=False)
@@ -228,27 +287,21 @@ class MmapSaver(AbstractSaver):
 
     def _train_maps(self, model_id: int) -> dict[str, Map]:
         folder = self.save_dir / str(model_id)
-        n, k, columns = self.train_set_size, self.proj_dim, len(SAMPLE_COLUMNS)
+        n, k = self.train_set_size, self.proj_dim
         return {
             "grads": Map(folder / "grads.mmap", (n, k), self._dtype),
             "out_to_loss": Map(folder / "out_to_loss.mmap", (n, 1), self._dtype),
             "features": Map(folder / "features.mmap", (n, k), self._dtype),
             "is_featurized": Map(folder / "_is_featurized.mmap", (n, 1), np.int32),
-            "samples": Map(folder / "_samples.mmap", (n, columns), np.float64, np.nan),
         }
 
-    def _target_maps(self, model_id: int, exp_name: str, num_targets: int) -> dict[str, Map]:
-        folder = self.save_dir / str(model_id)
-        shape, columns = (num_targets, self.proj_dim), len(SAMPLE_COLUMNS)
-        grads, samples = f"{exp_name}_grads", f"{exp_name}_samples"
+    def _target_map(self, model_id: int, exp_name: str, num_targets: int) -> Map:
+        path = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap"
         # NaN marks targets that were never scored; zeros would look like a result.
-        return {
-            grads: Map(folder / f"{grads}.mmap", shape, self._dtype, np.nan),
-            samples: Map(folder / f"{samples}.mmap", (num_targets, columns), np.float64, np.nan),
-        }
+        return Map(path, (num_targets, self.proj_dim), self._dtype, np.nan)
 
     def init_store(self, model_id: int) -> None:
-        """Make the arrays of a model id that are not there yet, and open them."""
+        """Make the missing arrays of a model id, and open all of them."""
         (self.save_dir / str(model_id)).mkdir(exist_ok=True)
         # Two processes may share a model id: neither may put new arrays over the other's.
         with self.locked():
@@ -284,9 +337,8 @@ class MmapSaver(AbstractSaver):
                     "another name."
                 )
             self.experiments |= experiments
-            for target_map in self._target_maps(model_id, exp_name, num_targets).values():
-                target_map.create()
-        # Scoring changes nothing of the training arrays, and says so: many processes may score.
+            self._target_map(model_id, exp_name, num_targets).create()
+        # Opened for reading, because many processes may score at once.
         self.load_current_store(model_id, mode="r")
         self.load_current_store(model_id, exp_name, num_targets)
 
@@ -297,13 +349,9 @@ class MmapSaver(AbstractSaver):
         exp_num_targets: int = -1,
         mode: str = "r+",
     ) -> None:
-        """Open the arrays of a model id, or those of an experiment besides.
+        """Open the arrays of a model id or, with ``exp_name``, those of its experiment.
 
-        Args:
-            model_id: Whose arrays.
-            exp_name: The experiment; None opens the training arrays.
-            exp_num_targets: Its number of targets.
-            mode: ``r+``, ``r``, or ``w+``, which makes what is missing and keeps what is there.
+        Mode ``w+`` makes what is missing, and keeps what is there.
         """
         self.current_model_id = model_id
         if exp_name is None:
@@ -311,8 +359,10 @@ class MmapSaver(AbstractSaver):
         else:
             self.current_experiment_name = exp_name
             path, shape = self._scores_path(exp_name), (self.train_set_size, exp_num_targets)
-            maps = self._target_maps(model_id, exp_name, exp_num_targets)
-            maps[f"{exp_name}_scores"] = Map(path, shape, np.float32)
+            maps = {
+                f"{exp_name}_grads": self._target_map(model_id, exp_name, exp_num_targets),
+                f"{exp_name}_scores": Map(path, shape, np.float32),
+            }
         for name, array in maps.items():
             self.current_store[name] = array.open(mode)
 
@@ -320,7 +370,7 @@ class MmapSaver(AbstractSaver):
         return self.save_dir / "scores" / f"{exp_name}.mmap"
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
-        """Replace the scores of an experiment whole, and return them; changes stay in memory."""
+        """Write the scores of an experiment whole; changes of what comes back stay in memory."""
         stored = write_array(self._scores_path(exp_name), scores.astype(np.float32, copy=False))
         self.save_scores(exp_name)
         self.current_store[f"{exp_name}_scores"] = stored

@@ -1,4 +1,4 @@
-"""TRAK 0.3.2's formula between features and scores, summed in float64 and solved in float64."""
+"""Compute TRAK 0.3.2's formula from gradients to scores, with sums and solves in float64."""
 
 import logging
 import warnings
@@ -7,35 +7,81 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from trak_core.compat._vectors import get_matrix_mult
-from trak_core.errors import InputError
-
 # Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
 _MAX_CONDITION = 1e13
 
 
+def get_output_memory(features: Tensor, target_grads: Tensor, target_dtype: torch.dtype) -> int:
+    """Return the bytes of ``features @ target_grads.T``."""
+    return len(features) * len(target_grads) * target_dtype.itemsize
+
+
+def get_free_memory(device: torch.device) -> int:
+    """Return the bytes that torch has reserved on a CUDA device and not used."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def get_matrix_mult_standard(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype
+) -> Tensor:
+    """Return ``features @ target_grads.T`` in ``target_dtype``, summed in float32 at least."""
+    wide = torch.promote_types(features.dtype, torch.float32)
+    return (features.to(wide) @ target_grads.to(wide).T).to(target_dtype)
+
+
+def get_matrix_mult_blockwise(
+    features: Tensor, target_grads: Tensor, target_dtype: torch.dtype, bs: int
+) -> Tensor:
+    """Return the product on the CPU, made ``bs`` rows and columns at a time, by a GPU if any."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    output = torch.empty((len(features), len(target_grads)), dtype=target_dtype)
+    for i in range(0, len(features), bs):
+        rows = features[i : i + bs].to(device)
+        for j in range(0, len(target_grads), bs):
+            block = get_matrix_mult_standard(
+                rows, target_grads[j : j + bs].to(device), target_dtype
+            )
+            output[i : i + bs, j : j + bs] = block.cpu()
+    return output
+
+
+def get_matrix_mult(
+    features: Tensor,
+    target_grads: Tensor,
+    target_dtype: torch.dtype | None = None,
+    batch_size: int = 8096,
+    use_blockwise: bool = False,
+) -> Tensor:
+    """Return ``features @ target_grads.T``, shape (n, m), of rows (n, k) and (m, k).
+
+    With ``use_blockwise``, or where the product doesn't fit the GPU, it is made in blocks of
+    ``batch_size`` rows and columns and lies on the CPU. Its dtype is ``target_dtype``, or that of
+    the features.
+    """
+    dtype = features.dtype if target_dtype is None else target_dtype
+    on_gpu = features.device.type == "cuda"
+    too_large = on_gpu and get_output_memory(features, target_grads, dtype) >= get_free_memory(
+        features.device
+    )
+    if use_blockwise or too_large:
+        return get_matrix_mult_blockwise(features, target_grads, dtype, batch_size)
+    return get_matrix_mult_standard(features, target_grads, dtype)
+
+
 def inverse_or_pseudo_inverse(matrix: Tensor, max_rank: int) -> tuple[Tensor, int]:
-    """Return the inverse of a matrix, or where it has none the pseudo-inverse, and the rank.
+    """Return the inverse of a matrix and its rank, or the pseudo-inverse where there is no inverse.
 
     A direction counts if its eigenvalue is above 1e-13 of the largest; the others are left out. For
     G^T G, G times the pseudo-inverse is the limit of G inv(G^T G + lambda I) for lambda to 0.
 
     Args:
         matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        max_rank: Of no more directions than these; k if nothing is known.
+        max_rank: How many directions can count; k if nothing is known.
 
     Returns:
         Shape (k, k), float64; how many directions count.
-
-    Raises:
-        InputError: If the matrix is not finite.
     """
     k = len(matrix)
-    if not matrix.isfinite().all():
-        raise InputError(
-            "Features must be finite, and their products too. Found NaN or infinity in G^T G. Look "
-            "for bad values in the samples and in the checkpoint."
-        )
     if max_rank >= k:
         inverse, info = torch.linalg.inv_ex(matrix)
         condition = float(torch.linalg.norm(matrix) * torch.linalg.norm(inverse))
@@ -51,8 +97,8 @@ class AbstractScoreComputer(ABC):
     """Three steps: the matrix G^T G, the features G K, the scores (G K) T^T.
 
     Attributes:
-        max_rank: What the rank of G^T G cannot exceed, set by TRAKer: the number of training
-            samples or of parameters. Rows rounded to float16 would seem to have more.
+        max_rank: The smaller of the numbers of training samples and parameters, set by TRAKer. The
+            rank of G^T G cannot exceed it, although rows rounded to float16 seem to have more.
     """
 
     max_rank: int | None = None
@@ -77,7 +123,18 @@ class AbstractScoreComputer(ABC):
 
 
 class BasicScoreComputer(AbstractScoreComputer):
-    """The steps, ``CUDA_MAX_DIM_SIZE`` rows at a time."""
+    """The steps, ``CUDA_MAX_DIM_SIZE`` rows at a time.
+
+    Example:
+        >>> import torch
+        >>> gradients, targets = torch.eye(3, 2), torch.tensor([[2.0, 0.0]])
+        >>> computer = BasicScoreComputer(torch.float32, "cpu", lambda_reg=1.0)
+        >>> features = computer.get_x_xtx_inv(gradients, computer.get_xtx(gradients))
+        >>> scores = torch.zeros(3, 1)
+        >>> computer.get_scores(features, targets, accumulator=scores)
+        >>> scores.ravel().tolist()
+        [4.0, 0.0, 0.0]
+    """
 
     def __init__(
         self,
@@ -106,8 +163,9 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return G K, float32, shape (n, k).
 
-        Where G^T G + lambda I has no inverse to working precision, as with lambda 0 and fewer rows
-        than columns, K is made of its pseudo-inverse, and a warning says what to set.
+        G^T G + lambda I has no inverse to working precision where lambda is 0 and rows are fewer
+        than columns, for one. The pseudo-inverse takes its place then, and a warning says what to
+        set.
         """
         k, xtx = len(xtx), xtx.double()
         identity = torch.eye(k, dtype=torch.float64, device=xtx.device)
@@ -133,7 +191,7 @@ class BasicScoreComputer(AbstractScoreComputer):
         return torch.cat(products)
 
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
-        """Add the scores to a float32 accumulator on the CPU, block of rows by block of rows."""
+        """Add the scores to a float32 accumulator on the CPU, a block of rows at a time."""
         targets = target_grads.to(self.device).float()
         first = 0
         for block in torch.split(features, self.CUDA_MAX_DIM_SIZE):
@@ -143,4 +201,4 @@ class BasicScoreComputer(AbstractScoreComputer):
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):
-    """The same: how many rows are taken at once changes no number."""
+    """The same: the number of rows at a time changes no score."""

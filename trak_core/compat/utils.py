@@ -1,21 +1,19 @@
-"""Small functions that users of TRAK import from ``trak.utils``; nothing inside imports this."""
+"""Offer the small functions of ``trak.utils``; nothing inside imports this module."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from trak_core.compat._vectors import (
+from trak_core.compat.projectors import vectorize
+from trak_core.compat.score_computers import (
     get_free_memory,
     get_matrix_mult,
     get_matrix_mult_blockwise,
     get_matrix_mult_standard,
-    get_num_params,
     get_output_memory,
-    parameters_to_vector,
-    vectorize,
 )
 from trak_core.compat.traker import TRAKer
 
@@ -34,6 +32,16 @@ __all__ = [
 ]
 
 
+def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:
+    """Return tensors flattened, one after the other, shape (p,)."""
+    return torch.cat([parameter.reshape(-1) for parameter in parameters])
+
+
+def get_num_params(model: nn.Module) -> int:
+    """Return the number of entries of all of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
     """Return whether name ``ind`` is not one of BatchNorm's running statistics."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
@@ -43,8 +51,8 @@ def is_not_buffer(ind: int, params_dict: Sequence[str]) -> bool:
 def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, list[int]]:
     """Return TRAK's largest chunk for a batch size, and the entries of each chunk of parameters.
 
-    The original's kernel counts entries of a batch with 32 bits. Ours does not: nothing here needs
-    chunks, and the function is kept for those who call it.
+    The original needs chunks because its kernel counts entries of a batch with 32 bits. Nothing
+    here needs them.
     """
     largest = int(np.iinfo(np.uint32).max) // batch_size
     chunks: list[int] = []
@@ -58,10 +66,14 @@ def get_parameter_chunk_sizes(model: nn.Module, batch_size: int) -> tuple[int, l
 
 
 def test_install(use_fast_jl: bool = True) -> None:  # ruff: ignore[pytest-parameter-with-default-argument]
-    """Featurize a tiny model and say what works.
+    """Featurize a tiny model and print what works.
 
     Args:
-        use_fast_jl: Check the CUDA kernel where there is a GPU; False checks the CPU.
+        use_fast_jl: Check the CUDA kernel if there is a GPU; False checks the CPU.
+
+    Example:
+        >>> test_install(use_fast_jl=False)
+        trak_core.compat works on cpu.
     """
     if use_fast_jl and not torch.cuda.is_available():
         print("There is no CUDA device here: the CUDA kernel was not checked. The CPU path was:")

@@ -205,4 +205,4 @@ def check_memory(
             try:
                 need.check(memory_mb)
             except InputError as error:
-                raise InputError(f"experiment {experiment}: {error}") from None
+                raise InputError(f"experiment {experiment}: {error}", error.code) from None

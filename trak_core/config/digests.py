@@ -1,4 +1,4 @@
-"""Which part of a study's source decides what, as hashes."""
+"""Digests of a study: what decides training, targets, or everything that is shown."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -8,16 +8,9 @@ from trak_core.errors import InputError
 from trak_core.provenance import content_digest, study_digest
 from trak_core.system.data_files import file_digest
 
-# The study's functions that jobs call for a thing; None for all.
-_TRAIN_DATA = ("make_model", "train_data", "train_ids")
-_CALLED = {
-    "whole": None,
-    "features": _TRAIN_DATA,
-    "targets": (*_TRAIN_DATA, "target_data", "target_ids"),
-    "questions": (*_TRAIN_DATA, "encode"),
-    "training": (*_TRAIN_DATA, "train"),
-    "retraining": (*_TRAIN_DATA, "train", "target_data", "target_ids"),
-}
+# The study's functions that are called to show samples alone, and for targets alone.
+_SHOWING = {"draw", "describe"}
+_TARGETS = {"target_data", "target_ids", "encode"}
 
 
 def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -28,13 +21,18 @@ def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> d
         data_files: Digests of the data files that the config names, by their paths.
 
     Returns:
-        ``whole``, and of what is reached by what jobs call for ``features`` of training samples,
-        for ``targets``, ``questions``, ``training`` and ``retraining``.
+        ``training``, of what decides trained checkpoints and features of training samples;
+        ``targets``, which adds the functions called for targets; ``whole``, which adds those that
+        draw and describe samples.
 
     Raises:
         InputError: See ``study_digest``.
     """
-    return {name: study_digest(study, data_files, called) for name, called in _CALLED.items()}
+    return {
+        "training": study_digest(study, data_files, _SHOWING | _TARGETS),
+        "targets": study_digest(study, data_files, _SHOWING),
+        "whole": study_digest(study, data_files),
+    }
 
 
 def targets_digest(
@@ -52,11 +50,10 @@ def targets_digest(
     """
     if question is None:
         code = [digests.get("targets")]
-    elif question.endswith(".py"):
-        # It may import the study.
-        code = [digests["whole"], _content(question)]
     else:
-        code = [digests["questions"], _content(question)]
+        # A question in Python may import the study, and call anything there.
+        decides = "whole" if question.endswith(".py") else "targets"
+        code = [digests[decides], _content(question)]
     return content_digest(ids and [str(i) for i in ids], *code)
 
 

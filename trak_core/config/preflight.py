@@ -1,7 +1,7 @@
 """One look over a study before any job: does it load, does it fit, is everything there?
 
-The study itself is looked at in a process of its own, and the answer stays in the results folder
-under a key of all that was looked at, so that a further start costs nothing.
+A process of its own looks at the study and its checkpoints. The answer stays in the results folder
+under keys of all that was looked at, so that a further start costs nothing.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from trak_core.config.budget import check_memory, evaluation_need
 from trak_core.config.demands import check_columns, check_sizes
 from trak_core.config.specs import TRAIN, Specs
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest
+from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import OPTIMIZER_FILE, projection_of
 from trak_core.system.record import read_record, write_record
 
@@ -34,12 +34,13 @@ def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
         is_stored: Whether the user's files are in a store, which Snakemake looks into.
 
     Raises:
-        InputError: At the first thing that doesn't hold.
+        InputError: At the first thing that doesn't hold; all checkpoints that don't fit are told of
+            together.
     """
     _check_files(specs, is_stored)
     record = results / "study.json"
     known = read_record(record)
-    found = _found(specs, known)
+    found = _found(specs, known, [] if is_stored else _own_checkpoints(specs))
     _check_sizes(specs, found)
     if found != known:
         write_record(record, found)
@@ -56,23 +57,27 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             )
         return
     here = f"(from {Path.cwd()})"
-    if "training" not in specs.config:
-        paths = [one.path for one in specs.checkpoints.values() if one.path is not None]
-        own = [path for path in paths if "://" not in path]
-        gone = [path for path in own if not Path(path).exists()]
-        if gone:
-            raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
-        bare = [path for path in own if _lacks_optimizer(Path(path))]
-        if bare and specs.all_features.preconditioner is not None:
-            raise InputError(
-                "With `preconditioner: adam`, checkpoints must be folders that hold "
-                f"{OPTIMIZER_FILE}, as a Trainer saves it without save_only_model, or files of "
-                f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
-                "that have one, or leave `preconditioner` out."
-            )
+    own = _own_checkpoints(specs)
+    gone = [path for path in own if not Path(path).exists()]
+    if gone:
+        raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
+    bare = [path for path in own if _lacks_optimizer(Path(path))]
+    if bare and specs.all_features.preconditioner is not None:
+        raise InputError(
+            "With `preconditioner: adam`, checkpoints must be folders that hold "
+            f"{OPTIMIZER_FILE}, as a Trainer saves it without save_only_model, or files of "
+            f"model and optimizer. Found no optimizer in {', '.join(bare)}. Name only those "
+            "that have one, or leave `preconditioner` out."
+        )
     truth = specs.evaluation.get("ground_truth")
     if truth is not None and "://" not in truth and not Path(truth).is_file():
         raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+
+
+def _own_checkpoints(specs: Specs) -> list[str]:
+    """Return the paths of checkpoints on this disk that the pipeline doesn't train."""
+    paths = [checkpoint.path for checkpoint in specs.checkpoints.values()]
+    return [path for path in paths if path is not None and "://" not in path]
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
@@ -116,8 +121,8 @@ def _request(specs: Specs) -> dict[str, Any]:
     }
 
 
-def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
-    """Return sizes of the study, having asked it for what is not known."""
+def _found(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> dict[str, Any]:
+    """Return sizes of the study and keys of checkpoints that fit, having looked at what is new."""
     request, shards = _request(specs), specs.shards
     looked_by = [specs.digests["whole"], code_digest("trak_core.stages.preflight_study")]
     keys = {
@@ -129,13 +134,20 @@ def _found(specs: Specs, known: dict[str, Any]) -> dict[str, Any]:
     }
     splits = known.get("splits", {})
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
-    if not new:
+    fitting = {path: _key([*looked_by, path, stat_signature(Path(path))]) for path in checkpoints}
+    changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
+    if not (new or changed):
         return known
     request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
+    request["checkpoints"] = changed
     request["questions"] = specs.questions
     sizes = _asked(request)
     found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
-    return {"n_params": sizes["n_params"], "splits": {s: found.get(s) or splits[s] for s in shards}}
+    return {
+        "n_params": sizes["n_params"],
+        "splits": {s: found.get(s) or splits[s] for s in shards},
+        "checkpoints": fitting,
+    }
 
 
 def _key(looked_at: list[Any]) -> str:
@@ -197,6 +209,6 @@ def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
             n_subsets=specs.evaluation["subsets"]["count"],
             n_checkpoints=len(specs.checkpoints),
             n_settings=len(settings),
-            n_weightings=len({setting.weighting for setting in settings}),
+            n_weightings=len({setting.loss_weighting for setting in settings}),
             n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
         ).check(memory_mb)

@@ -1,6 +1,6 @@
 """How scores come from features where a config doesn't say. Pure functions, standard library only.
 
-Source: spec of the scores, "The formula" (the table of defaults).
+Source: docs/scores.md, "What each option changes" (the table of defaults).
 """
 
 from typing import Any

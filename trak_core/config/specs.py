@@ -9,7 +9,6 @@ from trak_core.config.demands import check_evaluation, check_exact, check_precon
 from trak_core.config.digests import study_digests, targets_digest
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
 from trak_core.config.scoring import fill_in_scoring
-from trak_core.config.sweep import Setting, settings_of
 from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
@@ -21,8 +20,10 @@ from trak_core.spec import (
     NormalSpec,
     RetrainedSpec,
     ScoresSpec,
+    Setting,
     curvature_power,
     ordered,
+    settings_of,
 )
 from trak_core.system.data_files import data_digests
 
@@ -136,7 +137,7 @@ class Specs:
             parameter_patterns=None if patterns == "all" else patterns,
             projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
-            study_digest=self.digests["features"],
+            study_digest=self.digests["training"],
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
         )
 
@@ -284,7 +285,7 @@ class Specs:
             subsets=subsets,
             arguments=self.training,
             model_output=self.config["model_output"],
-            study_digest=self.digests["retraining"],
+            study_digest=self.digests["targets"],
             seeds=seeds,
             seed=seed,
         )

@@ -1,9 +1,12 @@
 """Split samples into inputs and labels, pad and join texts, and call a model with them."""
 
 import math
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -126,7 +129,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
                 "a tuple of the model's positional arguments and, last, the label, or a dict of "
                 "its named arguments and `labels`"
             )
-        raise InputError(f"A sample must be {needed}. Found {found}.")
+        raise InputError(f"A sample must be {needed}. Found {found}.", code="gradients.sample_form")
     if labels is None:
         first = next(iter((*args, *kwargs.values())))
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
@@ -138,7 +141,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
         if tensor.ndim == 0 or len(tensor) != len(batch):
             raise InputError(
                 f"Every tensor of a batch must have one row a sample. Found {len(batch)} labels "
-                f"and {name} of shape {tuple(tensor.shape)}."
+                f"and {name} of shape {tuple(tensor.shape)}.",
+                code="gradients.batch_rows",
             )
     return batch
 
@@ -236,7 +240,8 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             raise InputError(
                 "Samples must be tuples of one length, or dicts with the same keys. Found "
                 f"{', '.join(first)} in sample {first_id}, {', '.join(shapes)} in sample "
-                f"{sample_id}."
+                f"{sample_id}.",
+                code="gradients.different_inputs",
             )
         same -= {name for name, shape in shapes.items() if shape != first[name]}
         along -= {
@@ -265,29 +270,56 @@ def _refuse(
     )
     raise InputError(
         f"Samples must have the same shapes in every sample{exception if is_text else ''}. Found "
-        f"for {name}: {'; '.join(found)}. Bring them to one shape."
+        f"for {name}: {'; '.join(found)}. Bring them to one shape.",
+        code="gradients.different_shapes",
     )
+
+
+_OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 
 
 def call(model: nn.Module, batch: Batch) -> object:
     """Return what the model returns for a batch.
 
     Raises:
-        InputError: If it fails; the message names the inputs' shapes.
+        InputError: If it fails; the message names shapes and dtypes of what the model was called
+            with, and the last line of the user's code that ran.
     """
     try:
         return batch.given_to(model)
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
-        shapes = ", ".join(
-            f"{name} {tuple(tensor.shape)}" if batch.kwargs else str(tuple(tensor.shape))
+        inputs = ", ".join(
+            f"{f'{name} ' if batch.kwargs else ''}{tuple(tensor.shape)} {_short(tensor.dtype)}"
             for name, tensor in batch.tensors()
         )
+        own = ", ".join(sorted({_short(p.dtype) for p in model.parameters()})) or "none"
         raise InputError(
-            "A sample must be a tuple of the model's positional arguments and, last, the label, "
-            "or a dict of its named arguments and `labels`. "
-            f"Calling the model with one sample of shapes {shapes} failed: "
-            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            "The model must take its samples without an error. Called with "
+            f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
+            f"parameters of {own}. Found {type(error).__name__}: "
+            f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
+            "If that is not what the model takes, change the samples: a sample must be a tuple of "
+            "the model's positional arguments and, last, the label, or a dict of its named "
+            "arguments and `labels`. If it is, mend the model.",
+            code="gradients.model_call",
         ) from error
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _last_line(error: BaseException) -> str:
+    """Return where the user's code failed; else where a library that isn't torch did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
+    own = [f for f in others if not f.filename.startswith(_INSTALLED)]
+    if not others:
+        return ""
+    frame = (own or others)[-1]
+    return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
 # Convolutions on CUDA round float32 to TF32, 10 bits.

@@ -50,7 +50,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             raise InputError(
                 "The model must return the same numbers every time in evaluation mode. Found "
                 f"different ones for the same batch; the first layer that differs: {layer}. "
-                "Switch its randomness off where `module.training` is False."
+                "Switch its randomness off where `module.training` is False.",
+                code="gradients.random_model",
             )
         try:
             parts = [_run(model, output, _alone(batch, i)) for i in range(len(batch))]
@@ -66,7 +67,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 f"that one by one {reason}; the first layer that mixes samples: "
                 f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
                 "`track_running_stats=True`; a loss or normalization across the batch has no "
-                "per-sample gradient."
+                "per-sample gradient.",
+                code="gradients.mixed_samples",
             )
         if batch.lengths is not None:
             _check_padding(model, output, batch, together, tolerance)
@@ -84,7 +86,8 @@ def _check_padding(
             "The model output of a text must not depend on padding: texts of different lengths are "
             f"padded on the right. Found that f differs by up to {difference:.2g} between texts "
             "padded and as they are. A model whose tokens see those that follow must take an input "
-            "`attention_mask`, and leave out what it says; or give texts of one length."
+            "`attention_mask`, and leave out what it says; or give texts of one length.",
+            code="gradients.padding",
         )
 
 
@@ -94,7 +97,8 @@ def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, T
     if len(outputs) != len(batch):
         raise InputError(
             f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
-            f"{len(batch)}."
+            f"{len(batch)}.",
+            code="gradients.model_rows",
         )
     pairs = zip(outputs, batch.labels, strict=True)
     sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
@@ -210,7 +214,8 @@ def count_classes(
     if n_classes is not None and n_classes < 2:
         raise InputError(
             "Log-odds of a label need a model that returns one logit for each of at least 2 "
-            f"classes. Found {n_classes}: for a single logit x, let the model return (0, x)."
+            f"classes. Found {n_classes}: for a single logit x, let the model return (0, x).",
+            code="gradients.too_few_classes",
         )
     if sample.labels.ndim == 1 + (output.label_ndim or 0):
         _check_shapes(output, outputs, torch.zeros_like(sample.labels[0]))
@@ -228,7 +233,8 @@ def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
         raise InputError(
             f"The model output must be one number a sample. Found {found} from what the model "
             f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
-            f"{tuple(label.shape)}."
+            f"{tuple(label.shape)}.",
+            code="gradients.output_shape",
         )
 
 
@@ -253,7 +259,8 @@ def check_labels(
     if labels.ndim != 1 + output.label_ndim:
         raise InputError(
             f"A label must be {_LABEL_SHAPES[output.label_ndim]}. Found labels of shape "
-            f"{tuple(labels.shape)}."
+            f"{tuple(labels.shape)}.",
+            code="gradients.label_shape",
         )
     if n_classes is None:
         good = torch.isfinite(labels)
@@ -261,7 +268,8 @@ def check_labels(
     else:
         if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
             raise InputError(
-                f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}."
+                f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}.",
+                code="gradients.label_dtype",
             )
         good = (labels >= 0) & (labels < n_classes)
         expected = f"integers from 0 to {n_classes - 1}, the classes of the study's model"
@@ -272,14 +280,17 @@ def check_labels(
         i = int((~good).nonzero()[0, 0])
         bad = labels[i][~good[i]] if output.label_ndim else labels[i]
         raise InputError(
-            f"Labels must be {expected}. Found {bad.flatten()[0].item()} in sample {sample_ids[i]}."
+            f"Labels must be {expected}. Found {bad.flatten()[0].item()} in sample "
+            f"{sample_ids[i]}.",
+            code="gradients.label_value",
         )
     if output.label_ndim:
         empty = (vmap(output.label_number)(labels) == 0).nonzero().flatten().tolist()
         if empty:
             raise InputError(
                 f"A label must have a part that counts, that is not {IGNORED}; a text must have "
-                f"one after its first token. Found none in sample {sample_ids[empty[0]]}."
+                f"one after its first token. Found none in sample {sample_ids[empty[0]]}.",
+                code="gradients.empty_label",
             )
 
 
@@ -344,7 +355,8 @@ def _refuse_bad(
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
             f"{_first_eight(bad_ids)} in {_first_eight(names)}. Look for bad values "
-            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}"
+            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
+            code="gradients.not_finite",
         )
 
 
@@ -366,7 +378,8 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {_first_eight(bad_ids)}. "
         "Look for bad values in these samples and in the checkpoint; an infinite score would hide "
-        "them."
+        "them.",
+        code="gradients.values_not_finite",
     )
 
 

@@ -123,7 +123,8 @@ def _checked_budget(needed: SampleMemory, device: torch.device, memory_mb: int) 
         raise InputError(
             f"{memory} must hold the gradient of one sample: about "
             f"{-(-needed.of(1) // 2**20)} MiB. "
-            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`."
+            f"Found {budget // 2**20}. {remedy}, or choose fewer `parameters`.",
+            code="gradients.memory_limit",
         )
     return budget
 
@@ -173,7 +174,8 @@ def in_chunks(
                 raise InputError(
                     "Memory must hold the gradient of one sample. It ran out: "
                     f"{message} Give the job more memory (on a cluster by "
-                    "--set-resources RULE:mem_mb=...), or choose fewer `parameters`."
+                    "--set-resources RULE:mem_mb=...), or choose fewer `parameters`.",
+                    code="gradients.out_of_memory",
                 ) from error
             half = (stop - start) // 2
             share = Fraction(half, most)

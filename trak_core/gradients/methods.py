@@ -267,6 +267,18 @@ def formed_gradients(
     Returns:
         Gradients, outputs and the other columns of the batch, on its device. A parameter that f
         doesn't depend on has gradient 0.
+
+    Example:
+        >>> import torch
+        >>> from trak_core.gradients import formed_gradients, gradient_method, select_parameters
+        >>> from trak_core.model_outputs.table import TABLE
+        >>> model, output = torch.nn.Linear(4, 3), TABLE["image_classification"].load()
+        >>> parameters = select_parameters(model, None)
+        >>> batch = torch.ones(5, 4), torch.tensor([0, 1, 2, 2, 0])
+        >>> method = gradient_method(model, parameters, output, batch)
+        >>> formed = formed_gradients(method, model, parameters, output, batch)
+        >>> {name: tuple(gradient.shape) for name, gradient in formed.gradients.items()}
+        {'weight': (5, 3, 4), 'bias': (5, 3)}
     """
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))

@@ -123,7 +123,8 @@ def check_graph(values: Tensor) -> None:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none that "
             "leads to it: don't call the model under `torch.no_grad()` or `inference_mode()`, "
-            "don't `detach()` on the way, and choose `parameters` that play a part."
+            "don't `detach()` on the way, and choose `parameters` that play a part.",
+            code="gradients.no_graph",
         )
 
 
@@ -153,7 +154,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
             raise InputError(
                 f"The model must have a parameter with requires_grad. Found none of {len(named)}. "
                 "Name in the config's `parameters` those to differentiate, frozen or not, such as "
-                '["*lora_*"]; or don\'t freeze them in make_model().'
+                '["*lora_*"]; or don\'t freeze them in make_model().',
+                code="gradients.no_parameter",
             )
         chosen = set(trainable)
     else:
@@ -164,7 +166,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
         raise InputError(
             "Parameters that are differentiated must hold floating-point numbers. Found "
             f"{', '.join(integers[:8])}, as quantized weights are. Choose `parameters` that leave "
-            "them out, or load the model without quantization."
+            "them out, or load the model without quantization.",
+            code="gradients.integer_parameter",
         )
     for parameter in selected.values():
         parameter.requires_grad_(True)
@@ -178,7 +181,8 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     shown = list(named)[:8] + (["..."] if len(named) > 8 else [])
     raise InputError(
         "Every pattern under `parameters` must match the name of a parameter. Found "
-        f"{pattern!r}, which matches none of {', '.join(shown) or 'no parameters'}."
+        f"{pattern!r}, which matches none of {', '.join(shown) or 'no parameters'}.",
+        code="gradients.unmatched_pattern",
     )
 
 

@@ -50,13 +50,25 @@ class Engine:
     Raises:
         InputError: If there is no module, or if one is part of another.
 
+    Example:
+        >>> import torch
+        >>> from trak_core.gramian import Engine
+        >>> model = torch.nn.Linear(3, 1, bias=False)
+        >>> inputs = torch.tensor([[1.0, 2, 3], [0, 1, 0]])
+        >>> losses = model(inputs).squeeze(1)  # the gradient of each is its input
+        >>> Engine(model, batch_dim=0).compute_gramian(losses)
+        tensor([[14.,  2.],
+                [ 2.,  1.]])
+
     Source: Quinton and Rey, "Jacobian Descent for Multi-Objective Optimization", arXiv 2406.16232,
     section 6, on uses of the Gramian. The algorithm is our own.
     """
 
     def __init__(self, *modules: nn.Module, batch_dim: int | None = None):
         if not modules:
-            raise InputError("The engine needs at least one module. Found none.")
+            raise InputError(
+                "The engine needs at least one module. Found none.", code="gramian.no_module"
+            )
         for i, module in enumerate(modules):
             for j, other in enumerate(modules):
                 if i != j and any(part is module for part in other.modules()):
@@ -64,7 +76,8 @@ class Engine:
                         "None of the engine's modules may be part of another, or be there twice. "
                         f"Found {type(module).__name__} (number {i + 1}) in "
                         f"{type(other).__name__} (number {j + 1}). Leave the inner one out: its "
-                        "parameters count as parameters of the outer one."
+                        "parameters count as parameters of the outer one.",
+                        code="gramian.nested_module",
                     )
         self._modules = modules
         self._batch_dim = batch_dim
@@ -95,7 +108,7 @@ class Engine:
         try:
             return parameter_gramian(output, parameters, self._batch_dim)
         except MixedSamplesError:
-            raise InputError(self._explain_mixing()) from None
+            raise InputError(self._explain_mixing(), code="gramian.mixed_samples") from None
 
     def _explain_mixing(self) -> str:
         names = [
@@ -179,7 +192,9 @@ def cross_gramian(
 def _starts(batches: Sequence[Batch]) -> list[int]:
     starts = [0, *itertools.accumulate(map(len, batches))]
     if starts[-1] == 0:
-        raise InputError("The Gramian needs at least one sample. Found none.")
+        raise InputError(
+            "The Gramian needs at least one sample. Found none.", code="gramian.no_sample"
+        )
     return starts
 
 
@@ -199,7 +214,8 @@ def _gramian_of(
         raise InputError(
             "A model output must depend on its own sample alone. Found statistics over samples: "
             "a batch normalisation in training mode, or one that keeps no running statistics. Put "
-            "the model in evaluation mode, or give that layer running statistics."
+            "the model in evaluation mode, or give that layer running statistics.",
+            code="gramian.mixing_model",
         ) from None
     return gramian.to("cpu", torch.float64).numpy()
 
@@ -226,7 +242,8 @@ def parameter_gramian(
         found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
         raise InputError(
             "The output must be a tensor with a graph, that is with requires_grad. "
-            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach."
+            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
+            code="gramian.no_graph",
         )
     n = output.numel()
     order = list(range(output.ndim))
@@ -251,7 +268,8 @@ def _checked_dim(output: Tensor, batch_dim: int) -> int:
         raise InputError(
             f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
             f"{tuple(output.shape)}. Give one output or loss a sample, with "
-            'reduction="none" for instance, or leave batch_dim out.'
+            'reduction="none" for instance, or leave batch_dim out.',
+            code="gramian.batch_dim",
         )
     return batch_dim % output.ndim
 

@@ -24,9 +24,10 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import parameters_digest
 from trak_core.spec import FeaturesSpec
-from trak_core.study.checkpoints import load_checkpoint, weights_sha256
-from trak_core.study.second_moments import adam_scales, optimizer_sha256
-from trak_core.study.study import TRAIN, Split, Study
+from trak_core.study.checkpoints import load_checkpoint
+from trak_core.study.optimizer_state import adam_scales
+from trak_core.study.split import Split
+from trak_core.study.study import TRAIN, Study
 
 # Samples that are checked before the expensive work.
 _FEW = 8
@@ -42,6 +43,8 @@ class LoadedModel:
         parameters: Those to differentiate.
         output: The model output f.
         device: Device of the model.
+        checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
+            files, and what else decides numbers.
         scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
     """
 
@@ -50,6 +53,7 @@ class LoadedModel:
     parameters: dict[str, nn.Parameter]
     output: ModelOutput
     device: torch.device
+    checkpoint_digests: Mapping[str, str]
     scales: dict[str, Tensor] | None = None
 
     @classmethod
@@ -72,7 +76,7 @@ class LoadedModel:
         """
         study = Study.load(study_file)
         model = study.make_model()
-        load_checkpoint(model, checkpoint)
+        digests = load_checkpoint(model, checkpoint)
         model.to(device)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
@@ -80,9 +84,11 @@ class LoadedModel:
         output = model_output(spec.model_output, model, pairs, device)
         scales = None
         if spec.preconditioner is not None:
-            on_cpu = adam_scales(model, parameters, trained, checkpoint)
+            on_cpu, digests["optimizer_sha256"] = adam_scales(
+                model, parameters, trained, checkpoint
+            )
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
-        return cls(study, model, parameters, output, device, scales)
+        return cls(study, model, parameters, output, device, digests, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
         """Return the samples of splits in a job's order; see ``order_samples``."""
@@ -125,14 +131,11 @@ class LoadedModel:
         """
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
-    def file_spec(
-        self, spec: FeaturesSpec, checkpoint: Path, projection: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a file says of itself: all that decides its numbers.
 
         Args:
             spec: From the config.
-            checkpoint: File or folder with the weights.
             projection: What becomes of the gradients.
         """
         found = spec.as_dict() | {
@@ -140,10 +143,8 @@ class LoadedModel:
             "parameters_digest": parameters_digest({
                 n: p.shape for n, p in self.parameters.items()
             }),
-            "checkpoint": {"id": spec.checkpoint} | weights_sha256(self.model, checkpoint),
+            "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
-        if spec.preconditioner is not None:
-            found["checkpoint"]["optimizer_sha256"] = optimizer_sha256(checkpoint)
         if TABLE[spec.model_output].needs_pairs:
             found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return found

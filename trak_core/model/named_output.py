@@ -8,7 +8,7 @@ from trak_core.gradients import as_batch, call, in_evaluation_mode
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
-from trak_core.study.study import Split
+from trak_core.study.split import Split
 
 # Number of contrast pairs for CLIP (TRAK uses 300), and the seed of their draw.
 N_OTHERS = 300

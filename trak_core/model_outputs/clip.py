@@ -42,7 +42,7 @@ def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
     Args:
         n_pairs: How many there are.
         n_drawn: How many to draw; all of them if there are fewer.
-        seed: Of the draw, the same on every device.
+        seed: Fixes the draw on every device.
 
     Returns:
         Indices in ascending order.
@@ -73,7 +73,8 @@ def read_embeddings(returned: object) -> Tensor:
         raise InputError(
             "The model must return embeddings of images and texts: an object with `image_embeds` "
             "and `text_embeds`, a dict with `image_features` and `text_features`, or a tuple "
-            f"that starts with the two. Found {type(returned).__name__}."
+            f"that starts with the two. Found {type(returned).__name__}.",
+            code="model_outputs.embeddings",
         )
     return torch.stack([part for part in pair if isinstance(part, Tensor)], dim=1)
 

@@ -63,7 +63,9 @@ def read_logits(returned: object) -> Tensor:
         keys = f" with {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else ""
         raise InputError(
             "The model must return a tensor, an object with `logits`, a dict with `logits` or "
-            f"`out`, or a tuple that starts with the tensor. Found {type(returned).__name__}{keys}."
+            f"`out`, or a tuple that starts with the tensor. Found {type(returned).__name__}"
+            f"{keys}.",
+            code="model_outputs.returned",
         )
     return found
 

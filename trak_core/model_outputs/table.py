@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """A model output in plain words, and what it asks of a study.
+    """A model output in plain words, and what it needs from a study.
 
     Attributes:
-        name: In plain words, with an article.
-        unit: Of its numbers.
+        name: Its name in plain words, with an article.
+        unit: The unit of its numbers.
         meaning: What a larger one says, after "the larger f, ".
-        label: What tables hold of a sample as ``label``, in a word; empty where that says nothing.
-        prediction: Likewise, as ``prediction``.
-        columns: Both, for who reads the tables.
-        load: Returns the model output. Where ``needs_pairs``, of embeddings of the others' images
-            and texts, (others, d) each, and the factor of inner products.
+        label: A word for a table's column ``label``; empty where the column says nothing.
+        prediction: A word for its column ``prediction``.
+        columns: One line on both columns, for readers of the tables.
+        load: Makes the model output. Where ``needs_pairs``, it takes embeddings of the other pairs'
+            images and texts, shape (others, d) each, and the factor of inner products.
         labels_are_classes: Whether a sample has one label out of a few.
         weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
             0 and 1, and all but 0 for samples that a model is sure of. Else it is in a unit that no

@@ -1,4 +1,4 @@
-"""The public door of the projection: checks its arguments, then calls the device's backend."""
+"""Project gradients: check the arguments, then call the backend of their device."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -35,7 +35,10 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
     """Return the gradients as a list of matrices that go together."""
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
     if not blocks:
-        raise InputError("`gradients` must have at least one block. Found an empty sequence.")
+        raise InputError(
+            "`gradients` must have at least one block. Found an empty sequence.",
+            code="projection.no_block",
+        )
     first = blocks[0]
     for block in blocks:
         tensor = isinstance(block, Tensor)
@@ -44,24 +47,29 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         if not known or block.ndim != 2:
             raise InputError(
                 "`gradients` must be a matrix with one row a sample, or a sequence of such, of "
-                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}."
+                f"dtype float32, float16 or (torch) bfloat16. Found {_described(block)}.",
+                code="projection.gradients",
             )
         alike = type(block) is type(first) and block.dtype == first.dtype
         alike = alike and len(block) == len(first)
         if not alike or (tensor and block.device != first.device):
             raise InputError(
                 "The blocks of `gradients` must have the same samples, dtype and device. "
-                f"Found {_described(first)} and {_described(block)}."
+                f"Found {_described(first)} and {_described(block)}.",
+                code="projection.blocks",
             )
     return blocks
 
 
 def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
-    """Return where the result goes, zeroed unless it is to be added to."""
+    """Return where the result goes, zeroed unless the caller accumulates."""
     shape = (len(like), proj_dim)
     if out is None:
         if accumulate:
-            raise InputError("`accumulate=True` needs an `out` to add to. Found out=None.")
+            raise InputError(
+                "`accumulate=True` needs an `out` to add to. Found out=None.",
+                code="projection.accumulate",
+            )
         if isinstance(like, Tensor):
             return torch.zeros(shape, dtype=torch.float32, device=like.device)
         return np.zeros(shape, np.float32)
@@ -74,7 +82,8 @@ def _checked_out(out: M | None, accumulate: bool, like: M, proj_dim: int) -> M:
     if not good:
         raise InputError(
             f"`out` must be float32 of shape {shape}, without gradient and of the same library "
-            f"and device as the gradients. Found {_described(out)}."
+            f"and device as the gradients. Found {_described(out)}.",
+            code="projection.out",
         )
     if not accumulate:
         out[:] = 0
@@ -107,7 +116,8 @@ def _check_finite(out: Matrix) -> None:
         raise NotFiniteError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
             f"the projection of the rows {', '.join(map(str, rows[:8]))}"
-            f"{' and more' if len(rows) > 8 else ''}."
+            f"{' and more' if len(rows) > 8 else ''}.",
+            code="projection.not_finite",
         )
 
 
@@ -133,6 +143,12 @@ def project(
     The device of the gradients decides where the work is done. On CUDA the kernel is tested when
     it is first used, and one that fails is an error, never a silent fallback.
 
+    Which ``proj_dim`` to choose: the projected inner product of x and y differs from <x, y> by a
+    standard deviation of about ``|x| |y| / sqrt(proj_dim)``, and up to sqrt(2) times that for
+    parallel vectors. 1,024 columns, the workflow's default, give 3 %; four times as many halve the
+    error, at four times the time and size. With more columns than training samples a normal matrix
+    of the features is singular, so that damping decides the scores.
+
     Args:
         gradients: Shape (n_samples, n): a NumPy array (float32, float16) or a torch tensor
             (float32, float16, bfloat16); n = spec.n_params, or less for a chunk. Or a sequence of
@@ -156,6 +172,30 @@ def project(
             run or fails its test.
         NotFiniteError: An ``InputError``: if a result is not finite; ``out`` is then not usable.
 
+    Example:
+        Two gradients with 10,000 entries, kept with 1,024 numbers each:
+
+        >>> import numpy as np
+        >>> from trak_core.projection import project
+        >>> from trak_core.spec import ProjectionSpec
+        >>> gradients = np.random.default_rng(0).standard_normal((2, 10_000), dtype=np.float32)
+        >>> spec = ProjectionSpec(
+        ...     kind="rademacher", n_params=10_000, proj_dim=1024, seed=0, stream=0
+        ... )
+        >>> features = project(gradients, spec, scale=True)
+        >>> features.shape
+        (2, 1024)
+        >>> error = np.abs(features @ features.T - gradients @ gradients.T).max()
+        >>> bool(error < 0.1 * (gradients**2).sum(axis=1).max())
+        True
+
+        The columns may come in parts, whose results add up:
+
+        >>> out = project(gradients[:, :4096], spec)
+        >>> out = project(gradients[:, 4096:], spec, offset=4096, out=out, accumulate=True)
+        >>> np.allclose(out * spec.scale, features, rtol=1e-4, atol=1e-4)
+        True
+
     Source:
         Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023, section 3.2.
         Achlioptas, "Database-friendly random projections", JCSS 2003 (entries of one bit).
@@ -168,10 +208,13 @@ def project(
     if offset < 0 or offset + n_columns > spec.n_params:
         raise InputError(
             f"`gradients` must lie within the projection's {spec.n_params} rows. Found columns "
-            f"{offset} to {offset + n_columns}."
+            f"{offset} to {offset + n_columns}.",
+            code="projection.columns",
         )
     if threads < 1:
-        raise InputError(f"`threads` must be at least 1. Found {threads}.")
+        raise InputError(
+            f"`threads` must be at least 1. Found {threads}.", code="projection.threads"
+        )
     out = _checked_out(out, accumulate, blocks[0], spec.proj_dim)
     if spec.kind is ProjectionKind.IDENTITY:
         _copy_columns(blocks, offset, out)
@@ -183,7 +226,10 @@ def project(
 
         project_cuda(blocks, spec, offset, out)
     elif isinstance(out, Tensor) and out.device.type != "cpu":
-        raise InputError(f"`gradients` must be on a CPU or CUDA device. Found {out.device}.")
+        raise InputError(
+            f"`gradients` must be on a CPU or CUDA device. Found {out.device}.",
+            code="projection.device",
+        )
     else:
         arrays = [_array(block) for block in blocks]
         project_cpu(arrays, spec, offset, threads, _array(out))

@@ -28,10 +28,8 @@ _PIECE = 2**19
 _TRANSFORM_NS = 0.33  # a token: two transforms and their product, each k log2(k)
 _COUNT_NS = 2.0  # a token: an entry of a factor put into its bucket
 _PRODUCT_NS = 0.035  # a token: an entry of a formed gradient
-_LANES, _LANE_NS = (
-    8,
-    4.0,
-)  # an entry of a formed gradient put into its bucket, eight samples at once
+# An entry of a formed gradient put into its bucket, eight samples at once.
+_LANES, _LANE_NS = 8, 4.0
 
 
 def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
@@ -40,8 +38,8 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
     Args:
         n_samples: How many sums.
         n_tokens: Outer products of each.
-        rows: Of the matrix.
-        columns: Of the matrix.
+        rows: Rows of the matrix.
+        columns: Columns of the matrix.
         proj_dim: k.
 
     Returns:
@@ -96,7 +94,7 @@ def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: in
     Args:
         out: Shape (b, k), float32; added to.
         blocks: Shape (b, n_i) each, side by side.
-        spec: Of kind ``tensor_sketch``.
+        spec: A ``tensor_sketch``.
         offset: Coordinate of the first column.
     """
     assert spec.shapes is not None
@@ -122,7 +120,7 @@ class OuterProducts:
     The total is within 1e-6 sum_t |a_t| |b_t| of the definition, the sum over all that was added.
 
     Attributes:
-        spec: Of kind ``tensor_sketch``.
+        spec: A ``tensor_sketch``.
         rows: Shape (b, k), float32: what was added outside the frequency domain.
         spectrum: Shape (b, k // 2 + 1), complex64.
     """

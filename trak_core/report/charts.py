@@ -1,18 +1,28 @@
-"""Line charts as pictures inside the page: small, each read at its own size on any screen.
+"""Pictures in the report: line charts of what was measured, and a figure of each experiment.
 
-Title and legend are text around the picture (templates/macros.html.j2).
+A chart is small, and is read at its own size on any screen. Its title and legend are text around it
+(templates/macros.html.j2).
 """
 
 import base64
 import io
-from collections.abc import Sequence
+import textwrap
+import unicodedata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import imread
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
+
+from trak_core.model_outputs.table import TABLE
+from trak_core.report.format import of_target, of_training_sample, signed
+from trak_core.report.read import File, part_with
+from trak_core.report.samples import EACH, Examples, Picture
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5
@@ -26,22 +36,24 @@ _STYLE: dict[Any, Any] = {
     "ytick.color": "#444",
     "svg.hashsalt": "trak",
 }
-BLUE, ORANGE, GREEN, GREY = "#0b5394", "#b45f06", "#1b7837", "#666666"
+_BLUE, _ORANGE, _GREEN, _GREY, _RED = "#0b5394", "#b45f06", "#1b7837", "#666666", "#b2182b"
+_COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
+# Swept settings: column, title of the curve, label of its axis.
+_SWEPT = (
+    ("damping", "Damping", "damping, in mean squared feature norms"),
+    ("proj_dim", "Dimensions of the projection", "k, numbers per gradient"),
+    ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
+)
+# The figure's targets; what fits above a tile and in it: characters a line, lines.
+_TARGETS = 6
+_ABOVE, _WITHIN = (22, 2), (17, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points that belong together.
+    """Points that belong together, with intervals from ``low`` to ``high`` if they have any.
 
-    Attributes:
-        label: What they are.
-        x: Where.
-        y: How much.
-        low: Lower ends of intervals, if there are any.
-        high: Upper ends.
-        color: Of the line.
-        dashed: Whether it is a reference, without marks.
-        joined: Whether points follow from each other; else each stands alone, with its interval.
+    A ``dashed`` line is a reference, without marks. Points that are not ``joined`` stand alone.
     """
 
     label: str
@@ -49,34 +61,17 @@ class Line:
     y: Sequence[float]
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
-    color: str = BLUE
+    color: str = _BLUE
     dashed: bool = False
     joined: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A level to compare with, with its interval."""
-
-    label: str
-    value: float
-    low: float
-    high: float
-    color: str = GREY
-    dashed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
     """A chart, ready to be shown.
 
-    Attributes:
-        title: Above it.
-        alt: What it shows, for who can't see it.
-        src: The picture itself, as an address.
-        width: In CSS pixels.
-        height: Likewise.
-        legend: What was drawn.
+    ``src`` is the picture itself, as an address; ``alt`` says what it shows to those who can't see
+    it; ``width`` and ``height`` are in CSS pixels.
     """
 
     title: str
@@ -84,7 +79,7 @@ class Chart:
     src: str
     width: int
     height: int
-    legend: Sequence[Line | Band]
+    legend: Sequence[Line]
 
 
 def _draw(axes: Axes, line: Line) -> None:
@@ -103,41 +98,32 @@ def _draw(axes: Axes, line: Line) -> None:
         drawn.set(marker="o", markersize=4, linestyle="-" if together else "none")
 
 
-def line_chart(
+def _line_chart(
     title: str,
     lines: Sequence[Line],
     *,
     x_label: str,
     y_label: str,
     log_x: bool = False,
-    log_y: bool = False,
     x_ticks: Sequence[float] | None = None,
-    bands: Sequence[Band] = (),
+    ceiling: Any = None,
 ) -> Chart:
-    """Return a chart of lines, and of levels to compare with.
+    """Return a chart of lines, and perhaps of a ceiling: a row with its ``lds``, ``low``, ``high``.
 
-    Args:
-        title: Above it, and the picture's description.
-        lines: What to draw.
-        x_label: Quantity and unit.
-        y_label: Likewise.
-        log_x: Whether x is spaced by ratios.
-        log_y: Likewise for y.
-        x_ticks: Where to put ticks; None leaves it to matplotlib.
-        bands: Levels drawn behind the lines.
+    Without ``x_ticks`` matplotlib places them.
     """
+    legend = [*lines]
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
         axes = figure.subplots()
-        for band in bands:
-            axes.axhspan(band.low, band.high, color=band.color, alpha=0.12, linewidth=0)
-            axes.axhline(band.value, color=band.color, linestyle=(0, (4, 3)), linewidth=1.2)
+        if ceiling:
+            axes.axhspan(ceiling.low, ceiling.high, color=_GREY, alpha=0.12, linewidth=0)
+            axes.axhline(ceiling.lds, color=_GREY, linestyle=(0, (4, 3)), linewidth=1.2)
+            legend.append(Line("ceiling", (), (), color=_GREY, dashed=True))
         for line in lines:
             _draw(axes, line)
         if log_x:
             axes.set_xscale("log")
-        if log_y:
-            axes.set_yscale("log")
         if x_ticks is not None:
             axes.xaxis.set_major_locator(FixedLocator(list(x_ticks)))
             axes.xaxis.set_minor_locator(NullLocator())
@@ -155,5 +141,175 @@ def line_chart(
         src=f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
         width=round(_WIDTH * 96),
         height=round(_HEIGHT * 96),
-        legend=[*lines, *bands],
+        legend=legend,
+    )
+
+
+def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -> Line:
+    return Line(label, *(rows[key].tolist() for key in (x, y, "low", "high")), color=color)
+
+
+def _few(ticks: Sequence[float], most: int) -> Sequence[float] | None:
+    return ticks if len(ticks) <= most else None
+
+
+def lds_charts(evaluation: File) -> list[Chart]:
+    """Return LDS along the number of checkpoints, and along each setting that was swept."""
+    ceiling = evaluation.row("summary", kind="ceiling")
+    curve = evaluation.tables["checkpoints"]
+    counts = curve["n_checkpoints"].tolist()
+    # A long curve has a tick at 1, 2, 5, 10, ... and at its end, whose numbers don't overlap.
+    ticks = [n for n in counts[:-1] if len(counts) <= 6 or str(n)[0] in "125"] + counts[-1:]
+    charts = [
+        _line_chart(
+            "More checkpoints",
+            [_with_interval("LDS, 95 % interval", curve, "n_checkpoints", "lds", _BLUE)],
+            x_label="checkpoints averaged",
+            y_label="LDS",
+            log_x=len(counts) > 1,
+            x_ticks=ticks,
+            ceiling=ceiling,
+        )
+    ]
+    sweep = evaluation.tables.get("sweep")
+    if sweep is not None:
+        own = evaluation.row("best", setting="config")
+        for name, title, label in _SWEPT:
+            if len(set(sweep[name])) > 1:
+                charts.append(_sweep_chart(sweep, own, name, title, label, ceiling))
+    return charts
+
+
+def _sweep_chart(
+    sweep: pd.DataFrame, own: Any, name: str, title: str, label: str, ceiling: Any
+) -> Chart:
+    """Draw LDS along one setting, the others as in the config, a line for each combine."""
+    others = {other: getattr(own, other) for other, _, _ in _SWEPT if other != name}
+    sweep = part_with(sweep, **others).sort_values(name, kind="stable")
+    lines = [
+        Line(str(combine).replace("_", " "), rows[name].tolist(), rows["lds"].tolist(), color=color)
+        for (combine, rows), color in zip(sweep.groupby("combine"), _COLORS, strict=False)
+    ]
+    x = sweep[name].unique().tolist()
+    return _line_chart(
+        title,
+        lines,
+        x_label=label,
+        y_label="LDS",
+        log_x=name != "loss_weight_power" and x[0] > 0,
+        x_ticks=_few(x, 6),
+        ceiling=ceiling,
+    )
+
+
+def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
+    """Return how far outputs fall without the most helpful samples, beside random ones.
+
+    Args:
+        summary: Rows by number of samples removed.
+        labels: In words, what each of the two lines removed.
+    """
+    lines = [
+        _with_interval(labels[removed], rows, "n_removed", "change", color)
+        for removed, color in (("top", _BLUE), ("random", _GREY))
+        if len(rows := part_with(summary, removed=removed))
+    ]
+    x = summary["n_removed"].unique().tolist()
+    return _line_chart(
+        "Change of the model output",
+        lines,
+        x_label="training examples removed",
+        y_label="change of f",
+        log_x=len(x) > 1,
+        x_ticks=_few(x, 6),
+    )
+
+
+def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
+    """Return measured errors beside theory's, of lengths and of inner products."""
+    titles = {
+        "squared_norm": "Squared lengths",
+        "inner_product": "Inner products, relative to both lengths",
+    }
+    x = range(1, len(distortions) + 1)
+    charts = []
+    for kind, title in titles.items():
+        errors = pd.DataFrame([file.tables["agreement"].loc[kind] for file in distortions])
+        measured, bars = 100 * errors["measured"], 200 * errors["standard_error"]
+        ends = (measured - bars).tolist(), (measured + bars).tolist()
+        label = "measured, two standard errors either way"
+        lines = [
+            Line(label, x, measured.tolist(), *ends, joined=False),
+            Line("theory", x, (100 * errors["predicted"]).tolist(), color=_ORANGE, dashed=True),
+        ]
+        charts.append(
+            _line_chart(
+                title,
+                lines,
+                x_label="checkpoint, in the table's order",
+                y_label="relative error, %",
+                x_ticks=_few(x, 12),
+            )
+        )
+    return charts
+
+
+def influences_figure(examples: Examples) -> Figure:
+    """Return a row for each of the first targets, with its most helpful and harmful samples."""
+    width = 1 + 2 * EACH
+    output = TABLE[examples.experiment.spec["model_output"]]
+    shown = examples.shown[:_TARGETS]
+    n_targets = len(shown)
+    figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * n_targets + 0.9), layout="constrained")
+    name = examples.experiment.spec["experiment"]
+    figure.suptitle(
+        f"Experiment {name}: targets (left), training samples that push their "
+        "model output up most (green) and down most (red)",
+        fontsize=10,
+        parse_math=False,
+    )
+    tiles = figure.subplots(n_targets, width, squeeze=False)
+    for axes in tiles.flat:
+        axes.set_axis_off()
+    for row, about in zip(tiles, shown, strict=True):
+        words = of_target(about, output)
+        _tile(row[0], examples.targets[about.id], (f"target {about.id}", words), "black")
+        for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
+            strongest = examples.strongest(about.id, sign)[:EACH]
+            for axes, influence in zip(row[first:], strongest, strict=False):
+                parts = of_training_sample(influence, output), signed(influence.score)
+                title = f"train {influence.train_id}", ", ".join(filter(None, parts))
+                _tile(axes, examples.train[influence.train_id], title, color)
+    return figure
+
+
+def _wrapped(text: str, characters: int, lines: int) -> str:
+    if any(unicodedata.east_asian_width(character) in "WF" for character in text):
+        characters //= 2
+    return "\n".join(textwrap.wrap(text, characters, max_lines=lines, placeholder=" ..."))
+
+
+def _tile(axes: Axes, sample: Picture | str, title: tuple[str, str], color: str) -> None:
+    """Show a sample in a frame. Nothing in a user's text is taken for a formula."""
+    axes.set_axis_on()
+    above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
+    axes.set_title(above, fontsize=8, color=color, parse_math=False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_color(color)
+    if isinstance(sample, Picture):
+        axes.imshow(imread(io.BytesIO(sample.data), format=sample.kind))
+        return
+    text = _wrapped(sample, *_WITHIN)
+    axes.set_aspect("equal", adjustable="box")
+    axes.text(
+        0.05,
+        0.95,
+        text,
+        fontsize=7,
+        va="top",
+        transform=axes.transAxes,
+        parse_math=False,
+        clip_on=True,
     )

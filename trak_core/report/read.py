@@ -1,6 +1,8 @@
-"""What the report is told, read from the artifacts of a study."""
+"""What a study's results hold for the report to show: its artifacts, and what its jobs took."""
 
-from collections import defaultdict
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,123 +18,290 @@ from trak_core.artifacts import (
     SCORES,
     SELF_INFLUENCE,
     Artifact,
-    Kind,
     open_artifact,
 )
-from trak_core.report.facts import Distortion, Error, Experiment, Matrix, Measured, Source
-from trak_core.report.warnings import LIMITS
+from trak_core.spec import EXACT
+from trak_core.system.job import PEAK
 
-_ATTRIBUTES = ("n_subsets", "n_seeds", "n_targets", "confidence")
-_LARGEST = 10
+# A smaller loss weight is near 0.
+NEAR_ZERO = 1e-3
+_N_LARGEST = 10
+# Shards and groups of subsets: 2-of-5, 0-9.
+_NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 
-def _source(artifact: Artifact, results: Path) -> Source:
+@dataclass(frozen=True, slots=True)
+class File:
+    """What the report shows of one artifact.
+
+    Attributes:
+        name: Path inside the results folder.
+        content_hash: As stored in it.
+        provenance: What made it.
+        spec: What decided its numbers.
+        tables: Its tables, by key.
+        attributes: Single numbers and texts, by name.
+    """
+
+    name: str
+    content_hash: str
+    provenance: Mapping[str, Any]
+    spec: Mapping[str, Any]
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def row(self, table: str, **values: Any) -> Any:
+        """Return the first row of a table with these values; None if there is none."""
+        return next(iter(rows_with(self.tables[table], **values)), None)
+
+
+def part_with(table: pd.DataFrame, **values: Any) -> pd.DataFrame:
+    """Return the rows of a table that have these values."""
+    for column, value in values.items():
+        table = table.loc[table[column] == value, :]
+    return table
+
+
+def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
+    """Return the rows of a table that have these values, as named tuples."""
+    return list(part_with(table, **values).itertuples())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """All that the report is made from; what was not measured is empty.
+
+    Attributes:
+        config: What decides the numbers, from the config.
+        experiments: Scores, in the config's order.
+        matrices: The checkpoints' normal matrices; none without a projection.
+        timings: See ``read_timings``.
+        evaluations: LDS by experiment.
+        removals: What removals changed, by experiment.
+        flipped: How well wrong labels were found; at most one file.
+        self_influence: The largest; at most one file.
+        distortions: One a checkpoint.
+    """
+
+    config: Mapping[str, Any]
+    experiments: Sequence[File]
+    matrices: Sequence[File]
+    timings: pd.DataFrame
+    evaluations: Mapping[str, File] = field(default_factory=dict)
+    removals: Mapping[str, File] = field(default_factory=dict)
+    flipped: Sequence[File] = ()
+    self_influence: Sequence[File] = ()
+    distortions: Sequence[File] = ()
+
+    @property
+    def awaits_evaluation(self) -> bool:
+        """Whether the config has an evaluation that is not there yet."""
+        measured = self.evaluations or self.removals or self.flipped or self.self_influence
+        return bool(self.config.get("evaluation")) and not measured
+
+    @property
+    def awaits_distortion(self) -> bool:
+        """Whether the config has distortions that are not there yet."""
+        return "distortion" in self.config and not self.distortions
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """What decided the scores: checkpoints, projection and scoring are alike in all."""
+        return self.experiments[0].spec
+
+    @property
+    def n_targets(self) -> int:
+        """How many different targets are explained."""
+        return len({i for file in self.experiments for i in file.tables["targets"]["id"]})
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing was projected."""
+        return self.spec["projection"]["kind"] == EXACT
+
+    @property
+    def files(self) -> list[File]:
+        """Every file that the report stands on."""
+        return [
+            *self.experiments,
+            *self.matrices,
+            *self.evaluations.values(),
+            *self.removals.values(),
+            *self.flipped,
+            *self.self_influence,
+            *self.distortions,
+        ]
+
+
+def _file(
+    artifact: Artifact, results: Path, tables: Mapping[str, pd.DataFrame], **attributes: Any
+) -> File:
     name = artifact.path.relative_to(results).as_posix()
-    return Source(name, artifact.content_hash, artifact.provenance, artifact.spec)
+    return File(name, artifact.content_hash, artifact.provenance, artifact.spec, tables, attributes)
 
 
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
-
-
-def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> Experiment:
+def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
     """Return an experiment's final scores: all targets, and the strongest influences on some.
 
     Args:
         path: Its scores.
         results: The results folder.
-        n_shown: Targets whose influences are kept.
+        n_shown: Targets whose influences are kept, from the first.
         each: Influences of either sign kept for each.
+
+    Returns:
+        Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
+        Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
+        nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
+        near 0 at the ends of runs; and ``influential``, the ids of all in the file's
+        ``top_influences``.
 
     Raises:
         ArtifactError: If the file is not what it must be, or of a version before the report.
     """
     with open_artifact(path, SCORES) as file:
-        source = _source(file, results)
         targets, train = file.table("targets"), file.table("train")
         influences = file.table("top_influences")
-        unit, defaults = file.attribute("unit"), file.attribute("defaults")
-    shown = influences["target_id"].isin(targets["id"].head(n_shown))
-    strongest: dict[tuple[Any, int], list[dict[str, Any]]] = defaultdict(list)
-    for row in _rows(influences.loc[shown & (influences["rank"] <= each)]):
-        strongest[row["target_id"], row["sign"]].append(row)
-    return Experiment(
-        name=source.spec["experiment"],
-        source=source,
-        unit=unit,
-        n_train=len(train),
-        saturated=float(np.mean(np.abs(train["loss_weight"].to_numpy()) < LIMITS["loss_weight"])),
-        defaults=defaults,
-        targets=_rows(targets),
-        strongest=strongest,
-        influential=influences["train_id"].unique().tolist(),
+        shown = targets.head(n_shown)
+        is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
+        small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
+        return _file(
+            file,
+            results,
+            {"targets": targets, "shown": shown, "top_influences": influences.loc[is_kept, :]},
+            unit=file.attribute("unit"),
+            defaults=file.attribute("defaults"),
+            n_train=len(train),
+            saturated=float(np.mean(small)),
+            influential=influences["train_id"].unique().tolist(),
+        )
+
+
+def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
+    """Return the rows of a target's strongest influences: helpful at 1, harmful at -1."""
+    return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
+
+
+def read_matrix(path: Path, results: Path) -> File:
+    """Return the ends of a normal matrix's spectrum, as attributes.
+
+    No eigenvalue of such a matrix is negative: one that rounding made so is 0.
+    """
+    with open_artifact(path, NORMAL_MATRIX) as file:
+        return _file(
+            file,
+            results,
+            {},
+            smallest=max(0.0, file.scalar("smallest_eigenvalue")),
+            largest=file.scalar("largest_eigenvalue"),
+            mean_squared_norm=file.scalar("mean_squared_norm"),
+        )
+
+
+def condition_number(matrix: File, damping: float) -> float:
+    """Return a normal matrix's condition number with the damping of the scores, 0 for none."""
+    ends = matrix.attributes
+    added = damping * ends["mean_squared_norm"]
+    largest, smallest = ends["largest"] + added, ends["smallest"] + added
+    # At most what float64 can tell.
+    return largest / max(smallest, largest * 2.0**-52)
+
+
+def read_distortion(path: Path, results: Path) -> File:
+    """Return what a checkpoint's projection does to lengths and inner products.
+
+    Returns:
+        Table ``agreement``: relative errors, root mean square, ``squared_norm`` and
+        ``inner_product`` by row; ``measured``, its ``standard_error`` over projection matrices, and
+        ``predicted`` by theory, by column. Attributes ``n_samples`` and ``n_streams`` compared.
+    """
+    with open_artifact(path, DISTORTION) as file:
+        index, columns = file.index("agreement"), file.columns("agreement")
+        agreement = pd.DataFrame(
+            file.matrix("agreement")[:].astype(float), index=index, columns=columns
+        )
+        n_samples, n_streams = len(file.vector("sample_ids")), file.attribute("n_streams")
+        tables = {"agreement": agreement}
+        return _file(file, results, tables, n_samples=n_samples, n_streams=n_streams)
+
+
+def read_evaluation(path: Path, results: Path) -> File:
+    """Return an experiment's LDS; tables ``sweep`` and ``best`` only where settings were swept."""
+    with open_artifact(path, EVALUATION) as file:
+        keys = ("summary", "targets", "checkpoints", "sweep", "best")
+        tables = {key: file.table(key) for key in keys if file.has(key)}
+        names = ("n_subsets", "n_seeds", "n_targets", "confidence")
+        numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
+        return _file(file, results, tables, **numbers)
+
+
+def read_removals(path: Path, results: Path) -> File:
+    """Return what became of an experiment's targets without their most helpful samples."""
+    with open_artifact(path, REMOVALS) as file:
+        return _file(file, results, {"summary": file.table("summary")})
+
+
+def read_flipped(path: Path, results: Path) -> File:
+    """Return how well wrong labels were found, and their number ``n_flipped``."""
+    with open_artifact(path, FLIPPED) as file:
+        n_flipped = int(file.table("train")["flipped"].to_numpy().sum())
+        return _file(file, results, {"detection": file.table("detection")}, n_flipped=n_flipped)
+
+
+def read_self_influence(path: Path, results: Path) -> File:
+    """Return the training samples with the largest self-influence, whatever its sign."""
+    with open_artifact(path, SELF_INFLUENCE) as file:
+        train = file.table("train")
+        by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
+        return _file(file, results, {"largest": by_size.head(_N_LARGEST)})
+
+
+def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
+    """Sum up the jobs of each rule; leftovers of removed checkpoints or experiments don't count.
+
+    Args:
+        folder: What Snakemake's ``benchmark:`` left: one folder a rule, or one file for a rule of
+            one job.
+        logs: Likewise, each job's log, whose last line is its peak memory. Where there is none,
+            what Snakemake measured counts.
+        known: Names that may stand in the files' paths: train, checkpoints, experiments.
+
+    Returns:
+        One row a rule, by name: ``n_jobs``, ``seconds`` of all and of the ``longest``, and
+        ``peak_mib``, the largest resident memory of one job, NaN where jobs were too short.
+    """
+    jobs = [pd.DataFrame({"rule": [], "seconds": [], "peak_mib": []})]
+    for path in sorted(folder.rglob("*.tsv")):
+        rule, *names = path.relative_to(folder).with_name(path.stem).parts
+        if all(name in known or _NUMBERED.fullmatch(name) for name in names):
+            log = (logs / path.relative_to(folder)).with_suffix(".log")
+            jobs.append(_job_times(path, log).assign(rule=rule))
+    return (
+        pd
+        .concat([job for job in jobs if len(job)] or jobs)
+        .groupby("rule")
+        .agg(
+            n_jobs=("seconds", "size"),
+            seconds=("seconds", "sum"),
+            longest=("seconds", "max"),
+            peak_mib=("peak_mib", "max"),
+        )
     )
 
 
-def read_matrix(path: Path, results: Path) -> Matrix:
-    """Return the ends of a normal matrix's spectrum."""
-    with open_artifact(path, NORMAL_MATRIX) as file:
-        return Matrix(
-            file.spec["checkpoint"]["id"],
-            _source(file, results),
-            file.scalar("smallest_eigenvalue"),
-            file.scalar("largest_eigenvalue"),
-            file.scalar("mean_squared_norm"),
-            int(file.scalar("n_train")),
-        )
+def _job_times(path: Path, log: Path) -> pd.DataFrame:
+    """Return seconds and peak resident memory, MiB, of a file's runs."""
+    # Jobs shorter than Snakemake's first look have "NA" or a dash.
+    runs = pd.read_csv(path, sep="\t", na_values="-")
+    # Without processor time that look found the shell only, before the job's process.
+    is_job = (runs["cpu_time"] > 0) & (runs["max_rss"] > 0)
+    peak = _logged_peak(log) or runs["max_rss"].where(is_job).astype(float)
+    return pd.DataFrame({"seconds": runs["s"].astype(float), "peak_mib": peak})
 
 
-def read_distortion(path: Path, results: Path) -> Distortion:
-    """Return what one checkpoint's distortion found."""
-    with open_artifact(path, DISTORTION) as file:
-        names = file.columns("agreement")
-        errors = {
-            kind: Error(**dict(zip(names, row, strict=True)))
-            for kind, row in zip(
-                file.index("agreement"), file.matrix("agreement")[:].tolist(), strict=True
-            )
-        }
-        return Distortion(
-            checkpoint=file.spec["checkpoint"]["id"],
-            source=_source(file, results),
-            n_samples=len(file.vector("sample_ids")),
-            n_streams=file.attribute("n_streams"),
-            **errors,
-        )
-
-
-def _measured(path: Path, kind: Kind, results: Path, *tables: str, **counts: int) -> Measured:
-    """Read the tables that a file has out of those asked for, and its numbers."""
-    with open_artifact(path, kind) as file:
-        source = _source(file, results)
-        found = [key for key in tables if file.has(key)]
-        numbers = {key: file.attribute(key) for key in _ATTRIBUTES if key in file.file.attrs}
-        rows = {key: _rows(file.table(key)) for key in found}
-    return Measured(source, rows, numbers | counts)
-
-
-def read_evaluation(path: Path, results: Path) -> Measured:
-    """Return an experiment's LDS."""
-    tables = "summary", "targets", "checkpoints", "sweep", "best"
-    return _measured(path, EVALUATION, results, *tables)
-
-
-def read_removals(path: Path, results: Path) -> Measured:
-    """Return what became of an experiment's targets without their most helpful samples."""
-    return _measured(path, REMOVALS, results, "summary")
-
-
-def read_flipped(path: Path, results: Path) -> Measured:
-    """Return how well wrong labels were found."""
-    with open_artifact(path, FLIPPED) as file:
-        flipped = int(file.table("train")["flipped"].to_numpy().sum())
-    return _measured(path, FLIPPED, results, "detection", n_flipped=flipped)
-
-
-def read_self_influence(path: Path, results: Path) -> Measured:
-    """Return the training samples with the largest self-influence, whatever its sign."""
-    with open_artifact(path, SELF_INFLUENCE) as file:
-        source, train = _source(file, results), file.table("train")
-    by_size = train.sort_values("self_influence", key=np.abs, ascending=False, kind="stable")
-    largest = by_size.head(_LARGEST)
-    return Measured(source, {"largest": _rows(largest)}, {})
+def _logged_peak(log: Path) -> float | None:
+    if not log.is_file():
+        return None
+    *_, last = ["", *log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    peak = re.fullmatch(rf"{PEAK}(\d+) MiB", last)
+    return float(peak[1]) or None if peak else None

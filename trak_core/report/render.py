@@ -1,51 +1,153 @@
-"""The report: what was found, put into the templates beside this module."""
+"""Pages of HTML: templates filled in with what a study's results hold.
 
-from collections.abc import Sequence
+Text is escaped where a template shows it. A name that a template uses and nobody gave is an error.
+"""
+
+from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trak_core.evaluation.distortion import spread_norm_sd
 from trak_core.model_outputs.table import TABLE
-from trak_core.report import conditions, evaluation, how_to_read, run, warnings
-from trak_core.report.examples import EACH, Examples
-from trak_core.report.facts import Facts
-from trak_core.report.markup import environment, filled_in, style
-from trak_core.trust.distortion import spread_norm_sd
+from trak_core.report import charts, format, warnings
+from trak_core.report.read import File, Results, condition_number, rows_with, strongest
+from trak_core.report.samples import EACH, Examples
 
-# What templates may ask for: `{% for chart in lds_charts(measured) %}`.
-_FUNCTIONS = (
-    *(how_to_read.worked_example, run.config_text, run.versions),
-    *(evaluation.trust, evaluation.ranked, evaluation.lds_charts, evaluation.per_target),
-    *(evaluation.removals_chart, spread_norm_sd, conditions.distortion_charts),
+_FOLDER = Path(__file__).parent
+# How templates write a number: `{{ n | plural("target") }}`.
+_FILTERS = (
+    *(format.number, format.signed, format.fixed, format.percent, format.thousands),
+    *(format.plural, format.label, format.of_target, format.of_training_sample),
 )
+_KINDS = ("ceiling", "scores", "baseline")
+# Entries of a list or mapping in the config.
+_LONG = 40
+
+
+def ranked(evaluation: File) -> list[Any]:
+    """Return the rows of an evaluation's summary: ceiling, scores, the best simple rules."""
+    rows = rows_with(evaluation.tables["summary"])
+    return sorted(rows, key=lambda row: (_KINDS.index(row.kind), -row.lds))
+
+
+def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
+    """Return each target's id, correlation and ceiling, None where that is unknown."""
+    table = evaluation.tables["targets"]
+    by_method = {
+        method: dict(zip(rows["target_id"], rows["correlation"], strict=True))
+        for method, rows in table.groupby("method")
+    }
+    ceilings = by_method.get("noise_ceiling", {})
+    return [(i, value, ceilings.get(i)) for i, value in by_method["scores"].items()]
+
+
+def worked_example(experiment: File) -> Mapping[str, Any] | None:
+    """Return a target to read as an example, with the samples that moved it most either way.
+
+    The first target that has scores of either sign: its row, that of its largest score
+    (``helpful``), of its lowest (``harmful``), and the ``ratio`` of their sizes. None if there is
+    none.
+    """
+    for target in rows_with(experiment.tables["shown"]):
+        helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
+        if helpful and harmful:
+            ratio = abs(helpful[0].score / harmful[0].score)
+            return {"target": target, "helpful": helpful[0], "harmful": harmful[0], "ratio": ratio}
+    return None
+
+
+def _shortened(value: Any) -> Any:
+    """Cut long lists and mappings, saying how long they are."""
+    if isinstance(value, Mapping):
+        items = [(str(k), _shortened(v)) for k, v in value.items()]
+        more = {"...": f"{len(items) - _LONG:,} more"} if len(items) > _LONG else {}
+        return dict(items[:_LONG]) | more
+    if isinstance(value, list | tuple):
+        more = [f"... {len(value) - _LONG:,} more"] if len(value) > _LONG else []
+        return [_shortened(v) for v in value[:_LONG]] + more
+    return value
+
+
+def config_text(config: Mapping[str, Any]) -> str:
+    """Return a config as YAML, long lists cut."""
+    # A flow style at the leaves keeps lists of ids on few lines.
+    return yaml.safe_dump(
+        _shortened(config), sort_keys=False, default_flow_style=None, width=90, allow_unicode=True
+    ).rstrip()
+
+
+def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return a file's provenance and that of all that it was made from."""
+    return [provenance, *(m for part in provenance.get("made_from", ()) for m in _made(part))]
+
+
+def versions(files: Sequence[File]) -> list[tuple[str, str]]:
+    """Return what the artifacts say of the software and devices that made them, by name.
+
+    Several versions of one stand in one text, where files were made by several.
+    """
+    versions: dict[str, set[str]] = {}
+    for provenance in (made for file in files for made in _made(file.provenance)):
+        for key, value in provenance.items():
+            if key not in ("made_from", "code", "join"):
+                versions.setdefault(key, set()).update(str(value).split(", "))
+    return [(name, ", ".join(sorted(values))) for name, values in sorted(versions.items())]
 
 
 @cache
 def _environment() -> Environment:
-    made = environment(_FUNCTIONS)
-    made.globals["limits"] = warnings.LIMITS
-    return made
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
+    functions = (
+        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
+        *(ranked, per_target, worked_example, config_text, versions),
+        *(condition_number, spread_norm_sd),
+    )
+    environment.filters |= {function.__name__: function for function in _FILTERS}
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {
+        "limits": warnings.LIMITS,
+        "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
+    }
+    return environment
 
 
 def rendered(template: str, **shown: Any) -> str:
     """Return a template of this name, without its ``.html.j2``, filled in."""
-    return filled_in(_environment(), template, **shown)
+    return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def document(facts: Facts, examples: Sequence[Examples]) -> str:
-    """Return the report as one HTML document.
-
-    Args:
-        facts: All that is known.
-        examples: Targets with their strongest training samples, by experiment.
-    """
+def report(results: Results, examples: Sequence[Examples]) -> str:
+    """Return the report as one HTML document, with each experiment's examples."""
     return rendered(
-        "page",
-        facts=facts,
-        output=TABLE[facts.config["model_output"]],
-        warnings=warnings.study_warnings(facts),
+        "report",
+        results=results,
+        output=TABLE[results.config["model_output"]],
+        warnings=warnings.study_warnings(results),
         examples=examples,
         each=EACH,
-        style=style(),
+        study=results.config["study"],
     )
+
+
+def answer(examples: Examples, study: str, each: int) -> str:
+    """Return an experiment's targets and strongest training samples as one HTML document.
+
+    Args:
+        examples: With longer texts than the report has room for.
+        study: Name of the study's Python file.
+        each: Training samples of either sign that are shown of a target, at most.
+    """
+    output = TABLE[examples.experiment.spec["model_output"]]
+    return rendered("answer", shown=examples, output=output, study=study, each=each)

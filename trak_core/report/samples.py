@@ -1,20 +1,38 @@
-"""One sample for the eye: drawn by the study, or printed where that says nothing of it."""
+"""Samples for readers: drawn by the study, or in its own words, or printed.
+
+The report (templates/examples.html.j2), the answers (templates/answer.html.j2) and the figures
+(``charts``) show the same.
+"""
 
 import base64
 import io
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 
+from trak_core.report.read import File, rows_with, strongest
+from trak_core.study.study import Split, Study, users_code
+
+# Training samples of either sign beside a target; targets of an experiment, and targets in all,
+# which bounds the page's size.
+EACH = 4
+_TARGETS, _IN_ALL = 20, 120
+# Characters of a text beside others.
+BEGINNING = 200
 # Twice the size that it is shown at, for screens of high density.
 _INCHES, _DPI = 1.0, 200
-# Above this a picture is a photograph, which JPEG keeps in a fifth of the room.
+# A larger picture is a photograph, which JPEG keeps in a fifth of the bytes.
 _PNG_BYTES = 12_000
-_SHOWN, _CHARACTERS = 12, 240
+# Printed values, and characters of a printed text.
+_N_VALUES, _CHARACTERS = 12, 240
+# Without them letters of some scripts, and emoji, stand alone that belong together.
+_JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +42,8 @@ class Picture:
     Attributes:
         kind: png or jpeg.
         data: The file's bytes.
-        width: In CSS pixels.
-        height: Likewise.
+        width: CSS pixels.
+        height: CSS pixels.
         text: What stands below it: what the study's ``describe`` says, if it has one.
     """
 
@@ -41,13 +59,107 @@ class Picture:
         return f"data:image/{self.kind};base64,{base64.b64encode(self.data).decode()}"
 
 
-def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
-    """Return a sample's picture.
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Some targets of an experiment, and their strongest training samples.
+
+    Attributes:
+        experiment: Its scores.
+        targets: A picture, or a text, by id of a target in the table ``shown``.
+        train: Likewise by id of a training sample: those that are shown here, and perhaps others.
+        drawn: Whether these are pictures: the study says how to draw a sample.
+        described: Whether these are, or have, texts: the study says what a sample is.
+    """
+
+    experiment: File
+    targets: Mapping[Any, Picture | str]
+    train: Mapping[Any, Picture | str]
+    drawn: bool
+    described: bool
+
+    @property
+    def shown(self) -> list[Any]:
+        """Rows of the targets that are shown."""
+        return rows_with(self.experiment.tables["shown"])
+
+    def strongest(self, target: Any, sign: int) -> list[Any]:
+        """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
+        return strongest(self.experiment, target, sign)
+
+
+def targets_shown(n_experiments: int) -> list[int]:
+    """Return how many targets of each experiment are shown at most: none of very late ones."""
+    each = max(1, min(_TARGETS, _IN_ALL // n_experiments))
+    return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
+
+
+def find_examples(
+    study: Study,
+    experiments: Sequence[File],
+    train: Split,
+    targets: Iterable[Split],
+    characters: int = BEGINNING,
+) -> list[Examples]:
+    """Return each experiment's targets and strongest training samples, as they are shown.
 
     Args:
-        draw: The study's ``draw(axes, sample)``.
-        sample: What to draw.
+        study: Its ``draw(axes, sample)`` draws a sample, its ``describe(sample)`` says what it is;
+            without either samples are printed.
+        experiments: Their scores; see ``read_experiment``.
+        train: The study's training samples.
+        targets: Those of each experiment, in its order.
+        characters: Length of a text, at most.
+
+    Returns:
+        One an experiment.
+
+    Raises:
+        InputError: If the study's draw or describe fails.
     """
+    show = _shown_by(study, characters)
+    strong = (file.tables["top_influences"]["train_id"].tolist() for file in experiments)
+    ids = list(dict.fromkeys(i for some in strong for i in some))
+    shown_train = _shown(train.take(ids), len(ids), show)
+    return [
+        Examples(
+            file,
+            _shown(split, len(file.tables["shown"]), show),
+            shown_train,
+            drawn=study.has("draw"),
+            described=study.has("describe"),
+        )
+        for file, split in zip(experiments, targets, strict=True)
+    ]
+
+
+_Show = Callable[[Any, Any], Picture | str]
+
+
+def _shown(split: Split, n: int, show: _Show) -> dict[Any, Picture | str]:
+    """Return what the first samples of a split are shown as."""
+    return {i: show(i, split.samples[row]) for row, i in enumerate(split.ids[:n])}
+
+
+def _shown_by(study: Study, characters: int) -> _Show:
+    """Return how a sample is shown: drawn, with its text if there is one; or its text; or printed.
+
+    The function takes a sample's id and the sample.
+    """
+    draw = study.function("draw") if study.has("draw") else None
+    describes = study.has("describe")
+
+    def show(sample_id: Any, sample: Any) -> Picture | str:
+        text = readable(study.describe(sample_id, sample), characters) if describes else ""
+        if draw is None:
+            return (text or "(an empty text)") if describes else printed(sample)
+        with users_code(f"{study.path}: drawing a sample"):
+            return replace(drawn(draw, sample), text=text)
+
+    return show
+
+
+def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
+    """Return a sample's picture, by the study's ``draw(axes, sample)``."""
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
     draw(axes, sample)
@@ -74,9 +186,6 @@ def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
     """Return a sample's entries in a few words: shape and first values of each.
 
     The label, which stands beside it anyway, is left out of a tuple.
-
-    Args:
-        sample: A tuple or a dict, as a study gives it.
     """
     if isinstance(sample, Mapping):
         entries = [(f"{name}: ", value) for name, value in sample.items()]
@@ -94,13 +203,40 @@ def _values(value: Any) -> str:
         value = value.float() if value.dtype is torch.bfloat16 else value
     array = np.asarray(value)
     flat = array.reshape(-1)
-    numbers = ", ".join(_short(one) for one in flat[:_SHOWN].tolist())
+    numbers = ", ".join(_short(number) for number in flat[:_N_VALUES].tolist())
     if array.ndim == 0:
         return numbers
-    more = ", ..." if len(flat) > _SHOWN else ""
+    more = ", ..." if len(flat) > _N_VALUES else ""
     size = " x ".join(map(str, array.shape))
     return f"[{numbers}{more}] ({size})" if more or array.ndim > 1 else f"[{numbers}]"
 
 
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def readable(text: str, characters: int) -> str:
+    """Return the beginning of a text, in lines, without anything but printed characters.
+
+    Args:
+        text: A study's words about a sample.
+        characters: How many are kept; three dots stand for the others.
+    """
+    # Not all of a book, of which little is kept.
+    begun = text[: 20 * characters]
+    lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
+    whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+    if len(whole) <= characters and len(begun) == len(text):
+        return whole
+    return whole[:characters].rstrip() + " ..."
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character in _JOINERS:
+        return character
+    if character.isspace():
+        return " "
+    # Controls say nothing to an eye (NUL pads, others turn the direction of all that follows);
+    # halves of surrogate pairs have no UTF-8.
+    is_control = unicodedata.category(character) in ("Cc", "Cf")
+    return "" if is_control else "\N{REPLACEMENT CHARACTER}"

@@ -1,4 +1,4 @@
-"""What in this study asks for care; what to say of each stands in templates/warnings/."""
+"""What may mislead readers of this study's scores; templates/warnings/ has the words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.facts import Facts
+from trak_core.report.read import NEAR_ZERO, Results, condition_number, rows_with
 from trak_core.spec import Combine
 
-# Fewer checkpoints are few; a loss weight below is near 0; with a condition number above, rounding
-# may show in a score's second digit, since features are float32, right to 6e-8.
-LIMITS = {"checkpoints": 5, "loss_weight": 1e-3, "condition": 1e6}
+# Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
+# digit, since features are float32, right to 6e-8.
+LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6}
 # Fewer targets than this hardly tell how far targets differ.
 _ENOUGH_TARGETS = 8
 # A measured error is above theory's by so many standard errors, and by such a part.
@@ -21,85 +21,79 @@ _STANDARD_ERRORS, _EXCESS = 4, 0.1
 
 @dataclass(frozen=True, slots=True)
 class StudyWarning:
-    """One warning.
-
-    Attributes:
-        name: Of the template that words it.
-        shown: What the template shows: names and numbers.
-    """
+    """One warning: the name of the template that words it, and what that shows."""
 
     name: str
     shown: Mapping[str, Any] = field(default_factory=dict)
 
 
-def study_warnings(facts: Facts) -> list[StudyWarning]:
-    """Return what asks for care, most consequential first."""
-    looks = (_lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
-    return [warning for look in looks for warning in look(facts)]
+def study_warnings(results: Results) -> list[StudyWarning]:
+    """Return what may mislead, most consequential first."""
+    kinds = (_lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
+    return [warning for kind in kinds for warning in kind(results)]
 
 
-def _lds(facts: Facts) -> list[StudyWarning]:
-    found = []
-    for name, measured in facts.evaluations.items():
-        scores = measured.row("summary", kind="scores")
-        assert scores is not None
+def _lds(results: Results) -> list[StudyWarning]:
+    warnings = []
+    for name, evaluation in results.evaluations.items():
+        scores = evaluation.row("summary", kind="scores")
         shown = {"experiment": name, "scores": scores}
-        if scores["low"] <= 0:
-            found.append(StudyWarning("predicts_nothing", shown))
-        simple = [row for row in measured.tables["summary"] if row["kind"] == "baseline"]
-        better = [row for row in simple if row["lds"] > scores["lds"]]
-        # No rule but these scores with fewer checkpoints: chance alone may have it ahead.
-        better = [r for r in better if r["method"] != "ends_of_runs" or r["behind_high"] < 0]
+        if scores.low <= 0:
+            warnings.append(StudyWarning("predicts_nothing", shown))
+        baselines = rows_with(evaluation.tables["summary"], kind="baseline")
+        better = [row for row in baselines if row.lds > scores.lds]
+        # Ends of runs are these scores with fewer checkpoints, which chance alone may have ahead.
+        better = [row for row in better if row.method != "ends_of_runs" or row.behind_high < 0]
         if better:
-            found.append(StudyWarning("simpler_rule", shown | {"better": better}))
-    return found
+            warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
+    return warnings
 
 
-def _checkpoints(facts: Facts) -> list[StudyWarning]:
-    n = len(facts.checkpoints)
+def _checkpoints(results: Results) -> list[StudyWarning]:
+    n = len(results.spec["checkpoints"])
     return [StudyWarning("few_checkpoints", {"n": n})] if n < LIMITS["checkpoints"] else []
 
 
-def _loss_weights(facts: Facts) -> list[StudyWarning]:
-    experiment = facts.experiments[0]
-    # A residual is in a unit that no bound here can know.
-    if experiment.saturated <= 0.5 or not TABLE[facts.config["model_output"]].weight_is_probability:
+def _loss_weights(results: Results) -> list[StudyWarning]:
+    saturated = results.experiments[0].attributes["saturated"]
+    # A residual is in a unit that no limit here can know.
+    if saturated <= 0.5 or not TABLE[results.config["model_output"]].weight_is_probability:
         return []
-    power = experiment.source.spec["loss_weight_power"]
-    along = experiment.source.spec["combine"] == Combine.UNIT_AVERAGE
-    shown = {"part": experiment.saturated, "power": power, "along": along}
+    along = results.spec["combine"] == Combine.UNIT_AVERAGE
+    shown = {"part": saturated, "power": results.spec["loss_weight_power"], "along": along}
     return [StudyWarning("saturated", shown)]
 
 
-def _matrices(facts: Facts) -> list[StudyWarning]:
-    found = [(matrix.condition(facts.damping), matrix.checkpoint) for matrix in facts.matrices]
-    bad = [one for one in found if one[0] > LIMITS["condition"]]
+def _matrices(results: Results) -> list[StudyWarning]:
+    damping = results.config["scoring"]["damping"]
+    conditions = [(condition_number(m, damping), m) for m in results.matrices]
+    bad = [pair for pair in conditions if pair[0] > LIMITS["condition"]]
     if not bad:
         return []
-    condition, checkpoint = max(bad, key=lambda one: one[0])
+    condition, matrix = max(bad, key=lambda pair: pair[0])
+    checkpoint = matrix.spec["checkpoint"]["id"]
     shown = {"n": len(bad), "condition": condition, "checkpoint": checkpoint}
     return [StudyWarning("near_singular", shown)]
 
 
-def _projection(facts: Facts) -> list[StudyWarning]:
+def _projection(results: Results) -> list[StudyWarning]:
     """Compare what projections do with what theory says they do."""
-    bad = [
-        one.checkpoint
-        for one in facts.distortions
-        for error in (one.squared_norm, one.inner_product)
-        if error.measured - error.predicted
-        > max(_STANDARD_ERRORS * error.standard_error, _EXCESS * error.predicted)
-    ]
+    bad = []
+    for file in results.distortions:
+        for error in rows_with(file.tables["agreement"]):
+            allowed = max(_STANDARD_ERRORS * error.standard_error, _EXCESS * error.predicted)
+            if error.measured - error.predicted > allowed:
+                bad.append(file.spec["checkpoint"]["id"])
     return [StudyWarning("distortion", {"checkpoints": list(dict.fromkeys(bad))})] if bad else []
 
 
-def _disagreement(facts: Facts) -> list[StudyWarning]:
+def _disagreement(results: Results) -> list[StudyWarning]:
     """Compare how far ends of runs differ on a target with how far targets differ."""
-    targets = [about for one in facts.experiments for about in one.targets]
-    if facts.n_runs < 2 or len(targets) < _ENOUGH_TARGETS:
+    targets = [row for file in results.experiments for row in rows_with(file.tables["targets"])]
+    if len(results.spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
-    within = sqrt(fmean(about["output_sd"] ** 2 for about in targets))
-    between = pstdev(about["output"] for about in targets)
+    within = sqrt(fmean(target.output_sd**2 for target in targets))
+    between = pstdev(target.output for target in targets)
     if within <= between:
         return []
     return [StudyWarning("disagreement", {"within": within, "between": between})]

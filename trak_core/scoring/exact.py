@@ -1,4 +1,4 @@
-"""Exact scores: TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
+"""Solves TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -16,7 +16,7 @@ _COLUMNS = 256
 def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
     """Make inner products those of training gradients of length 1, in place.
 
-    A gradient of zeros stays one, and what rounding has left of one becomes so.
+    A gradient of zeros stays zeros, and what rounding has left of one becomes zeros.
 
     Args:
         gramian: K = J J^T, shape (n, n), float64.
@@ -32,18 +32,18 @@ def divide_by_lengths(gramian: np.ndarray, cross: np.ndarray) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DampedGramian:
-    """S K S + lambda I of a Gramian K and S = W^(1/2), factorized.
+    """S K S + ridge I of a Gramian K and S = W^(1/2), factorized.
 
     Attributes:
         gramian: K, shape (n, n), float64, symmetric, positive semi-definite.
         root: The diagonal of S, shape (n,), float64.
-        lambda_: damping * mean_i w_i K_ii.
+        ridge: damping * mean_i w_i K_ii, which is added to the diagonal.
         factor: Cholesky's, in the lower triangle, shape (n, n).
     """
 
     gramian: np.ndarray
     root: np.ndarray
-    lambda_: float
+    ridge: float
     factor: np.ndarray
 
     @classmethod
@@ -53,10 +53,10 @@ class DampedGramian:
         Args:
             gramian: K = J J^T, shape (n, n), float64.
             weights: The diagonal of W, shape (n,), not negative; ones for the plain normal matrix.
-            damping: Relative, at least 0.
+            damping: Relative to the mean squared length of the weighted gradients, at least 0.
 
         Returns:
-            What solves for any targets.
+            The factorized matrix, which solves for any targets.
 
         Raises:
             InputError: If the damped Gramian is numerically singular, or if weights are 0 without
@@ -65,21 +65,21 @@ class DampedGramian:
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")
         weights = weights.astype(np.float64)
-        lambda_ = damping * float(np.mean(weights * np.diagonal(gramian)))
+        ridge = damping * float(np.mean(weights * np.diagonal(gramian)))
         root = np.sqrt(weights)
         damped = gramian * root[:, None] * root
-        damped.flat[:: len(damped) + 1] += lambda_
-        _check_condition(damped, lambda_)
+        damped.flat[:: len(damped) + 1] += ridge
+        _check_condition(damped, ridge)
         # Symmetric matrices are their own transposes: LAPACK works in place, in Fortran's order.
         factor = scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
-        return cls(gramian, root, lambda_, factor)
+        return cls(gramian, root, ridge, factor)
 
     def similarities(self, cross: np.ndarray) -> np.ndarray:
         """Return A_c of the scores without a projection.
 
-        Computes A = (K W + lambda I)^-1 K_t, which equals J (J^T W J + lambda I)^-1 J_t^T for
+        Computes A = (K W + ridge I)^-1 K_t, which equals J (J^T W J + ridge I)^-1 J_t^T for
         gradients J and J_t with K = J J^T and K_t = J J_t^T. With S = W^(1/2) it is
-        [K_t - K S (S K S + lambda I)^-1 S K_t] / lambda: symmetric, and defined where a weight is
+        [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge: symmetric, and defined where a weight is
         0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse.
 
         Args:
@@ -88,15 +88,15 @@ class DampedGramian:
         Returns:
             Shape (n, m), float64.
 
-        Source: the identity of Woodbury; spec of the scores, "The formula".
+        Source: Woodbury's identity; docs/scores.md, "Exact scores".
         """
         solved = scipy.linalg.cho_solve((self.factor, True), self.root[:, None] * cross)
-        if self.lambda_ == 0:
+        if self.ridge == 0:
             return solved / self.root[:, None]
-        return (cross - self.gramian @ (self.root[:, None] * solved)) / self.lambda_
+        return (cross - self.gramian @ (self.root[:, None] * solved)) / self.ridge
 
     def train_norm(self, row_weights: np.ndarray) -> float:
-        """Return N_c = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + lambda I, without J.
+        """Return N_c = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + ridge I, without J.
 
         Args:
             row_weights: |Q|^power, shape (n,), float64.
@@ -113,7 +113,7 @@ class DampedGramian:
         return squared**0.5
 
 
-def _check_condition(damped: np.ndarray, lambda_: float) -> None:
+def _check_condition(damped: np.ndarray, ridge: float) -> None:
     eigenvalues = scipy.linalg.eigvalsh(damped)
     smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
     if not smallest * MAX_CONDITION > largest:
@@ -121,7 +121,7 @@ def _check_condition(damped: np.ndarray, lambda_: float) -> None:
         raise InputError(
             "The damped Gramian must be well-conditioned: its condition number has to stay below "
             f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found {condition} "
-            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which lambda = {lambda_:.3g}, "
+            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
             f"n = {len(damped)}). More samples than parameters, equal gradients, or weights of 0 "
             "always need damping. Raise `scoring.damping` (2 is a good value)."
         )

@@ -1,4 +1,4 @@
-"""The formulas between features and scores, block by block; NumPy only."""
+"""Turns features into scores, block by block; NumPy only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,17 +8,37 @@ import numpy as np
 from trak_core.spec import Combine
 
 
+def unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Return rows divided by their lengths, float64; a row of zeros stays one.
+
+    Equivalent to ``sklearn.preprocessing.normalize(rows)``.
+
+    Args:
+        rows: Gradients, features or embeddings, shape (rows, k), any float dtype.
+    """
+    rows = rows.astype(np.float64)
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    rows /= np.where(lengths > 0, lengths, 1)
+    return rows
+
+
+def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
+    """Return sign(Q) |Q|^power of the loss weights Q, shape (n,), float64."""
+    weights = loss_weights.astype(np.float64)
+    return np.sign(weights) * np.abs(weights) ** power
+
+
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c (N_c + lambda_c I)^-1 T_c^T.
+    """Return rows of A_c = Phi_c (N_c + ridge_c I)^-1 T_c^T.
 
     Args:
         features: Rows of Phi_c, shape (rows, k).
-        solved_targets: (N_c + lambda_c I)^-1 T_c^T, shape (k, m), float64.
+        solved_targets: (N_c + ridge_c I)^-1 T_c^T, shape (k, m), float64.
 
     Returns:
         Shape (rows, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 16; spec of the scores, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/scores.md, "The formula".
     """
     return features.astype(np.float64, copy=False) @ solved_targets
 
@@ -36,7 +56,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     Returns:
         Rows of the scores, shape (rows, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 17; spec of the scores, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/scores.md, "The formula".
     """
     total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
     for block, weights, norm in parts:
@@ -53,7 +73,9 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
 
 def most_frequent(classes: np.ndarray) -> np.ndarray:
-    """Return the class that most checkpoints predict, of equally frequent ones the smallest.
+    """Return the class that most checkpoints predict, the smallest of equally frequent ones.
+
+    Equivalent to ``scipy.stats.mode(classes, axis=0).mode``.
 
     Args:
         classes: Integers, shape (checkpoints, rows).
@@ -85,6 +107,8 @@ class Extremes:
 
 def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
     """Fold one more block of rows into the ``keep`` largest entries of every column.
+
+    Equivalent to sorting whole columns: ``np.argsort(-scores, axis=0, kind="stable")[:keep]``.
 
     How rows are cut into blocks changes nothing, as long as they come from the top down.
 

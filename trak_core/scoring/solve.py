@@ -1,4 +1,4 @@
-"""The normal matrix and the damped solve; NumPy and SciPy only, all sums in float64."""
+"""Sums the normal matrix and solves with it, damped; NumPy and SciPy only, sums in float64."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,30 +18,30 @@ MAX_CONDITION = 1e7
 def weighted_gramians(
     blocks: Iterable[tuple[np.ndarray, Sequence[np.ndarray]]],
 ) -> list[np.ndarray]:
-    """Sum sum_i w_i phi_i phi_i^T over blocks of rows, for each way to weigh them.
+    """Sum normal matrices sum_i w_i phi_i phi_i^T over blocks of rows, one for each way to weigh.
 
-    With W = diag(w) it is Phi^T W Phi, the normal matrix; its trace is sum_i w_i |phi_i|^2. The
-    result depends on how rows are cut into blocks only by the rounding of float64 sums.
+    Equivalent to ``phi.T @ np.diag(w) @ phi``, whose trace is sum_i w_i |phi_i|^2. How rows are cut
+    into blocks changes the rounding of float64 sums alone.
 
     Args:
         blocks: Features (rows, k), any float dtype, and any number of sets of weights (rows,),
             non-negative.
 
     Returns:
-        One for each set of weights, shape (k, k), float64, exactly symmetric.
+        A matrix for each set of weights, shape (k, k), float64, exactly symmetric.
 
     Raises:
         InputError: If there are no rows.
 
-    Source: spec of the scores, "The formula".
+    Source: docs/scores.md, "The formula".
     """
     totals: list[np.ndarray] = []
     n_rows = 0
     for features, weights in blocks:
         n_rows += len(features)
-        for i, one in enumerate(weights):
+        for i, row_weights in enumerate(weights):
             # syrk computes one triangle, half the work; scipy's rows are Fortran's columns.
-            rows = features * np.sqrt(one, dtype=np.float64)[:, None]
+            rows = features * np.sqrt(row_weights, dtype=np.float64)[:, None]
             part = dsyrk(1.0, rows.T, lower=1)
             if i < len(totals):
                 totals[i] += part
@@ -97,83 +97,91 @@ class Spectrum:
         return products
 
 
-def train_norm(eigenvalues: np.ndarray, products: np.ndarray, shift: float) -> float:
-    """Return N_c = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + lambda I.
+def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> float:
+    """Return N_c = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + ridge I.
 
     Its square is tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi, and where M's
-    eigenvectors are the axes sum_ij products_ij / ((D_i + lambda) (D_j + lambda)).
+    eigenvectors are the axes sum_ij products_ij / ((D_i + ridge) (D_j + ridge)).
 
     Args:
         eigenvalues: D of Phi^T W Phi, shape (k,), float64.
         products: See ``Spectrum.norm_products``.
-        shift: lambda, not relative.
+        ridge: What is added to the diagonal.
 
     Raises:
-        InputError: If it is not above 0: loss weights or features are all 0.
+        InputError: If it is not above 0, because loss weights or features are all 0.
 
-    Source: spec of the scores, "The formula".
+    Source: docs/scores.md, "The formula".
     """
-    shares = np.divide(1, eigenvalues + shift, where=eigenvalues + shift > 0, out=0 * eigenvalues)
+    shares = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
     squared = float(shares @ products @ shares)
     if not squared > 0:
         raise InputError(no_norm(squared))
     return squared**0.5
 
 
-def no_norm(found: float) -> str:
+def no_norm(norm: float) -> str:
     """Return why scores can't be divided by a norm that is not above 0."""
     return (
         "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
-        f"training samples, which must be above 0. Found {found:.3g}: the loss weights are all 0, "
+        f"training samples, which must be above 0. Found {norm:.3g}: the loss weights are all 0, "
         "or the gradients. Leave this checkpoint out, or set scoring.combine."
     )
 
 
 def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
-    """Return the smallest and largest eigenvalue of a symmetric matrix, float64."""
+    """Return the smallest and largest eigenvalue of a symmetric matrix, float64.
+
+    Equivalent to the ends of ``np.linalg.eigvalsh(matrix)``.
+    """
     eigenvalues = scipy.linalg.eigvalsh(matrix)
     return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
-def damped_factor(matrix: np.ndarray, shift: float, eigenvalues: tuple[float, float]) -> np.ndarray:
-    """Return Cholesky's factor L with L L^T = matrix + shift I.
+def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float]) -> np.ndarray:
+    """Return Cholesky's factor L with L L^T = matrix + ridge I.
+
+    Equivalent to ``scipy.linalg.cho_factor(matrix + ridge * np.eye(k), lower=True)[0]``, which
+    answers for nearly singular matrices too.
 
     Args:
         matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        shift: lambda, not relative; at least 0.
+        ridge: What is added to the diagonal; at least 0.
         eigenvalues: Smallest and largest of ``matrix``.
 
     Returns:
         L in the lower triangle, shape (k, k), float64; what is above it doesn't count.
 
     Raises:
-        InputError: If the damped matrix is numerically singular: an answer would be noise.
+        InputError: If the damped matrix is numerically singular, because an answer would be noise.
     """
-    smallest, largest = (value + shift for value in eigenvalues)
+    smallest, largest = (value + ridge for value in eigenvalues)
     if not smallest * MAX_CONDITION > largest:
         condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
         raise InputError(
             "The damped normal matrix must be well-conditioned: its condition number has to stay "
             f"below {MAX_CONDITION:.0e}, since features have seven digits. Found {condition} "
-            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which lambda = {shift:.3g}, "
+            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
             f"k = {len(matrix)}). A proj_dim above the number of training samples always needs "
             "damping. Raise `scoring.damping` (2 is a good value) or lower `projection.proj_dim`."
         )
     damped = matrix.copy()
-    damped.flat[:: len(matrix) + 1] += shift
+    damped.flat[:: len(matrix) + 1] += ridge
     # Transposed it is the same matrix, in Fortran's order: LAPACK works in place.
     return scipy.linalg.cho_factor(damped.T, lower=True, overwrite_a=True)[0]
 
 
 def damped_solve(
-    matrix: np.ndarray, shift: float, eigenvalues: tuple[float, float], right_side: np.ndarray
+    matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float], right_side: np.ndarray
 ) -> np.ndarray:
-    """Solve (matrix + shift I) X = right_side by Cholesky's method.
+    """Solve (matrix + ridge I) X = right_side by Cholesky's method.
+
+    Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)``.
 
     Args:
-        matrix: See ``damped_factor``.
-        shift: Likewise.
-        eigenvalues: Likewise.
+        matrix: Symmetric, positive semi-definite, shape (k, k), float64.
+        ridge: What is added to the diagonal; at least 0.
+        eigenvalues: Smallest and largest of ``matrix``.
         right_side: Shape (k, m), float64.
 
     Returns:
@@ -182,12 +190,12 @@ def damped_solve(
     Raises:
         InputError: If the damped matrix is numerically singular.
     """
-    factor = damped_factor(matrix, shift, eigenvalues)
+    factor = damped_factor(matrix, ridge, eigenvalues)
     return scipy.linalg.cho_solve((factor, True), right_side)
 
 
 def damped_squares(factor: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return phi^T (matrix + shift I)^-1 phi of every row: |L^-1 phi|^2.
+    """Return phi^T (matrix + ridge I)^-1 phi of every row: |L^-1 phi|^2.
 
     Args:
         factor: From ``damped_factor``, shape (k, k).

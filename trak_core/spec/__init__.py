@@ -8,12 +8,14 @@ from trak_core.spec.jobs import (
     NormalSpec,
     RetrainedSpec,
     ScoresSpec,
+    Setting,
     Spec,
     Weighting,
     curvature_power,
     made_of,
     ordered,
     projection_of,
+    settings_of,
 )
 from trak_core.spec.projection import (
     Kind,
@@ -35,6 +37,7 @@ __all__ = [
     "ProjectionSpec",
     "RetrainedSpec",
     "ScoresSpec",
+    "Setting",
     "Spec",
     "Weighting",
     "curvature_power",
@@ -42,6 +45,7 @@ __all__ = [
     "matrix_shape",
     "ordered",
     "projection_of",
+    "settings_of",
     "stream_of",
     "usual_kind",
 ]

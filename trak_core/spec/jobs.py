@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
+from itertools import product
 from math import prod
 from typing import Any, Self
 
@@ -28,11 +29,16 @@ class Weighting(StrEnum):
 
 
 class Combine(StrEnum):
-    """How checkpoints and loss weights come together (spec of the scores, "The formula")."""
+    """How checkpoints and loss weights come together (docs/scores.md, "The formula")."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
     UNIT_AVERAGE = "unit_average"
+
+    @property
+    def divides_by_norm(self) -> bool:
+        """Whether each checkpoint's scores are divided by N_c."""
+        return self is Combine.UNIT_AVERAGE
 
 
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
@@ -43,11 +49,44 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
         power: Of the loss weights.
         is_probability: Whether loss weights are probabilities; the curvature of others is kept.
 
-    Source: spec of the scores, "The formula".
+    Source: docs/scores.md, "The formula".
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
     return power if is_probability else 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Setting:
+    """One way from features to scores (docs/scores.md), which an evaluation measures."""
+
+    damping: float
+    loss_weight_power: float
+    combine: Combine
+    proj_dim: int
+
+    @property
+    def loss_weighting(self) -> tuple[float, Combine]:
+        """How loss weights come in: their power, and how checkpoints are combined."""
+        return self.loss_weight_power, self.combine
+
+
+def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
+    """Return the settings to measure, each value with each, sorted; none without a sweep.
+
+    Args:
+        sweep: The config's values of each field except ``combine``, of which all are taken.
+        own: The study's own setting, which is always among them.
+    """
+    if sweep is None:
+        return []
+    values = (
+        sorted({*sweep["damping"], own.damping}),
+        sorted({*sweep["loss_weight_power"], own.loss_weight_power}),
+        sorted(Combine),
+        sorted({*sweep["proj_dim"], own.proj_dim}),
+    )
+    return [Setting(*each) for each in product(*values)]
 
 
 def ordered(value: Any) -> Any:

@@ -12,12 +12,12 @@ from trak_core.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What is to be known of a kind of projection, but for how its entries come about.
+    """Properties of a kind of projection; ``projection/reference.py`` defines its entries.
 
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
         keeps: What is left without error where it is alone in a gradient: single coordinates, whole
-            blocks of proj_dim coordinates, or nothing. The errors that ``trust/distortion.py``
+            blocks of proj_dim coordinates, or nothing. The errors that ``evaluation/distortion.py``
             predicts follow from it.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.
@@ -35,7 +35,7 @@ class Kind:
 
 
 class ProjectionKind(StrEnum):
-    """The kinds of projection, a row each: the one table that all read who must know them apart.
+    """The kinds of projection, one row each.
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
     ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
@@ -60,7 +60,7 @@ class ProjectionKind(StrEnum):
 
     @property
     def tag(self) -> int:
-        """The row's number of a kind that has one."""
+        """The kind's number in the counter of random words."""
         assert self.about.tag is not None
         return self.about.tag
 
@@ -88,6 +88,16 @@ class ProjectionSpec:
 
     Raises:
         InputError: If a field is out of its range.
+
+    Example:
+        >>> from trak_core.spec import ProjectionSpec, stream_of
+        >>> spec = ProjectionSpec(
+        ...     kind="rademacher", n_params=38_282, proj_dim=512, seed=0, stream=stream_of("c0")
+        ... )
+        >>> spec.is_nested, round(spec.scale, 4)
+        (True, 0.0442)
+        >>> ProjectionSpec(**spec.as_dict()) == spec
+        True
     """
 
     kind: ProjectionKind
@@ -106,7 +116,8 @@ class ProjectionSpec:
         except ValueError:
             known = ", ".join(ProjectionKind)
             raise InputError(
-                f"The projection's kind must be one of: {known}. Found {self.kind!r}."
+                f"The projection's kind must be one of: {known}. Found {self.kind!r}.",
+                code="spec.kind",
             ) from None
         for field, low, high in (
             ("n_params", 1, 2**56),
@@ -119,7 +130,8 @@ class ProjectionSpec:
             if not low <= value < high:
                 raise InputError(
                     f"The projection's {field} must be at least {low} and below {high}. "
-                    f"Found {value}."
+                    f"Found {value}.",
+                    code="spec.range",
                 )
         self._check_kind()
 
@@ -131,45 +143,52 @@ class ProjectionSpec:
             if stripes < 1 or self.proj_dim % stripes:
                 raise InputError(
                     "The projection's stripes must divide its proj_dim. "
-                    f"Found stripes {stripes}, proj_dim {self.proj_dim}."
+                    f"Found stripes {stripes}, proj_dim {self.proj_dim}.",
+                    code="spec.stripes",
                 )
             object.__setattr__(self, "stripes", stripes)
         elif self.stripes is not None:
             striped = " and ".join(kind for kind in ProjectionKind if kind.about.stripes)
             raise InputError(
                 f"Only the projection kind {striped} has stripes. "
-                f"Found stripes {self.stripes} with kind {self.kind}."
+                f"Found stripes {self.stripes} with kind {self.kind}.",
+                code="spec.kind_without_stripes",
             )
         self._check_shapes()
         if about.power_of_two and self.proj_dim & (self.proj_dim - 1):
             raise InputError(
                 f"proj_dim must be a power of two for the projection kind {self.kind}. "
-                f"Found {self.proj_dim}."
+                f"Found {self.proj_dim}.",
+                code="spec.power_of_two",
             )
         if self.kind is ProjectionKind.IDENTITY and self.proj_dim != self.n_params:
             raise InputError(
                 "proj_dim must equal n_params for the projection kind identity. "
-                f"Found proj_dim {self.proj_dim}, n_params {self.n_params}."
+                f"Found proj_dim {self.proj_dim}, n_params {self.n_params}.",
+                code="spec.identity_size",
             )
 
     def _check_shapes(self) -> None:
         if not self.kind.about.of_matrices:
             if self.shapes is not None:
                 raise InputError(
-                    f"Only a projection of matrices has shapes. Found some with kind {self.kind}."
+                    f"Only a projection of matrices has shapes. Found some with kind {self.kind}.",
+                    code="spec.kind_without_shapes",
                 )
             return
         if self.shapes is None:
             raise InputError(
                 f"The projection kind {self.kind} must have the shapes of the parameters. Found "
-                "none."
+                "none.",
+                code="spec.no_shapes",
             )
         shapes = tuple((int(rows), int(columns)) for rows, columns in self.shapes)
         entries = [rows * columns for rows, columns in shapes]
         if min(entries) < 1 or sum(entries) != self.n_params:
             raise InputError(
                 "The projection's shapes must be those of matrices that have its n_params entries "
-                f"together. Found {sum(entries)} entries, n_params {self.n_params}."
+                f"together. Found {sum(entries)} entries, n_params {self.n_params}.",
+                code="spec.shapes",
             )
         object.__setattr__(self, "shapes", shapes)
 

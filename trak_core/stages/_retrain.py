@@ -1,4 +1,4 @@
-"""Retrain models on parts of the training data, and keep what they make of all targets.
+"""Retrains models on parts of the training data, and keeps what they make of all targets.
 
 A file of retrained models holds two frames and, beside them, a third:
 
@@ -6,7 +6,7 @@ A file of retrained models holds two frames and, beside them, a third:
                                        trained on
     outputs       (models, pool)       rows: models, each named by its subset's number; columns: ids
                                        of the study's target_data(); the model output f
-    predictions   (models, pool)       likewise
+    predictions   (models, pool)       the same rows and columns; what the model says
 
 Models of one subset differ by the seed of their training.
 """
@@ -21,7 +21,8 @@ from torch.utils.data import Subset
 from trak_core.artifacts import RETRAINED, create
 from trak_core.model.predictions import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
-from trak_core.study.study import Split, Study
+from trak_core.study.split import Split
+from trak_core.study.study import Study
 from trak_core.study.training import trained_model
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
@@ -47,14 +48,14 @@ def retrain(
     Args:
         retrained: The file to write.
         study: With a function ``train`` that takes ``seed`` and ``data``.
-        train: Its training samples.
+        train: The study's training samples.
         masks: Which samples belong to each subset, shape (subsets, n), bool.
         numbers: The subsets' numbers.
         seeds: Seeds of the trainings on each subset.
         spec: What decides the numbers, beside the subsets.
         code: The stage's code digest.
         batch_size: Targets at once.
-        more: What decided the subsets, for the file.
+        more: What decided the subsets, to be written into the file.
 
     Raises:
         InputError: If training fails, or if the targets are not what they must be.

@@ -1,6 +1,6 @@
 """Average the checkpoints of an experiment into its scores."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,10 +19,9 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.budget import average_need
-from trak_core.scoring.scores import Extremes, combined, largest, most_frequent, similarities
-from trak_core.scoring.weights import powered
+from trak_core.scoring.scores import Extremes, largest, most_frequent, similarities
 from trak_core.spec import EXACT, Combine, ScoresSpec
-from trak_core.stages._splits import ReadRows, norm_of, rows_of
+from trak_core.stages._inputs import ReadRows, read_rows, score_rows
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -32,7 +31,7 @@ Summary = Callable[[np.ndarray], np.ndarray]
 def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
     """Return how to get rows of A_c: as stored, or from the solved targets."""
     if features is None:
-        return rows_of(part.matrix("similarities"))
+        return read_rows(part.matrix("similarities"))
     check_same(
         "training features",
         part.spec.get("train_features"),
@@ -43,7 +42,7 @@ def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> Read
     # Read again for every block: one checkpoint's solved targets are in memory at a time.
     solved, phi = (
         part.matrix("solved_targets"),
-        rows_of(features.matrix("features"), normalize=normalize),
+        read_rows(features.matrix("features"), normalize=normalize),
     )
     return lambda start, stop: similarities(phi(start, stop), solved[:])
 
@@ -114,7 +113,7 @@ def _influences(
 
 
 def _unit(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (spec of the scores, "What a score says")."""
+    """Return the scores' unit in plain words (docs/scores.md, "What a score says")."""
     is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
     if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"
@@ -139,7 +138,7 @@ def average_scores(
         scores: The file to write.
         checkpoint_scores: One file a checkpoint.
         features: Their training features, where only the solved targets were kept; else empty.
-        spec: What decides the numbers: of all checkpoints.
+        spec: What decides the numbers, of all checkpoints.
         defaults: What the config left open of scoring, in words; empty for nothing.
         columns: What labels and predictions are, in words.
         top: Influences of either sign kept for each target.
@@ -150,7 +149,6 @@ def average_scores(
         InputError: If the files don't belong together, or exceed the budget.
     """
     assert spec.loss_weight_power is not None
-    combine, power = Combine(spec.combine), spec.loss_weight_power
     with ExitStack() as stack:
         is_exact = spec.features.projection.get("kind") == EXACT
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
@@ -173,13 +171,7 @@ def average_scores(
         ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
         train, targets = (_samples(ends, side, block) for side in ("train", "target"))
         (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
-        norms = [norm_of(part, spec) for part in parts]
-
-        def checkpoints(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
-            for part, part_rows, norm in zip(parts, rows, norms, strict=True):
-                weights = part.vector("loss_weights", start, stop)
-                yield part_rows(start, stop), powered(weights, power), norm
-
+        read_scores = score_rows(parts, rows, spec)
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
             "checkpoints": [part.spec["checkpoint"] for part in parts],
@@ -200,8 +192,8 @@ def average_scores(
             n_runs=len(ends),
             damping=float(spec.damping),
             weighting=spec.weighting,
-            combine=str(combine),
-            loss_weight_power=float(power),
+            combine=str(spec.combine),
+            loss_weight_power=float(spec.loss_weight_power),
             normalize=int(spec.normalize),
         ) as writer:
             values = None
@@ -210,7 +202,7 @@ def average_scores(
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
-                mean = combined(checkpoints(start, stop), combine).astype(np.float32)
+                mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
                 helpful = largest(helpful, start, mean, top)

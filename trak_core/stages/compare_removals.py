@@ -1,4 +1,4 @@
-"""What becomes of targets when their most helpful training samples go, or as many random ones."""
+"""Compare models without the most helpful training samples with models without random ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ _N_DRAWS = 1000
 def mean_interval(changes: np.ndarray) -> tuple[float, float]:
     """Return the bootstrap interval of a mean over trainings and targets.
 
-    Both are drawn anew: the models that saw everything are the same for all targets, and what they
+    Both are drawn anew, because all targets share the models that saw everything, and what these
     have by chance must not look like an effect.
 
     Args:
@@ -72,7 +72,7 @@ class _Removal:
         return cls((outputs.astype(np.float64) - everything[0]).mean(axis=0), flips)
 
     def beyond(self, other: Self) -> Self:
-        """Return what it did more than another one: the models that saw all cancel."""
+        """Return what it did more than another removal; the models that saw all cancel."""
         flips = None
         if self.flips is not None and other.flips is not None:
             flips = self.flips - other.flips
@@ -103,14 +103,14 @@ def _without_top(
         hashes.append(hash_)
         for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
             j = targets.index(target)
-            outputs, predictions = (one[i : i + 1, :, j : j + 1] for one in models)
+            outputs, predictions = (values[i : i + 1, :, j : j + 1] for values in models)
             parts[size].append((outputs, predictions))
     joined = {
         size: (
-            np.concatenate([outputs for outputs, _ in found], axis=2),
-            np.concatenate([predictions for _, predictions in found], axis=2),
+            np.concatenate([outputs for outputs, _ in of_size], axis=2),
+            np.concatenate([predictions for _, predictions in of_size], axis=2),
         )
-        for size, found in parts.items()
+        for size, of_size in parts.items()
     }
     return joined, hashes
 
@@ -129,11 +129,11 @@ def compare_removals(
 
     Args:
         removals: The file to write; ``docs/evaluation.md`` describes its tables.
-        scores: The experiment's scores, which said what is most helpful.
+        scores: The experiment's scores, which said which samples are most helpful.
         random: Models trained on everything, and without random samples.
         top: Models without the most helpful samples of some targets, a file a group.
-        groups: Ids of each group's targets.
-        spec: What decided the random removals; of the others all but the draws.
+        groups: Target ids of each group.
+        spec: What decides the random removals; except the draws it decides the others too.
         code: The stage's code digest.
 
     Raises:
@@ -147,14 +147,14 @@ def compare_removals(
     top_spec = replace(spec, subsets="top removals", draws=0)
     without, hashes = _without_top(top, groups, top_spec, scores_hash)
     sizes = random_removals(spec.n_removed, spec.draws)
-    found = {}
+    done = {}
     for size in spec.n_removed:
         drawn = [i + 1 for i, (n, _) in enumerate(sizes) if n == size]
-        found["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
-        found["top", size] = _Removal.of(*without[size], everything)
-        found["difference", size] = found["top", size].beyond(found["random", size])
+        done["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
+        done["top", size] = _Removal.of(*without[size], everything)
+        done["difference", size] = done["top", size].beyond(done["random", size])
     summary = pd.DataFrame([
-        {"removed": removed, "n_removed": size, **found[removed, size].row()}
+        {"removed": removed, "n_removed": size, **done[removed, size].row()}
         for removed in ("top", "random", "difference")
         for size in spec.n_removed
     ])
@@ -165,7 +165,7 @@ def compare_removals(
                 "removed": removed,
                 "n_removed": size,
                 **about,
-                **found[removed, size].targets(),
+                **done[removed, size].targets(),
             })
             for removed in ("top", "random")
             for size in spec.n_removed

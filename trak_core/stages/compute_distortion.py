@@ -1,40 +1,35 @@
-"""How far the projection keeps norms and inner products of gradients under one checkpoint."""
+"""Measure how far the projection keeps norms and inner products of gradients of one checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
-from trak_core.artifacts import DISTORTION, Writer, create
+from trak_core.artifacts import DISTORTION, create
 from trak_core.config.budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
+from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (
     Batch,
     SampleMemory,
     check_finite_gramian,
     check_labels,
+    formed_gradients,
     gradient_method,
-    in_evaluation_mode,
+    in_chunks,
     n_params,
 )
-from trak_core.gramian import train_gramian
 from trak_core.model.device import device_name, full_precision
-from trak_core.model.features import compilers, projecting_device
+from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.load import LoadedModel
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
-from trak_core.model.sampled import SampledGradients
-from trak_core.spec import FeaturesSpec, projection_of
-from trak_core.study.study import TRAIN, Split
+from trak_core.spec import FeaturesSpec, ProjectionSpec, projection_of
+from trak_core.study.split import Split
+from trak_core.study.study import TRAIN
+from trak_core.system.progress import with_progress
 from trak_core.system.software import software
-from trak_core.trust.distortion import (
-    Agreement,
-    inner_product_agreement,
-    inner_product_sd,
-    inner_products,
-    squared_norm_agreement,
-)
 
 # Of the draw of samples.
 _SEED = 0
@@ -46,40 +41,65 @@ def _drawn(data: Split, n: int) -> Split:
     return data.take([data.ids[i] for i in sorted(order[:n].tolist())])
 
 
-def _room(
-    loaded: LoadedModel, samples: OrderedSamples, few: Batch, batch_size: int, left_bytes: int
-) -> tuple[int, int]:
-    """Return how many samples to differentiate at once, and whole gradients to keep beside them."""
-    kept_bytes = 4 * n_params(loaded.parameters)
-    one = loaded.memory(few)
-    # Two copies of a batch's whole gradients, and one that is kept.
-    formed, beside = (
-        one.mapped(
-            lambda memory, copies=copies: SampleMemory(
-                memory.activation_bytes + copies * kept_bytes, 0
-            )
-        )
-        for copies in (2, 3)
-    )
+def _at_once(loaded: LoadedModel, samples: OrderedSamples, few: Batch, left_bytes: int) -> int:
+    """Return how many samples to differentiate at once: their gradients are there three times."""
+    copies_bytes = 3 * 4 * n_params(loaded.parameters)
+    memory = loaded.memory(few)
+    formed = memory.mapped(lambda sample: SampleMemory(sample.activation_bytes + copies_bytes, 0))
     with samples.naming_longest():
-        room = beside.room(loaded.device, max(0, left_bytes // 2**20))
-    chunk = min(batch_size, room.most(one.longest))
-    in_work = formed.of_longest.of(chunk) if loaded.device.type == "cpu" else 0
-    return chunk, max(1, (left_bytes - in_work) // kept_bytes)
+        return formed.room(loaded.device, max(0, left_bytes // 2**20)).most(memory.longest)
 
 
-def _gramian(loaded: LoadedModel, samples: StoredSamples, chunk: int) -> np.ndarray:
-    """Return the exact inner products of gradients, by the engine."""
-    half = max(1, chunk // 2)  # two blocks are in the model at a time
-    blocks = [block for _, block in samples.blocks(0, half)]
-    with in_evaluation_mode(loaded.model):
-        gramian = train_gramian(loaded.model, loaded.parameters, loaded.output, blocks)
-    check_finite_gramian(gramian, samples.ids, samples.ids)
-    return gramian
+def compare_gradients(
+    loaded: LoadedModel,
+    samples: StoredSamples,
+    few: Batch,
+    projections: Sequence[ProjectionSpec],
+    at_once: int,
+    threads: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what projecting whole gradients of n samples must give, and what it gives.
+
+    Gradients are computed again for every block of ``at_once`` others, which changes nothing but
+    the time.
+
+    Returns:
+        Exact inner products and their variances under the projection, each of shape (n, n),
+        float64; and scaled features, shape (len(projections), n, k), float32.
+
+    Raises:
+        InputError: If a gradient is not finite; it names the samples.
+    """
+    model = loaded.model, loaded.parameters, loaded.output
+    method = gradient_method(*model, few)
+    n = len(samples)
+    gramian, variances = np.empty((n, n)), np.empty((n, n))
+    features = np.empty((len(projections), n, projections[0].proj_dim), np.float32)
+
+    def gradients(start: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        def formed(first: int, last: int) -> np.ndarray:
+            batch = samples.rows(slice(start + first, start + last))
+            blocks = formed_gradients(method, *model, batch).blocks()
+            return np.concatenate([block.float().cpu().numpy() for block in blocks], axis=1)
+
+        for first, last, rows in in_chunks(formed, n - start, at_once):
+            yield start + first, start + last, rows
+
+    for start, stop, x in with_progress(gradients(0), n, "samples compared"):
+        own = slice(start, stop)
+        check_finite_gramian(inner_products(x, x), samples.ids[own], samples.ids[own])
+        for first, last, y in chain([(start, stop, x)], gradients(stop)):
+            parts = inner_products(x, y), product_variances(x, y, projections[0])
+            for pairs, part in zip((gramian, variances), parts, strict=True):
+                pairs[own, first:last], pairs[first:last, own] = part, part.T
+        sums = Features.zeros(loaded.parameters, projections, stop - start, threads)
+        method(*model, samples.rows(own), sums)
+        features[:, own] = [rows.cpu().numpy() for rows in sums.scaled()]
+    return gramian, variances, features
 
 
 def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
-    """Return the positions of gradients that aren't zero: no error is relative to 0."""
+    """Return the positions of gradients that aren't zero, because no error is relative to 0."""
     positive = np.diagonal(gramian) > 0
     zero = [str(ids[i]) for i in np.flatnonzero(~positive).tolist()]
     if len(ids) - len(zero) < 2:
@@ -94,23 +114,6 @@ def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
             flush=True,
         )
     return np.flatnonzero(positive)
-
-
-def _write(
-    writer: Writer, key: str, index: Sequence[Any], columns: Sequence[Any], values: np.ndarray
-) -> None:
-    writer.matrix(key, index, columns, dtype=np.float64)[:] = values
-
-
-def _write_agreements(writer: Writer, found: dict[str, Agreement], streams: list[int]) -> None:
-    """Write what was measured beside what was predicted, and each stream's errors; print both."""
-    kinds, columns = list(found), ["measured", "standard_error", "predicted"]
-    numbers = np.array([(a.measured, a.standard_error, a.predicted) for a in found.values()])
-    _write(writer, "agreement", kinds, columns, numbers)
-    by_stream = np.transpose([a.by_stream for a in found.values()])
-    _write(writer, "by_stream", streams, kinds, by_stream)
-    for kind, (measured, error, predicted) in zip(kinds, numbers, strict=True):
-        print(f"{kind}: error {measured:.3g} +- {error:.2g}, predicted {predicted:.3g}", flush=True)
 
 
 def compute_distortion(
@@ -137,13 +140,13 @@ def compute_distortion(
         distortion: The file to write.
         checkpoint: File or folder with the weights.
         study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint's training samples.
+        spec: What decides the numbers, of one checkpoint's training samples.
         code: The stage's code digest.
         device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection.
         batch_size: Samples differentiated at once, at most.
         memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
             free memory instead.
-        threads: For torch and the projection.
+        threads: CPU threads of torch and the projection.
         most_samples: Training samples to compare, fewer if there are fewer.
         n_streams: Projection matrices to compare with: the checkpoint's own, and those of the
             stream numbers that follow it. Standard errors run over them.
@@ -153,56 +156,46 @@ def compute_distortion(
             gradients aren't zero, or if the budget doesn't hold it.
     """
     torch.set_num_threads(threads)
-    where = full_precision(projecting_device(device))
-    loaded = LoadedModel.load(study_file, checkpoint, spec, where)
-    size = n_params(loaded.parameters)
+    loaded = LoadedModel.load(
+        study_file, checkpoint, spec, full_precision(projecting_device(device))
+    )
+    where = device_name(loaded.device)
     shapes = [parameter.shape for parameter in loaded.parameters.values()]
     projections = [projection_of(spec, shapes, i) for i in range(n_streams)]
-    own, streams = projections[0], [p.stream for p in projections]
+    own = projections[0]
     train = loaded.study.split(TRAIN, None)
     n_drawn = min(most_samples, len(train.ids))
     need = distortion_need(n_drawn, own.proj_dim, n_streams)
     need.check(memory_mb)
-    where = device_name(loaded.device)
-    print(f"{n_drawn} training samples, {size} parameters, {n_streams} streams on {where}")
-    data = _drawn(train, n_drawn)
-    (samples,) = loaded.ordered(data)
+    print(f"{n_drawn} training samples, {own.n_params} parameters, {n_streams} streams on {where}")
+    (samples,) = loaded.ordered(_drawn(train, n_drawn))
     few, n_classes = loaded.few(samples)
     kept = loaded.stored(samples)
     for part, sample_id in zip(kept.parts, kept.ids, strict=True):
         check_labels(part.labels, loaded.output, n_classes, [sample_id])
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes
-    chunk, held = _room(loaded, samples, few, batch_size, left_bytes)
-    loaded.check_apart(few, chunk)
-    gramian = _gramian(loaded, kept, chunk)
+    at_once = min(batch_size, _at_once(loaded, samples, few, left_bytes))
+    loaded.check_apart(few, at_once)
+    gramian, variances, features = compare_gradients(
+        loaded, kept, few, projections, at_once, threads
+    )
     rows = _not_zero(gramian, kept.ids)
-    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
-    gradients = SampledGradients(loaded, kept.take(rows.tolist()), method, chunk)
-    features = gradients.features(projections, threads)
-    peaks = np.zeros((len(rows), len(rows)))
-    if own.lossless_block is not None:
-        peaks = gradients.peakedness(own, held)
-    # From the order of computing to that of the study.
-    back = np.argsort(kept.places[rows])
-    rows, features, peaks = rows[back], features[:, back], peaks[np.ix_(back, back)]
-    gramian, ids = gramian[np.ix_(rows, rows)], [kept.ids[i] for i in rows.tolist()]
-    predicted_sd = inner_product_sd(own.proj_dim, gramian, peaks)
-    found = {
-        "squared_norm": squared_norm_agreement(gramian, list(features), predicted_sd),
-        "inner_product": inner_product_agreement(gramian, list(features), predicted_sd),
-    }
+    pairs = np.ix_(rows, rows)
+    errors = agreement(gramian[pairs], variances[pairs], list(features[:, rows]))
     file_spec = {
-        **loaded.file_spec(spec, checkpoint, own.scaled()),
+        **loaded.file_spec(spec, own.scaled()),
         "sample": {"drawn": n_drawn, "seed": _SEED},
         "streams": n_streams,
     }
     provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
-    counts = {"n_streams": n_streams, "n_zero_gradients": n_drawn - len(ids)}
+    counts = {"n_streams": n_streams, "n_zero_gradients": n_drawn - len(rows)}
     with create(distortion, DISTORTION, file_spec, provenance, **counts) as writer:
-        _write_agreements(writer, found, streams)
-        _write(writer, "gramian", ids, ids, gramian)
-        _write(writer, "predicted_sd", ids, ids, predicted_sd)
-        _write(writer, "projected_gramian", ids, ids, inner_products(features[0]))
-        squared_norms = np.einsum("sij,sij->is", features, features, dtype=np.float64)
-        _write(writer, "projected_squared_norms", ids, streams, squared_norms)
-        writer.vector("sample_ids", ids)
+        columns = ["measured", "standard_error", "predicted"]
+        writer.matrix("agreement", list(errors), columns, dtype=np.float64)[:] = list(
+            errors.values()
+        )
+        # From the order of computing to that of the study.
+        order = rows[np.argsort(kept.places[rows])]
+        writer.vector("sample_ids", [kept.ids[i] for i in order.tolist()])
+    for key, (measured, error, predicted) in errors.items():
+        print(f"{key}: error {measured:.3g} +- {error:.2g}, predicted {predicted:.3g}", flush=True)

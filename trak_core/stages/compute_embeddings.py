@@ -48,7 +48,7 @@ def compute_embeddings(
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
-    file_spec = loaded.file_spec(spec, checkpoint, spec.projection)
+    file_spec = loaded.file_spec(spec, spec.projection)
     provenance = software(code, device_name(loaded.device), "torch", "numpy")
     with create(embeddings, EMBEDDINGS, file_spec, provenance) as writer:
         for key, name in (("train", TRAIN), ("targets", "targets")):

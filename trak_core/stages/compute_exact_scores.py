@@ -1,4 +1,4 @@
-"""Exact scores of an experiment under one checkpoint: the Gramians solved, without a projection."""
+"""Compute exact scores of an experiment under one checkpoint, without a projection."""
 
 from pathlib import Path
 
@@ -14,26 +14,32 @@ from trak_core.artifacts import (
 )
 from trak_core.config.budget import exact_need
 from trak_core.scoring.exact import DampedGramian, divide_by_lengths
-from trak_core.scoring.weights import powered
+from trak_core.scoring.scores import powered
 from trak_core.spec import ScoresSpec
-from trak_core.stages._splits import normal_weights, write_samples
+from trak_core.stages._inputs import normal_weights, write_samples
 from trak_core.system.software import software
 
 
 def compute_exact_scores(
-    *, scores: Path, train: Path, targets: Path, spec: ScoresSpec, code: str, memory_mb: int
+    *,
+    scores: Path,
+    train_path: Path,
+    targets_path: Path,
+    spec: ScoresSpec,
+    code: str,
+    memory_mb: int,
 ) -> None:
     """Solve the n x n Gramian for the targets.
 
-    Writes A_c = (K_c W_c + lambda_c I)^-1 K_c,t, lambda_c = damping * mean_i w_i K_c[i, i]: what
+    Writes A_c = (K_c W_c + ridge_c I)^-1 K_c,t, ridge_c = damping * mean_i w_i K_c[i, i]: what
     the scores of a projection converge to as its dimensions grow, in the same kind of file. With
     ``spec.normalize`` the training samples' gradients have length 1 in both.
 
     Args:
         scores: The file to write.
-        train: The checkpoint's Gramian of the training samples.
-        targets: Its Gramian between them and the experiment's targets.
-        spec: What decides the numbers: of one checkpoint and experiment.
+        train_path: The checkpoint's Gramian of the training samples.
+        targets_path: Its Gramian between them and the experiment's targets.
+        spec: What decides the numbers, of one checkpoint and experiment.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing.
 
@@ -42,13 +48,13 @@ def compute_exact_scores(
             solve exceeds the budget.
     """
     with (
-        open_artifact(train, GRAMIAN) as train_file,
-        open_artifact(targets, GRAMIAN) as target_file,
+        open_artifact(train_path, GRAMIAN) as train_file,
+        open_artifact(targets_path, GRAMIAN) as target_file,
     ):
         shared = check_splits(train_file, target_file, spec, GRAMIAN)
         train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
         check_same(
-            "training samples", train_file.index("gramian"), train_ids, targets, GRAMIAN.rule
+            "training samples", train_file.index("gramian"), train_ids, targets_path, GRAMIAN.rule
         )
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
         weights = normal_weights(train_file, spec.curvature_power)
@@ -64,7 +70,7 @@ def compute_exact_scores(
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": damped.lambda_,
+            "lambda": damped.ridge,
             "train_gramian": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]

@@ -17,9 +17,9 @@ from trak_core.model.predictions import write_columns
 from trak_core.model.sample_order import subset
 from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
-from trak_core.study.flipped import with_flipped_labels
-from trak_core.study.questions import split_of
+from trak_core.study.split import with_flipped_labels
 from trak_core.study.study import TRAIN
+from trak_core.study.targets import split_of
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
@@ -100,7 +100,7 @@ def compute_features(
     if loaded.scales is not None:
         print(f"Gradients are divided by the root of the second moments in {checkpoint}")
     projection = projection_of(spec, [p.shape for p in parameters.values()])
-    file_spec = loaded.file_spec(spec, checkpoint, projection.scaled())
+    file_spec = loaded.file_spec(spec, projection.scaled())
     if n_shards > 1:
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD

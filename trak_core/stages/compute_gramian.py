@@ -25,8 +25,8 @@ from trak_core.model.load import LoadedModel
 from trak_core.model.predictions import write_columns
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec
-from trak_core.study.questions import split_of
 from trak_core.study.study import TRAIN
+from trak_core.study.targets import split_of
 from trak_core.system.progress import with_progress
 from trak_core.system.software import software
 
@@ -162,7 +162,7 @@ def compute_gramian(
     with in_evaluation_mode(loaded.model):
         values = _gramian(loaded, rows, None if split == TRAIN else kept, at_once)
     check_finite_gramian(values, data.ids, own.ids)
-    file_spec = loaded.file_spec(spec, checkpoint, spec.projection)
+    file_spec = loaded.file_spec(spec, spec.projection)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values

@@ -7,15 +7,15 @@ import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
 from trak_core.config.budget import normal_matrix_need
+from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import (
     Spectrum,
     extreme_eigenvalues,
     mean_squared_norm,
     weighted_gramians,
 )
-from trak_core.scoring.weights import powered
 from trak_core.spec import NormalSpec
-from trak_core.stages._splits import normal_weights, rows_of
+from trak_core.stages._inputs import normal_weights, read_rows
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -42,7 +42,7 @@ def compute_normal_matrix(
         check_made_for(train, spec.features, FEATURES.rule)
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
-        rows = rows_of(values, normalize=spec.normalize)
+        rows = read_rows(values, normalize=spec.normalize)
         weights = [normal_weights(train, spec.curvature_power)]
         if spec.norm_power is not None:
             weights.append(powered(train.vector("loss_weights"), spec.norm_power) ** 2)
@@ -52,7 +52,7 @@ def compute_normal_matrix(
 
         def blocks() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
             for start, stop in blocks_with_progress(n_rows, block, "samples"):
-                yield rows(start, stop), [one[start:stop] for one in weights]
+                yield rows(start, stop), [own[start:stop] for own in weights]
 
         matrix, *others = weighted_gramians(blocks())
         own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}

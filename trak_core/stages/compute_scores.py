@@ -1,4 +1,4 @@
-"""Compare every training sample with every target of an experiment under one checkpoint."""
+"""Score every training sample for every target of an experiment under one checkpoint."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from trak_core.config.budget import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import ScoresSpec
-from trak_core.stages._splits import Damped, rows_of, write_samples
+from trak_core.stages._inputs import Damped, read_rows, write_samples
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 
@@ -24,8 +24,8 @@ from trak_core.system.software import software
 def compute_scores(
     *,
     scores: Path,
-    train: Path,
-    targets: Path,
+    train_path: Path,
+    targets_path: Path,
     normal_matrix: Path,
     spec: ScoresSpec,
     keep: str,
@@ -34,17 +34,17 @@ def compute_scores(
 ) -> None:
     """Solve for the targets, then stream the training features once.
 
-    Writes A_c = Phi_c (Phi_c^T W_c Phi_c + lambda_c I)^-1 T_c^T, lambda_c = damping * mean_i w_i
+    Writes A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T, ridge_c = damping * mean_i w_i
     |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
     every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
     and the average streams Phi_c again: n x m is never stored.
 
     Args:
         scores: The file to write.
-        train: The checkpoint's training features.
-        targets: Its features of the experiment's targets.
+        train_path: The checkpoint's training features.
+        targets_path: Its features of the experiment's targets.
         normal_matrix: Its normal matrix.
-        spec: What decides the numbers: of one checkpoint and experiment.
+        spec: What decides the numbers, of one checkpoint and experiment.
         keep: ``full`` or ``top_k``.
         code: The stage's code digest.
         memory_mb: Budget for arrays; changes nothing but rounding.
@@ -54,25 +54,25 @@ def compute_scores(
             solve exceeds the budget.
     """
     with (
-        open_artifact(train, FEATURES) as train_file,
-        open_artifact(targets, FEATURES) as target_file,
+        open_artifact(train_path, FEATURES) as train_file,
+        open_artifact(targets_path, FEATURES) as target_file,
         open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
     ):
         shared = check_splits(train_file, target_file, spec, FEATURES)
         n_train, proj_dim = train_file.matrix("features").shape
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
-        damped = Damped.of(matrix_file, train_file, spec)
+        damped = Damped.read(matrix_file, train_file, spec)
         solved = damped_solve(
             damped.matrix,
-            damped.lambda_,
+            damped.ridge,
             damped.ends,
             target_file.matrix("features")[:].astype(np.float64).T,
         )
         file_spec = {
             **spec.as_dict(),
             **shared,
-            "lambda": damped.lambda_,
+            "lambda": damped.ridge,
             "train_features": train_file.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
@@ -80,7 +80,7 @@ def compute_scores(
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
             if keep == "full":
                 values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
-                rows = rows_of(train_file.matrix("features"), normalize=spec.normalize)
+                rows = read_rows(train_file.matrix("features"), normalize=spec.normalize)
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     values[start:stop] = similarities(rows(start, stop), solved)
             else:

@@ -1,11 +1,13 @@
-"""Self-influence of every training sample: how much it moves the model output on itself."""
+"""Compute how much every training sample moves the model output on itself."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from trak_core.artifacts import SELF_INFLUENCE, create
 from trak_core.spec import ScoresSpec
-from trak_core.stages._influences import self_influences
+from trak_core.stages._inputs import self_influences
 from trak_core.system.software import software
 
 
@@ -22,14 +24,14 @@ def compute_self_influence(
 
     Args:
         self_influence: The file to write.
-        features: See ``self_influences``.
-        normal_matrices: Likewise.
-        spec: Likewise.
+        features: Training features of each checkpoint.
+        normal_matrices: Their normal matrices.
+        spec: What decides the numbers, of all checkpoints and no experiment.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
     files = features, normal_matrices
-    table, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
+    columns, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
-        writer.table("train", table, ["id", "self_influence"])
+        writer.table("train", pd.DataFrame(columns), ["id", "self_influence"])

@@ -4,30 +4,26 @@ As a picture, as a page to read, and as a table of texts.
 """
 
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 
 from trak_core.artifacts import ANSWERS, create
-from trak_core.report.answer import answer as answer_page
-from trak_core.report.examples import (
+from trak_core.report import (
     BEGINNING,
     EACH,
     Examples,
-    Shelf,
-    examples_of,
-    shown_by,
+    find_examples,
+    influences_figure,
+    printed,
+    read_experiment,
+    readable,
     targets_shown,
 )
-from trak_core.report.figure import influences_figure
-from trak_core.report.read import read_experiment
-from trak_core.report.samples import printed
-from trak_core.report.texts import on_one_line, readable
-from trak_core.study.questions import split_of
-from trak_core.study.study import TRAIN, Study
+from trak_core.report import answer as answer_page
+from trak_core.study.study import TRAIN, Split, Study
+from trak_core.study.targets import split_of
 from trak_core.system.progress import blocks_with_progress
 from trak_core.system.software import software
 from trak_core.system.whole_file import written_whole
@@ -49,30 +45,29 @@ def _draw(figure: Path, examples: Examples) -> None:
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
-def _texts(study: Study, shelf: Shelf, ids: Sequence[Any], what: str) -> pd.DataFrame:
+def _texts(study: Study, split: Split, what: str) -> pd.DataFrame:
     """Return the beginnings of samples' texts, each on one line."""
-    found = []
-    for start, stop in blocks_with_progress(len(ids), 1, f"texts of {what}"):
-        for sample_id in ids[start:stop]:
-            sample = shelf.sample(sample_id)
+    texts = []
+    for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {what}"):
+        for row in range(start, stop):
+            sample_id, sample = split.ids[row], split.samples[row]
             text = study.describe(sample_id, sample) if study.has("describe") else printed(sample)
-            found.append(on_one_line(readable(text, BEGINNING)))
-    return pd.DataFrame({"id": list(ids), "text": found})
+            texts.append(" ".join(readable(text, BEGINNING).split()))
+    return pd.DataFrame({"id": split.ids, "text": texts})
 
 
 def _write_texts(
-    texts: Path, study: Study, examples: Examples, targets: Shelf, train: Shelf, code: str
+    texts: Path, study: Study, examples: Examples, targets: Split, train: Split, code: str
 ) -> None:
-    experiment = examples.experiment
-    if study.has("describe"):
-        ids = [about["id"] for about in experiment.targets], experiment.influential
-    else:  # no reason to read more samples than are shown
-        ids = list(examples.targets), list(examples.train)
-    spec = {"scores": experiment.source.content_hash}
-    made_by = software(code, "cpu", "pandas", made_from=[dict(experiment.source.provenance)])
+    scores = examples.experiment
+    influential = scores.attributes["influential"]
+    if not study.has("describe"):  # no reason to read more samples than are shown
+        targets, influential = targets.take(list(examples.targets)), list(examples.train)
+    spec = {"scores": scores.content_hash}
+    made_by = software(code, "cpu", "pandas", made_from=[dict(scores.provenance)])
     with create(texts, ANSWERS, spec, made_by, characters=BEGINNING) as writer:
-        writer.table("targets", _texts(study, targets, ids[0], "targets"), ["id"])
-        writer.table("train", _texts(study, train, ids[1], "training samples"), ["id"])
+        writer.table("targets", _texts(study, targets, "targets"), ["id"])
+        writer.table("train", _texts(study, train.take(influential), "training samples"), ["id"])
 
 
 def draw_influences(
@@ -95,8 +90,7 @@ def draw_influences(
             training samples in ``top_influences``; for a study without ``describe(sample)``, what
             the page prints of the samples there.
         scores: The experiment's scores.
-        study_file: The study's Python file; its ``draw(axes, sample)`` draws one sample, its
-            ``describe(sample)`` says what it is.
+        study_file: The study's Python file, whose ``draw`` and ``describe`` show samples.
         question: The file of an experiment that brings its own targets.
         code: The stage's code digest.
 
@@ -107,13 +101,11 @@ def draw_influences(
     (n_shown,) = targets_shown(1)
     each = EACH if study.has("draw") else _EACH_TEXT
     experiment = read_experiment(scores, scores.parents[1], n_shown, each)
-    train = Shelf.of(study.split(TRAIN, None))
-    targets = Shelf.of(
-        split_of(study, experiment.name, [one["id"] for one in experiment.targets], question)
-    )
-    show = shown_by(study, _CHARACTERS)
-    examples = examples_of(study, experiment, n_shown, targets, train, show)
+    ids = experiment.tables["targets"]["id"].tolist()
+    train = study.split(TRAIN, None)
+    targets = split_of(study, experiment.spec["experiment"], ids, question)
+    (examples,) = find_examples(study, [experiment], train, [targets], _CHARACTERS)
     _draw(figure, examples)
     with written_whole(answer) as partial:
-        partial.write_text(answer_page(examples, study_file, each), encoding="utf-8")
+        partial.write_text(answer_page(examples, study_file.name, each), encoding="utf-8")
     _write_texts(texts, study, examples, targets, train, code)

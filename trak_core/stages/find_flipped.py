@@ -1,4 +1,4 @@
-"""Do samples with a wrong label stand out by their self-influence?"""
+"""Measure whether samples with a wrong label stand out by their self-influence."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,15 +7,15 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact
+from trak_core.evaluation.correlations import auc
 from trak_core.spec import ScoresSpec
-from trak_core.stages._influences import self_influences
+from trak_core.stages._inputs import self_influences
 from trak_core.study.draws import flipped_samples
 from trak_core.system.software import software
-from trak_core.trust.correlations import auc
 
 
-def _found(values: np.ndarray, flipped: np.ndarray) -> float:
-    """Return the part of the flipped samples among as many with the largest values."""
+def _recall(values: np.ndarray, flipped: np.ndarray) -> float:
+    """Return which part of the flipped samples is among as many with the largest values."""
     n_flipped = int(flipped.sum())
     largest = np.argsort(-values, kind="stable")[:n_flipped]
     return float(flipped[largest].mean())
@@ -37,18 +37,18 @@ def find_flipped(
         flipped: The file to write.
         features: Training features, with the flipped labels, of each checkpoint trained with them.
         normal_matrices: Their normal matrices.
-        original: Training features of any checkpoint of the study, for the labels as they were.
-        spec: See ``self_influences``; its features say how labels were flipped.
+        original: Training features of any checkpoint of the study, which have the true labels.
+        spec: What decides the self-influences; its features say how labels were flipped.
         code: The stage's code digest.
         memory_mb: Budget for arrays.
     """
     files = features, normal_matrices
     table, loss_weights, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
     assert spec.features.flipped is not None
-    is_flipped = flipped_samples(len(table), **spec.features.flipped)
+    is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:
         ids = file.ids("sample_ids")
-        check_same("training samples", table["id"].tolist(), ids, original, FEATURES.rule)
+        check_same("training samples", table["id"], ids, original, FEATURES.rule)
         labels = file.vector("labels")
     train = pd.DataFrame({
         "id": table["id"],
@@ -62,7 +62,7 @@ def find_flipped(
     detection = pd.DataFrame({
         "method": methods,
         "auc": [auc(train[name].to_numpy(), is_flipped) for name in methods],
-        "found": [_found(train[name].to_numpy(), is_flipped) for name in methods],
+        "found": [_recall(train[name].to_numpy(), is_flipped) for name in methods],
     })
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(flipped, FLIPPED, file_spec, provenance) as writer:

@@ -1,10 +1,10 @@
-"""Look a study over before any job runs: functions, model, ids, labels, targets.
+"""Look a study over before any job runs: functions, model, ids, labels, targets, checkpoints.
 
 As a program it is asked in JSON on standard input and answers likewise, so that neither torch nor
 the study's code is loaded into Snakemake. The answer is kept in the study's results folder under a
 key that covers everything looked at, so that a second start neither imports torch nor touches the
-data; training data and each experiment have keys of their own, so that scoring new targets never
-asks for training data.
+data. Training data, experiments and checkpoints have keys of their own, so that new targets are
+scored without a look at the training data.
 """
 
 import inspect
@@ -34,11 +34,15 @@ from trak_core.model.named_output import model_output as named_output
 from trak_core.model.sample_order import naming_text
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import Weighting
-from trak_core.study.questions import split_of
-from trak_core.study.study import TRAIN, Split, Study, users_code
+from trak_core.study.checkpoints import check_checkpoint
+from trak_core.study.split import Split, users_code
+from trak_core.study.study import TRAIN, Study
+from trak_core.study.targets import split_of
 from trak_core.system.quiet import quiet_libraries
 
 _LABEL_SECONDS = 10.0
+# Bad checkpoints whose messages are shown in full.
+_SHOWN = 8
 
 
 def _check_split(
@@ -121,6 +125,24 @@ def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
         )
 
 
+def _check_checkpoints(model: nn.Module, checkpoints: Sequence[str]) -> None:
+    """Compare keys and shapes of all checkpoints with the model's, and tell of all bad ones."""
+    problems: dict[str, str] = {}
+    for checkpoint in checkpoints:
+        try:
+            check_checkpoint(model, Path(checkpoint))
+        except InputError as error:
+            problems[checkpoint] = str(error)
+    if not problems:
+        return
+    shown, others = list(problems.values())[:_SHOWN], list(problems)[_SHOWN:]
+    if len(problems) > 1:
+        shown.insert(0, f"Every checkpoint must fit the model. Found {len(problems)} that do not:")
+    if others:
+        shown.append(f"The others are {', '.join(others)}.")
+    raise InputError("\n".join(shown))
+
+
 def preflight_study(
     *,
     study_file: Path,
@@ -133,6 +155,7 @@ def preflight_study(
     shards: dict[str, int],
     questions: dict[str, str] | None = None,
     retraining: dict[str, Any] | None = None,
+    checkpoints: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with what the config asks for.
 
@@ -150,12 +173,13 @@ def preflight_study(
         questions: Files of targets that experiments bring by themselves.
         retraining: Arguments of ``train`` that all checkpoints share, where models are to be
             retrained; else None.
+        checkpoints: Files or folders of weights; keys and shapes are looked at, no numbers.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.
 
     Raises:
-        InputError: At the first thing that doesn't hold.
+        InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
     """
     study = Study.load(study_file)
     if training is not None:
@@ -185,13 +209,14 @@ def preflight_study(
                     sample = split.samples[0]
                 study.describe(split.ids[0], sample)
         except InputError as error:
-            raise InputError(f"{study_file}, {where}: {error}") from error
+            raise InputError(f"{study_file}, {where}: {error}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "
                 f"{len(split.ids)} samples."
             )
         n_samples[name] = len(split.ids)
+    _check_checkpoints(model, checkpoints)
     return {"n_params": size, "n_samples": n_samples}
 
 

@@ -31,10 +31,10 @@ def retrain_subsets(
         study_file: The study's Python file.
         spec: What decides the numbers, beside the subsets.
         first: Number of the first subset.
-        last: Number of the last.
+        last: Number of the last, which is among them.
         code: The stage's code digest.
         batch_size: Targets at once.
-        threads: For torch.
+        threads: CPU threads of torch.
 
     Raises:
         InputError: If training fails, or if the targets are not what they must be.

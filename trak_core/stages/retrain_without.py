@@ -1,4 +1,4 @@
-"""Retrain without the samples that scores call most helpful, and without random ones.
+"""Retrain without the samples that scores call most helpful, and without random samples.
 
 Every group of models is trained with the same seeds, so that a model without some samples has one
 that saw them all beside it.
@@ -21,7 +21,7 @@ from trak_core.study.study import TRAIN, Study
 def without_top(scores: Artifact, removals: Sequence[tuple[Any, int]]) -> np.ndarray:
     """Return which training samples stay, shape (removals, n), bool.
 
-    Removed are the largest scores above 0, fewer than asked for where there are fewer.
+    The largest scores go, as far as they are above 0.
     """
     values = scores.matrix("scores")
     column = {target: i for i, target in enumerate(scores.columns("scores"))}
@@ -40,7 +40,7 @@ def retrain_without(
     spec: RetrainedSpec,
     scores: Path | None = None,
     scores_spec: ScoresSpec | None = None,
-    targets: Sequence[Any] = (),
+    target_ids: Sequence[Any] = (),
     code: str,
     batch_size: int,
     threads: int,
@@ -54,11 +54,11 @@ def retrain_without(
         study_file: The study's Python file.
         spec: What decides the numbers, beside the subsets.
         scores: The experiment's scores; None for everything and random removals.
-        scores_spec: What decides these; None without them.
-        targets: Ids of the targets.
+        scores_spec: What the scores must be; None without them.
+        target_ids: Ids of the targets.
         code: The stage's code digest.
         batch_size: Targets at once.
-        threads: For torch.
+        threads: CPU threads of torch.
 
     Raises:
         InputError: If more samples are to go than there are, if the scores are of another config
@@ -80,8 +80,8 @@ def retrain_without(
         with open_artifact(scores, SCORES) as file:
             check_made_for(file, scores_spec, SCORES.rule)
             check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
-            masks = without_top(file, top_removals(targets, spec.n_removed))
-            more = {"scores": file.content_hash, "targets": list(targets)}
+            masks = without_top(file, top_removals(target_ids, spec.n_removed))
+            more = {"scores": file.content_hash, "targets": list(target_ids)}
     retrain(
         retrained=retrained,
         study=study,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trak_core.study.flipped import with_flipped_labels
+from trak_core.study.split import with_flipped_labels
 from trak_core.study.study import TRAIN, Study
 from trak_core.study.training import models_along, trained_model
 from trak_core.system.whole_file import written_whole

@@ -1,13 +1,15 @@
 """Write the report of a study: one page that needs nothing beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.report.examples import EACH, find_examples, targets_shown
-from trak_core.report.facts import Facts, Measured
-from trak_core.report.read import (
+from trak_core.report import (
+    EACH,
+    File,
+    Results,
+    find_examples,
     read_distortion,
     read_evaluation,
     read_experiment,
@@ -15,22 +17,33 @@ from trak_core.report.read import (
     read_matrix,
     read_removals,
     read_self_influence,
+    read_timings,
+    targets_shown,
 )
-from trak_core.report.render import document
-from trak_core.report.timings import read_timings
-from trak_core.study.study import TRAIN, Study
+from trak_core.report import report as report_page
+from trak_core.study.study import TRAIN, Split, Study
+from trak_core.study.targets import split_of
 from trak_core.system.whole_file import written_whole
 
 
-def _check_scores_of(name: str, measured: Measured, facts: Facts) -> None:
-    """Refuse what was measured of other scores than are shown; Snakemake may know nothing of it."""
-    (scores,) = (one.source for one in facts.experiments if one.name == name)
-    found = measured.source.spec["scores"]
-    if found != scores.content_hash:
-        raise InputError(
-            f"{measured.source.name} must be about the scores in {scores.name}, with the hash "
-            f"{scores.content_hash}. Found {found}. Delete it and run snakemake again."
-        )
+def _check_scores(results: Results) -> None:
+    """Refuse measurements of scores other than those shown, which Snakemake may miss."""
+    scores = {file.spec["experiment"]: file for file in results.experiments}
+    for name, file in (*results.evaluations.items(), *results.removals.items()):
+        expected, hash_ = scores[name], file.spec["scores"]
+        if hash_ != expected.content_hash:
+            raise InputError(
+                f"{file.name} must be about the scores in {expected.name}, with the hash "
+                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again."
+            )
+
+
+def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
+    """Return an experiment's targets that are shown, from the study or from its own file."""
+    name = scores.spec["experiment"]
+    data = config["experiments"][name].get("data")
+    ids = scores.tables["shown"]["id"].tolist()
+    return split_of(study, name, ids, None if data is None else Path(data))
 
 
 def write_report(
@@ -51,47 +64,42 @@ def write_report(
     Args:
         report: The HTML file to write, in the results folder; Snakemake's measurements are read
             from ``benchmarks`` beside it, and jobs' own from ``logs``.
-        scores: Of each experiment.
-        normal_matrices: Of each checkpoint; empty without a projection.
-        distortion: Of each checkpoint; this and the following are empty where not asked for.
-        evaluations: Of each experiment that was measured.
-        removals: Of each experiment with one.
-        flipped: At most one.
-        self_influence: At most one.
-        study_file: The study's Python file; its ``draw(axes, sample)`` draws one sample.
+        scores: One file an experiment.
+        normal_matrices: One file a checkpoint; empty without a projection.
+        distortion: One file a checkpoint; this and the following are empty where the config has no
+            such measurement.
+        evaluations: One file an experiment that was measured.
+        removals: One file an experiment that was measured.
+        flipped: At most one file.
+        self_influence: At most one file.
+        study_file: The study's Python file, whose ``draw`` and ``describe`` show samples.
         config: What decides the numbers.
 
     Raises:
         InputError: If a file is not what it must be.
     """
-    results = report.parent
-    shown = targets_shown(len(scores))
+    folder = report.parent
     experiments = [
-        read_experiment(path, results, n_shown, EACH)
-        for path, n_shown in zip(scores, shown, strict=True)
+        read_experiment(path, folder, n_shown, EACH)
+        for path, n_shown in zip(scores, targets_shown(len(scores)), strict=True)
     ]
-    known = {
-        TRAIN,
-        *experiments[0].checkpoints,
-        *experiments[0].runs,
-        *(one.name for one in experiments),
-    }
-    facts = Facts(
+    runs = experiments[0].spec["runs"]
+    known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
+    results = Results(
         config=config,
         experiments=experiments,
-        matrices=[read_matrix(path, results) for path in normal_matrices],
-        timings=read_timings(results / "benchmarks", results / "logs", known),
-        evaluations={path.stem: read_evaluation(path, results) for path in evaluations},
-        removals={path.stem: read_removals(path, results) for path in removals},
-        flipped=[read_flipped(path, results) for path in flipped],
-        self_influence=[read_self_influence(path, results) for path in self_influence],
-        distortions=[read_distortion(path, results) for path in distortion],
+        matrices=[read_matrix(path, folder) for path in normal_matrices],
+        timings=read_timings(folder / "benchmarks", folder / "logs", known),
+        evaluations={path.stem: read_evaluation(path, folder) for path in evaluations},
+        removals={path.stem: read_removals(path, folder) for path in removals},
+        flipped=[read_flipped(path, folder) for path in flipped],
+        self_influence=[read_self_influence(path, folder) for path in self_influence],
+        distortions=[read_distortion(path, folder) for path in distortion],
     )
-    for measured in (*facts.evaluations.items(), *facts.removals.items()):
-        _check_scores_of(*measured, facts)
-    asked = config["experiments"]
-    questions = {name: Path(one["data"]) for name, one in asked.items() if "data" in one}
-    examples = find_examples(Study.load(study_file), experiments, shown, questions)
-    text = document(facts, examples)
+    _check_scores(results)
+    study = Study.load(study_file)
+    targets = (_targets(study, file, config) for file in experiments)
+    examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
+    page = report_page(results, examples)
     with written_whole(report) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(page, encoding="utf-8")

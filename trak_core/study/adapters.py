@@ -1,8 +1,8 @@
-"""PEFT's adapters as checkpoints: a few trained weights beside a base that make_model() brings.
+"""Fit the weights of PEFT's adapters into the base model that make_model() brings.
 
 A folder of ``PeftModel.save_pretrained`` holds the adapter's weights and, in its config, the
 settings that say what they mean: the same numbers under another ``lora_alpha`` are another model.
-peft itself names the weights and puts them in. It is imported for such a folder alone.
+peft itself names the weights and puts them in; only such a folder imports it.
 """
 
 import json
@@ -19,19 +19,19 @@ from trak_core.errors import InputError
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-# Settings of where an adapter comes from and how it was trained: no number here depends on them.
-_OF_TRAINING = frozenset({
+# Settings that say where an adapter comes from and how it was trained. No number depends on them.
+_TRAINING_SETTINGS = frozenset({
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
     *("task_type", "lora_dropout", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
     *("megatron_config", "megatron_core"),
 })
-# Settings of which weights there are: that the keys and shapes fit says so better, since there are
-# many ways to write one choice of layers.
-_OF_KEYS = frozenset({
+# Settings that determine which weights exist. Keys and shapes are compared instead, because there
+# are many ways to write one choice of layers.
+_LAYER_SETTINGS = frozenset({
     *("bias", "exclude_modules", "layers_pattern", "layers_to_transform", "lora_bias"),
     *("modules_to_save", "rank_pattern", "target_modules", "target_parameters"),
 })
-# Ways to begin that leave the base's weights alone; others (PiSSA, OLoRA, ...) change them too.
+# Initializations that leave the base's weights as they are; PiSSA, OLoRA and others change them.
 _INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 
@@ -114,43 +114,43 @@ class Adapter:
             )
 
     def other_settings(self, config: Path) -> tuple[list[str], list[str]]:
-        """Compare the settings that an adapter was saved with with the model's.
+        """Return, in words, the saved settings that differ from the model's.
 
         Args:
-            config: Its ``adapter_config.json``.
+            config: The adapter's ``adapter_config.json``.
 
         Returns:
-            In words, those that decide numbers and differ; and those that say which weights there
-            are and differ, which is harmless where keys and shapes fit.
+            Settings that decide numbers; and settings that determine which weights exist, whose
+            difference is harmless where keys and shapes fit.
 
         Raises:
             InputError: If the file is no config of an adapter.
         """
         own = self.model.peft_config[self.name]
-        found = _read(config)
-        saved, mine = _plain(_as_peft_reads(found, own, config)), _plain(own.to_dict())
+        stored = _read(config)
+        saved, mine = _plain(_as_peft_reads(stored, own, config)), _plain(own.to_dict())
         differing = {
             key: f"{key} {saved[key]!r} for {mine[key]!r}"
             for key in sorted(saved)
-            if key not in _OF_TRAINING and saved[key] != mine[key]
+            if key not in _TRAINING_SETTINGS and saved[key] != mine[key]
         }
-        # A newer peft's settings: off, they change nothing.
+        # Settings of a newer peft; those that are off change nothing.
         unknown = {
             key: f"{key} {value!r}, which this version of peft doesn't know: install a newer one"
-            for key, value in found.items()
-            if value and key not in mine and key not in _OF_TRAINING
+            for key, value in stored.items()
+            if value and key not in mine and key not in _TRAINING_SETTINGS
         }
-        of_keys = [text for key, text in differing.items() if key in _OF_KEYS]
-        rest = [text for key, text in (differing | unknown).items() if key not in _OF_KEYS]
-        return rest, of_keys
+        of_layers = [text for key, text in differing.items() if key in _LAYER_SETTINGS]
+        of_numbers = [t for key, t in (differing | unknown).items() if key not in _LAYER_SETTINGS]
+        return of_numbers, of_layers
 
 
 def _read(config: Path) -> dict[str, Any]:
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not isinstance(found.get("peft_type"), str):
+        stored = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(stored, dict) or not isinstance(stored.get("peft_type"), str):
             raise ValueError("it has no `peft_type`")
-        return found
+        return stored
     except (OSError, ValueError) as error:
         raise InputError(
             f"{config}: an adapter's config must be JSON, as PeftModel.save_pretrained writes it. "
@@ -158,15 +158,15 @@ def _read(config: Path) -> dict[str, Any]:
         ) from error
 
 
-def _as_peft_reads(found: dict[str, Any], own: Any, config: Path) -> dict[str, Any]:
+def _as_peft_reads(stored: dict[str, Any], own: Any, config: Path) -> dict[str, Any]:
     """Return saved settings with peft's defaults for those that an older version didn't have."""
-    if found["peft_type"] != own.peft_type.value:
+    if stored["peft_type"] != own.peft_type.value:
         raise InputError(
             f"{config}: an adapter must be of the kind that make_model() builds. Found peft_type "
-            f"{found['peft_type']} for {own.peft_type.value}. Build the model with the config of "
+            f"{stored['peft_type']} for {own.peft_type.value}. Build the model with the config of "
             "the training: `PeftConfig.from_pretrained(folder)`."
         )
-    known = {key: value for key, value in found.items() if key in own.to_dict()}
+    known = {key: value for key, value in stored.items() if key in own.to_dict()}
     try:
         return type(own)(**known).to_dict()
     except (TypeError, ValueError) as error:

@@ -1,19 +1,21 @@
-"""Checkpoints: finding the weights in a file or folder, and fitting them to a model.
+"""Find the weights of a checkpoint in a file or folder, and fit them to a model.
 
-Which files hold the weights, and what a model needs of them; ``tensor_files`` reads one.
+``tensor_files`` reads one file.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.study.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
-from trak_core.study.tensor_files import unpickled
+from trak_core.study.tensor_files import Digest, digest_file, read_shapes, read_tensors
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (
@@ -24,8 +26,8 @@ _FOLDER_FILES = (
 )
 # Where training frameworks put the state dict inside a larger dict.
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-# What data parallelism and torch.compile put before every key.
-PREFIXES = ("module.", "_orig_mod.")
+_MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
+_REMEDY = "Save `model.state_dict()` and use that file."
 
 
 def _shards(index: Path) -> list[str]:
@@ -94,30 +96,41 @@ def _existing(index: Path, names: list[str]) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    must = "a checkpoint must be a state dict saved by torch.save, or safetensors"
-    state = unpickled(path, must, "Save `model.state_dict()` and use that file.")
+def _is_state_dict(saved: object) -> bool:
+    return isinstance(saved, dict) and all(
+        isinstance(key, str) and isinstance(value, Tensor) for key, value in saved.items()
+    )
+
+
+def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
+    """Take the state dict out of what a file holds."""
     for wrapper in _WRAPPERS:
-        if isinstance(state, dict) and isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    if not isinstance(state, dict) or not all(
-        isinstance(key, str) and isinstance(value, Tensor) for key, value in state.items()
-    ):
-        raise InputError(
-            f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
-            f"the keys {', '.join(_WRAPPERS)}. Found {type(state).__name__} with "
-            f"{', '.join(map(str, list(state)[:5])) if isinstance(state, dict) else 'no keys'}. "
-            "Save `model.state_dict()` and use that file."
-        )
-    return state
+        if isinstance(saved, dict) and isinstance(saved.get(wrapper), dict):
+            saved = saved[wrapper]
+    if _is_state_dict(saved):
+        return saved
+    entries = saved if isinstance(saved, dict) else {}
+    within = [key for key, value in entries.items() if value and _is_state_dict(value)]
+    remedy = (
+        f"Save the part that is one by itself: `torch.save(torch.load({str(path)!r})"
+        f"[{within[0]!r}], {path.with_stem(f'{path.stem}-weights').name!r})`."
+        if within
+        else _REMEDY
+    )
+    raise InputError(
+        f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
+        f"the keys {', '.join(_WRAPPERS)}. Found {type(saved).__name__} with "
+        f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}"
+    )
 
 
-def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
+def read_state_dict(checkpoint: Path, digest: Digest | None = None) -> dict[str, Tensor]:
     """Read the weights of a checkpoint, on the CPU.
 
     Args:
         checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of an adapter of PEFT's.
+        digest: Gets the bytes of its files as they are read (see ``checkpoint_sha256``).
 
     Returns:
         Names to tensors.
@@ -125,10 +138,13 @@ def read_state_dict(checkpoint: Path) -> dict[str, Tensor]:
     Raises:
         InputError: If there is no such file, or if it holds something else.
     """
+    digest = hashlib.sha256() if digest is None else digest
     state: dict[str, Tensor] = {}
     for path in _weight_files(checkpoint):
-        if path.suffix != ".json":
-            state |= _read(path)
+        if path.suffix == ".json":
+            digest_file(path, digest)
+        else:
+            state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest), path)
     return state
 
 
@@ -165,21 +181,47 @@ def _is_of_type(stored: Tensor, own: Tensor) -> bool:
     return stored.is_floating_point() or not own.is_floating_point()
 
 
-def _without_prefixes(state: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Return the state as it is, then without each further prefix that all of its keys have."""
-    found = [state]
-    for prefix in PREFIXES * 2:
-        if state and all(key.startswith(prefix) for key in found[-1]):
-            found.append({key.removeprefix(prefix): value for key, value in found[-1].items()})
-    return found
+def shared_prefixes(names: Iterable[str]) -> list[str]:
+    """Return the prefixes that all names share, the empty one first, then each with a dot more.
+
+    Data parallelism puts ``module.`` before every key, torch.compile ``_orig_mod.``, Lightning the
+    name of an attribute, mostly ``model.``.
+    """
+    # ruff: ignore[os-path-commonprefix] -- letter by letter, cut at the dots
+    common = os.path.commonprefix(list(names))
+    return ["", *(common[: end + 1] for end, letter in enumerate(common) if letter == ".")]
+
+
+def _fitting(
+    model: nn.Module, state: Mapping[str, Tensor], source: str
+) -> tuple[str, dict[str, Tensor]]:
+    """Return the prefix without which a state fits a model, and the state without it."""
+    own = model.state_dict()
+    # A part of the model itself may be called `module`: keys as they are, if those fit best.
+    prefix, fitting, misfits = min(
+        (
+            (prefix, stripped, _misfits(stripped, own))
+            for prefix in shared_prefixes(state)
+            for stripped in [{key.removeprefix(prefix): value for key, value in state.items()}]
+        ),
+        key=lambda candidate: sum(map(len, candidate[-1].values())),
+    )
+    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
+    if problems:
+        raise InputError(
+            f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
+            f"those of the model. Found {'; '.join(problems)}. Does make_model() build the model "
+            "that was saved?"
+        )
+    return prefix, fitting
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Put weights into ``model``, and the model into evaluation mode.
 
     Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
-    parameters need to be there once. A prefix ``module.`` or ``_orig_mod.`` that every key has is
-    taken off where that makes them fit.
+    parameters need to be there once. A prefix that every key has, and without which they fit, is
+    taken off; a line on standard output says so.
 
     Args:
         model: Changed in place.
@@ -189,20 +231,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     Raises:
         InputError: If keys, shapes or types don't fit, or if weights are not finite; it lists them.
     """
-    own = model.state_dict()
-    # A part of the model itself may be called `module`: keys as they are, if those fit best.
-    fitting, misfits = min(
-        ((s, _misfits(s, own)) for s in _without_prefixes(dict(state))),
-        key=lambda pair: sum(map(len, pair[1].values())),
-    )
-    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
-    if problems:
-        raise InputError(
-            f"{source}: the checkpoint's keys must be those of the model. Found "
-            f"{'; '.join(problems)}. Does make_model() build the model that was saved?"
-        )
+    prefix, fitting = _fitting(model, state, source)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
+    if prefix:
+        print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
     model.load_state_dict(fitting, strict=False)
     model.eval()
 
@@ -216,7 +249,7 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
         )
 
 
-def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
 
     A folder of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one
@@ -226,19 +259,53 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> None:
         model: Changed in place.
         checkpoint: See ``read_state_dict``; what fits, see ``load_state_dict``.
 
+    Returns:
+        What tells these weights from others: ``sha256``, of the files (see ``checkpoint_sha256``).
+        An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
+        model has with it, so that files made on different bases are never taken together.
+
     Raises:
         InputError: If it cannot be read, or does not fit; of an adapter also if the model has
             other settings than it was saved with, under which its weights mean something else.
     """
-    state, config = read_state_dict(checkpoint), _adapter_config(checkpoint)
+    digest = hashlib.sha256()
+    state, config = read_state_dict(checkpoint, digest), _adapter_config(checkpoint)
+    found = {"sha256": digest.hexdigest()}
     if config is None:
         load_state_dict(model, state, str(checkpoint))
+        return found
+    adapter = _fitting_adapter(model, state, config)
+    _check_finite(state, str(checkpoint))
+    adapter.put(state)
+    model.eval()
+    # Modules may keep what is no tensor there.
+    weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return {**found, "model_sha256": state_dict_sha256(weights)}
+
+
+def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+    """Make sure that a checkpoint has the model's keys and shapes, without reading its numbers.
+
+    Raises:
+        InputError: If ``load_checkpoint`` would refuse it for more than its numbers or checksums.
+    """
+    state: dict[str, Tensor] = {}
+    for path in _weight_files(checkpoint):
+        if path.suffix != ".json":
+            saved = read_shapes(path, _MUST, _REMEDY)
+            if saved is None:
+                return
+            state |= _state_dict(saved, path)
+    config = _adapter_config(checkpoint)
+    if config is None:
+        _fitting(model, state, str(checkpoint))
     else:
-        _load_adapter(Adapter.of(model, checkpoint), state, config)
-        model.eval()
+        _fitting_adapter(model, state, config)
 
 
-def _load_adapter(adapter: Adapter, state: dict[str, Tensor], config: Path) -> None:
+def _fitting_adapter(model: nn.Module, state: dict[str, Tensor], config: Path) -> Adapter:
+    """Return the model's adapter, which the weights fit."""
+    adapter = Adapter.of(model, config.parent)
     settings, of_keys = adapter.other_settings(config)
     misfits = _misfits(state, adapter.weights(state))
     problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
@@ -250,8 +317,7 @@ def _load_adapter(adapter: Adapter, state: dict[str, Tensor], config: Path) -> N
             f"that make_model() returns. Found {'; '.join(problems)}. Build it with the config of "
             "the training, `PeftConfig.from_pretrained(folder)`, on the same base."
         )
-    _check_finite(state, str(config.parent))
-    adapter.put(state)
+    return adapter
 
 
 def checkpoint_sha256(checkpoint: Path) -> str:
@@ -261,28 +327,8 @@ def checkpoint_sha256(checkpoint: Path) -> str:
     """
     digest = hashlib.sha256()
     for path in _weight_files(checkpoint):
-        with path.open("rb") as file:
-            while block := file.read(2**22):
-                digest.update(block)
+        digest_file(path, digest)
     return digest.hexdigest()
-
-
-def weights_sha256(model: nn.Module, checkpoint: Path) -> dict[str, str]:
-    """Return what tells a checkpoint's weights from others: ``sha256``, of its files.
-
-    An adapter's files hold a few weights of many: ``model_sha256`` is of all that the model has
-    with it, so that files made on different bases are never taken together.
-
-    Args:
-        model: With the checkpoint's weights.
-        checkpoint: Where they came from.
-    """
-    found = {"sha256": checkpoint_sha256(checkpoint)}
-    if _adapter_config(checkpoint) is not None:
-        # Modules may keep what is no tensor there.
-        weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-        found["model_sha256"] = state_dict_sha256(weights)
-    return found
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:

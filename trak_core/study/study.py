@@ -1,6 +1,6 @@
-"""A study: the user's Python file that says what the model and the data are.
+"""Load a study, the user's Python file that says what the model and the data are.
 
-Its functions, each without arguments unless said otherwise:
+Its functions take no arguments unless said otherwise:
 
     make_model()             the torch module, weights unset
     train_data()             the training samples: anything with len() and [i]
@@ -12,152 +12,24 @@ Its functions, each without arguments unless said otherwise:
     describe(sample)         optional: returns one sample as a text to read
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
-named arguments, and the label as `labels`. Image-text pairs have no label. Samples have the same
-shapes, but texts of a language model: these may differ in their number of tokens.
+named arguments, and the label as `labels`. Image-text pairs have no label. All samples have the
+same shapes; only texts of a language model may differ, in their number of tokens.
 """
 
 import importlib.util
 import sys
-import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch import nn
 
-from trak_core.errors import InputError, ToldToStopError
-from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.errors import InputError
+from trak_core.study.split import Split, checked_ids, users_code
 
 TRAIN = "train"
-_MAX_ID = 64
-
-
-class Samples(Protocol):
-    """Map-style data: what ``torch.utils.data.Dataset`` with a length is."""
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """Return one sample, a tuple whose last entry is the label, or a dict with `labels`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Samples with their ids, all integers or all strings."""
-
-    samples: Samples
-    ids: list[int] | list[str]
-
-    def take(self, ids: Sequence[int | str]) -> "Split":
-        """Return the samples with these ids, in this order.
-
-        Raises:
-            InputError: If an id is not there, or twice in ``ids``.
-        """
-        position = {sample_id: i for i, sample_id in enumerate(self.ids)}
-        unknown = [i for i in ids if i not in position]
-        if unknown:
-            raise InputError(
-                "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {', '.join(map(str, unknown[:8]))}"
-                f"{' and more' if len(unknown) > 8 else ''}; it has {len(position)}, such as "
-                f"{self.ids[0]} and {self.ids[-1]}."
-            )
-        if len(set(ids)) < len(ids):
-            twice = sorted({str(i) for i in ids if list(ids).count(i) > 1})
-            raise InputError(f"A target must be listed once. Found twice: {', '.join(twice[:8])}.")
-        rows = [position[i] for i in ids]
-        return Split(torch.utils.data.Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
-
-    def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Return samples ``start`` to ``stop`` as stacked tensors, in a tuple or dict as they are.
-
-        Raises:
-            InputError: If the samples cannot be stacked.
-        """
-        samples = []
-        for i in range(start, stop):
-            with users_code(f"reading sample {self.ids[i]}"):
-                samples.append(self.samples[i])
-        parts = [_entries(sample) for sample in samples]
-        for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
-            if part.keys() != parts[0].keys():
-                raise InputError(
-                    f"Samples must be tuples of one length, or dicts with the same keys. Found "
-                    f"{_listed(parts[0])} in sample {self.ids[start]}, {_listed(part)} in sample "
-                    f"{sample_id}."
-                )
-        stacked = {key: _stacked([part[key] for part in parts], key) for key in parts[0]}
-        return stacked if isinstance(samples[0], Mapping) else tuple(stacked.values())
-
-
-def _entries(sample: Any) -> dict[str, Any]:
-    """Return the entries of a sample by name or number."""
-    if isinstance(sample, Mapping):
-        return dict(sample)
-    if isinstance(sample, list | tuple):
-        return {f"entry {i}": entry for i, entry in enumerate(sample)}
-    raise InputError(f"A sample must be a tuple or a dict. Found {type(sample).__name__}.")
-
-
-def _listed(entries: Mapping[str, Any]) -> str:
-    return ", ".join(entries) or "nothing"
-
-
-def _stacked(parts: Sequence[Any], name: str) -> Tensor:
-    """Stack one entry of several samples: tensors, arrays, numbers or lists of numbers."""
-    try:
-        # default_collate takes a list of numbers for numbers of several samples.
-        tensors = [torch.as_tensor(p) if isinstance(p, list) else p for p in parts]
-        stacked = default_collate(tensors)
-    except (RuntimeError, TypeError, ValueError) as error:
-        shapes = {str(tuple(p.shape)) if hasattr(p, "shape") else type(p).__name__ for p in parts}
-        raise InputError(
-            "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
-            f"sample (texts padded to one length). Found {', '.join(sorted(shapes)[:4])} for "
-            f"{name}: {(str(error).splitlines() or [''])[0]}"
-        ) from error
-    if not isinstance(stacked, Tensor):
-        raise InputError(
-            "Samples must be tuples or dicts of tensors or numbers. Found "
-            f"{type(parts[0]).__name__} for {name}."
-        )
-    return stacked
-
-
-@contextmanager
-def users_code(what: str) -> Generator[None, None, None]:
-    """Make an exception of the study's own code one message that says where it came from.
-
-    Args:
-        what: What runs, for the message.
-
-    Raises:
-        InputError: In place of any other exception, SystemExit included; but for a full disk or
-            memory, and a job that is told to stop, which are no mistakes of the study's.
-    """
-    try:
-        yield
-    except (InputError, ToldToStopError):
-        raise
-    except (Exception, SystemExit) as error:
-        if came_from_no_memory(error) or no_room(error):
-            raise
-        # Without this function's frame, and the one that called the study's code.
-        frames = traceback.extract_tb(error.__traceback__)[2:]
-        shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
-        raise InputError(
-            f"{what} must end without an error. Found {type(error).__name__}: {error}\n"
-            f"{''.join(traceback.format_list(shown))}".rstrip()
-        ) from error
 
 
 def _run(path: Path) -> ModuleType:
@@ -173,46 +45,6 @@ def _run(path: Path) -> ModuleType:
     with users_code(f"{path}: the study's file"):
         spec.loader.exec_module(module)
     return module
-
-
-def _is_number(sample_id: Any) -> bool:
-    return type(sample_id) is int and -(2**63) <= sample_id < 2**63
-
-
-def _is_name(sample_id: Any) -> bool:
-    # HDF5 fills up fixed-length strings with NUL; lone surrogates have no UTF-8.
-    return (
-        type(sample_id) is str
-        and "\0" not in sample_id
-        and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID
-        and sample_id.isprintable()
-    )
-
-
-def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return plain ids, one a sample.
-
-    Raises:
-        InputError: If they are not all integers or all short names, or not all different.
-    """
-    plain = [i.item() if hasattr(i, "item") else i for i in ids]
-    if len(plain) != n_samples:
-        raise InputError(
-            f"{function} must give one id a sample. Found {len(plain)} ids, {n_samples} samples."
-        )
-    if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
-        is_good = _is_number if type(plain[0]) is int else _is_name
-        found = [i for i in plain if not is_good(i)] or plain
-        raise InputError(
-            f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
-            f"of printable text only. Found {', '.join(repr(i) for i in found[:3])}."
-        )
-    if len(set(plain)) < n_samples:
-        twice = next(i for i, one in enumerate(plain) if one in plain[:i])
-        raise InputError(
-            f"{function} must give every sample its own id. Found repeated ids: {plain[twice]!r}."
-        )
-    return plain
 
 
 @dataclass(frozen=True, slots=True)

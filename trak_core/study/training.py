@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.study import Samples, Study, users_code
+from trak_core.study.split import Samples, users_code
+from trak_core.study.study import Study
 
 
 def trained_model(

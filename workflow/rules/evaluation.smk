@@ -66,8 +66,10 @@ rule evaluate_scores:
         scores="<results>/scores/{experiment}.h5",
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
         retrained=retrained_files,
-        train=of_checkpoints("features/{c}/train.h5") if specs.measures_features else [],
-        targets=(
+        train_paths=(
+            of_checkpoints("features/{c}/train.h5") if specs.measures_features else []
+        ),
+        targets_paths=(
             of_checkpoints("features/{c}/{experiment}.h5")
             if specs.measures_features
             else []

@@ -98,8 +98,8 @@ rule compute_normal_matrix:
 
 rule compute_scores:
     input:
-        train="<results>/features/{checkpoint}/train.h5",
-        targets="<results>/features/{checkpoint}/{experiment}.h5",
+        train_path="<results>/features/{checkpoint}/train.h5",
+        targets_path="<results>/features/{checkpoint}/{experiment}.h5",
         normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",

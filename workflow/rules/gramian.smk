@@ -32,8 +32,8 @@ rule compute_gramian:
 
 rule compute_exact_scores:
     input:
-        train="<results>/gramian/{checkpoint}/train.h5",
-        targets="<results>/gramian/{checkpoint}/{experiment}.h5",
+        train_path="<results>/gramian/{checkpoint}/train.h5",
+        targets_path="<results>/gramian/{checkpoint}/{experiment}.h5",
     output:
         scores="<results>/scores/{experiment}/{checkpoint}.h5",
     log:

@@ -35,7 +35,7 @@ use rule retrain_without_random as retrain_without_top with:
     params:
         spec=specs.top_removals.as_dict(),
         scores_spec=scores_spec,
-        targets=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
+        target_ids=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
     message:
         "Retraining without the most helpful samples, targets of group {wildcards.group}"
 

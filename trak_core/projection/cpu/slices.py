@@ -172,9 +172,9 @@ def project_cpu(
     are not float32 or the slice has parts of several blocks.
 
     Args:
-        blocks: Shape (n_samples, n_i) each, of one dtype: float32, float16, or uint16 with the bits
-            of bfloat16. The first starts at ``offset``, each other where the last ends.
-        spec: Of any kind but ``identity``.
+        blocks: Shape (n_samples, n_i) each, all of one dtype: float32, float16, or uint16 with the
+            bits of bfloat16. The first starts at ``offset``, each other where the last ends.
+        spec: A projection of any kind except ``identity``.
         offset: Coordinate of the first column.
         threads: How many slices are worked on at a time, or shares of the samples in them where
             there are few slices; changes no bit.

@@ -72,11 +72,11 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
         start: The first column to project.
         stop: The column after the last, above ``start``.
         first: Coordinate of column ``start``.
-        starts: As ``Sides`` has them.
-        places: As ``Sides`` has them.
-        shapes: Of the parameters, shape (n, 2), int64.
-        buckets: As ``Sides`` has them.
-        signs: As ``Sides`` has them.
+        starts: ``Sides.starts``; so are places, buckets and signs.
+        places: ``Sides.places``.
+        shapes: The parameters' shapes as matrices, shape (n, 2), int64.
+        buckets: ``Sides.buckets``.
+        signs: ``Sides.signs``.
         out: Shape (n_samples, proj_dim), float32.
     """
     n_samples = len(rows)

@@ -15,8 +15,8 @@ class Chunk:
     """Consecutive slices of coordinates of some rows, and where their numbers are.
 
     The number of row b and coordinate g is ``values[b * row_stride + g - origin]``. Slice s holds
-    the coordinates from s * slice_size on, of which the kernel takes those from ``start`` to
-    ``stop``. Its sums go to ``partials[s - first_slice]``.
+    the coordinates from s * slice_size on; the kernel takes those from ``start`` to ``stop``. Its
+    sums go to ``partials[s - first_slice]``.
 
     Attributes:
         values: One dimension, bfloat16 as int16.

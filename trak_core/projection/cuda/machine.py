@@ -30,7 +30,8 @@ def require_numba_cuda() -> None:
     if importlib.util.find_spec("numba_cuda") is None:
         raise InputError(
             "Projecting on a GPU needs the package numba-cuda. Found it not installed. "
-            f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}"
+            f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
+            code="projection.no_numba_cuda",
         )
     from numba import cuda
 
@@ -43,7 +44,8 @@ def require_numba_cuda() -> None:
         raise InputError(
             "Projecting on a GPU needs a CUDA driver, and a compiler that numba-cuda finds. "
             f"Found: {reason}. Check `nvidia-smi`, and install numba-cuda[cu13], or [cu12] for a "
-            f"driver of CUDA 12, or set CUDA_HOME to a CUDA toolkit. {INSTEAD}"
+            f"driver of CUDA 12, or set CUDA_HOME to a CUDA toolkit. {INSTEAD}",
+            code="projection.no_cuda",
         )
 
 
@@ -57,7 +59,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         if device.type == "cuda":
             raise InputError(
                 "Projecting on a GPU needs its compiled kernels. Found numba's CUDA simulator "
-                "switched on: unset NUMBA_ENABLE_CUDASIM."
+                "switched on: unset NUMBA_ENABLE_CUDASIM.",
+                code="projection.simulated",
             )
         return LEAST_CAPABILITY
     capability = torch.cuda.get_device_capability(device)
@@ -65,7 +68,8 @@ def capability_of(device: torch.device) -> tuple[int, int]:
         least, found = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
         raise InputError(
             f"Projecting on a GPU needs compute capability {least} or later. Found {found} "
-            f"({name_of(device)}). {INSTEAD}"
+            f"({name_of(device)}). {INSTEAD}",
+            code="projection.capability",
         )
     return capability
 

@@ -20,8 +20,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
 
     Args:
         spec: The projection.
-        dtype: Of the gradients.
-        device: Where they are.
+        dtype: The gradients' dtype.
+        device: The gradients' device.
 
     Raises:
         InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
@@ -37,7 +37,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
             if spec.proj_dim > slices.SLICE:
                 raise InputError(
                     f"The projection kind hadamard needs proj_dim at most {slices.SLICE} on a "
-                    f"GPU. Found {spec.proj_dim}. {INSTEAD}"
+                    f"GPU. Found {spec.proj_dim}. {INSTEAD}",
+                    code="projection.gpu_proj_dim",
                 )
             module = hadamard
         case ProjectionKind.SJLT:
@@ -45,7 +46,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
         case kind:
             raise InputError(
                 "The projection's kind must be one that has a kernel for GPUs. Found "
-                f"{kind}. {INSTEAD}"
+                f"{kind}. {INSTEAD}",
+                code="projection.gpu_kind",
             )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
     return slices.Method(
@@ -73,15 +75,15 @@ def require_right_matrix(
 ) -> None:
     """Compare the bits of R that a kernel makes with the definition, at its first use on a device.
 
-    Rows that are zero but for a one pick out single rows of R, at coordinates beyond 2^32, across
+    Rows of zeros with a single one pick out single rows of R, at coordinates beyond 2^32, across
     the edge of a slice and in all places of a block of 128.
 
     Args:
         method: What ``choose`` returned for the other arguments.
-        spec: The projection that is to be computed.
-        dtype: Of the gradients.
-        device: Where they are.
-        n_samples: How many rows they have: it decides which variant of a kernel runs.
+        spec: The projection to compute.
+        dtype: The gradients' dtype.
+        device: The gradients' device.
+        n_samples: The gradients' rows; their number decides which variant of a kernel runs.
 
     Raises:
         InputError: If the kernel cannot be compiled or started, or if any entry differs.
@@ -111,7 +113,8 @@ def require_right_matrix(
         raise InputError(
             f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
             f"{type(error).__name__}: {error}. The compiler that numba-cuda finds and the driver "
-            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}"
+            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}",
+            code="projection.kernel_fails",
         ) from error
     expected = [projection_matrix(small, offset + int(g), 1)[0] for g in picks]
     wrong = found != np.array(expected, np.float32)
@@ -123,6 +126,7 @@ def require_right_matrix(
             f"entries of the projection {spec.kind}, the first at coordinate "
             f"{offset + picks[row]}, column {column}: {found[row, column]} for "
             f"{expected[row][column]}. Project on the CPU, and please report this with the "
-            "versions of numba-cuda and of the driver."
+            "versions of numba-cuda and of the driver.",
+            code="projection.kernel_differs",
         )
     _passed.add((str(device), kernel))

@@ -43,10 +43,10 @@ class Method:
     Attributes:
         name: For messages.
         launcher: Starts the kernel.
-        dtype: Of the numbers that the kernel reads.
+        dtype: What the kernel reads.
         n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
-        alignment: Coordinates; what a block's start and row length are multiples of if the
-            kernel is to read it in place.
+        alignment: In coordinates. The kernel reads a block in place if its start and row length are
+            multiples of it.
     """
 
     name: str

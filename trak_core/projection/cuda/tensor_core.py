@@ -54,9 +54,9 @@ class Tile:
     """How much one block of threads holds.
 
     Attributes:
-        sample_tiles: Of 8 rows each.
-        column_tiles: Of 16 columns each, a warp; even.
-        n_warps: Side by side over columns.
+        sample_tiles: Number of tiles of 8 rows.
+        column_tiles: Tiles of 16 columns that a warp holds; even.
+        n_warps: Warps side by side over columns.
         n_blocks: Blocks of threads a multiprocessor should hold.
     """
 
@@ -169,7 +169,7 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
 
     @unrolled(n_sums)
     def write(i, first_row, n_rows, first_column, line, proj_dim, totals, sums, partials):
-        """Write the sum of one row and column, the first of which a thread holds being given."""
+        """Write sum i of a thread, which holds rows and columns from the given first ones on."""
         m, n = (i >> 2) // sample_tiles, (i >> 2) % sample_tiles
         row = first_row + 8 * n + (i & 1)
         j = first_column + 32 * (m >> 1) + 2 * (m & 1) + (i >> 1 & 1)

@@ -1,0 +1,320 @@
+"""Adam's second moments of a checkpoint: whose they are, and features of what they divide."""
+
+import hashlib
+import re
+
+import numpy as np
+import oracle
+import pandas as pd
+import pytest
+import torch
+from pipeline import run_stages
+from safetensors.torch import save_file
+from torch import nn
+from trained_cases import STUDIES
+
+from trak_core.errors import InputError
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, matrix_shape, stream_of
+from trak_core.study.optimizer_state import adam_scales
+from trak_core.study.study import Study
+
+BETAS, EPS, STEPS = (0.8, 0.9), 1e-3, 3
+
+
+def gpt2():
+    pytest.importorskip("transformers")
+    from texts import gpt2
+
+    return gpt2()
+
+
+def llama():
+    pytest.importorskip("transformers")
+    from texts import llama
+
+    return llama()
+
+
+def of_trainer(model, folder):
+    """The Trainer's own groups: with weight decay, and without."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    how = TrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
+    groups = Trainer(model=model, args=how).create_optimizer().param_groups
+    assert len(groups) == 2
+    return [{"params": group["params"]} for group in groups]
+
+
+def by_dimensions(model):
+    """Groups as many training loops make them: matrices, and vectors."""
+    parameters = list(model.parameters())
+    return [{"params": [p for p in parameters if (p.ndim > 1) is big]} for big in (True, False)]
+
+
+def stepped(model, groups, kind=torch.optim.AdamW):
+    """Take steps on made-up gradients, other ones for each parameter."""
+    optimizer = kind(groups, lr=1e-3, betas=BETAS, eps=EPS)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator) if p.requires_grad else None
+        optimizer.step()
+    return optimizer
+
+
+def saved(folder, optimizer):
+    """As a Trainer leaves it, beside weights that are not looked at here."""
+    folder.mkdir()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    return folder
+
+
+def digits():
+    return Study.load(STUDIES / "small_digits.py").make_model()
+
+
+def expected(optimizer, parameter):
+    """What the optimizer itself would divide by, from its own state."""
+    state = optimizer.state[parameter]
+    corrected = state["exp_avg_sq"].double() / (1 - BETAS[1] ** STEPS)
+    return 1 / (corrected.sqrt() + EPS)
+
+
+def scales(model, names, checkpoint):
+    """What a job gets that differentiates parameters of these names."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    parameters = {name: p for name, p in model.named_parameters() if name in names}
+    found, sha256 = adam_scales(model, parameters, trained, checkpoint)
+    file = checkpoint / "optimizer.pt" if checkpoint.is_dir() else checkpoint
+    assert sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    return found
+
+
+def all_scales(model, checkpoint):
+    return scales(model, [name for name, _ in model.named_parameters()], checkpoint)
+
+
+def assert_own(model, optimizer, checkpoint, names):
+    parameters = dict(model.named_parameters())
+    found = scales(model, names, checkpoint)
+    assert list(found) == names
+    for name, scale in found.items():
+        torch.testing.assert_close(
+            scale.double(), expected(optimizer, parameters[name]), rtol=1e-6, atol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "grouped"),
+    [
+        (gpt2, "trainer"),
+        (llama, "trainer"),
+        (gpt2, "by_dimensions"),
+        (digits, "by_dimensions"),
+        (llama, "one"),
+        (digits, "one"),
+        (gpt2, "named"),
+        (digits, "named"),
+        (digits, "named in parallel"),
+        (digits, "named within another"),
+    ],
+)
+def test_each_parameter_gets_its_own(tmp_path, make, grouped):
+    model = make()
+    groups = {
+        "trainer": lambda: of_trainer(model, tmp_path),
+        "by_dimensions": lambda: by_dimensions(model),
+        "one": lambda: [{"params": list(model.parameters())}],
+        # Backwards: names alone tell.
+        "named": lambda: [*model.named_parameters()][::-1],
+        "named in parallel": lambda: [(f"module.{n}", p) for n, p in model.named_parameters()],
+        "named within another": lambda: [(f"net.a.{n}", p) for n, p in model.named_parameters()],
+    }
+    optimizer = stepped(model, groups[grouped]())
+    checkpoint = tmp_path / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
+    assert_own(model, optimizer, checkpoint, [name for name, _ in model.named_parameters()])
+
+
+def with_the_last_block_trained():
+    model = gpt2()
+    names = [name for name, _ in model.named_parameters() if ".h.1." in name]
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in names)
+    return model, names
+
+
+def test_frozen_parameters_have_no_number(tmp_path):
+    model, names = with_the_last_block_trained()
+    optimizer = stepped(model, of_trainer(model, tmp_path))
+    folder = saved(tmp_path / "checkpoint-3", optimizer)
+    assert_own(model, optimizer, folder, names)
+    assert_own(model, optimizer, folder, names[2:5])  # a part of what was trained
+    # All frozen, as what is loaded for inference: what is asked for is what was trained.
+    model.requires_grad_(False)
+    assert_own(model, optimizer, folder, names)
+    model.requires_grad_(True)
+    with pytest.raises(InputError, match=r"optimizer\.pt.*of the model's 28.*no way to tell"):
+        all_scales(model, folder)
+
+
+def test_frozen_parameters_that_have_a_number_have_no_moments(tmp_path):
+    model, names = with_the_last_block_trained()
+    optimizer = stepped(model, [{"params": list(model.parameters())}])
+    folder = saved(tmp_path / "checkpoint-3", optimizer)
+    assert_own(model, optimizer, folder, names)
+    with pytest.raises(InputError, match=r"Found none for transformer\.wte\.weight, .* and more,"):
+        all_scales(model, folder)
+
+
+def test_the_largest_second_moments_count_where_adam_takes_them(tmp_path):
+    model = nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.Adam(model.parameters(), amsgrad=True, betas=BETAS, eps=EPS)
+    for size in (1.0, 1e-3):
+        model.weight.grad = torch.full((1, 3), size)
+        optimizer.step()
+    folder = saved(tmp_path / "checkpoint", optimizer)
+    (scale,) = all_scales(model, folder).values()
+    state = optimizer.state[model.weight]
+    corrected = state["max_exp_avg_sq"] / (1 - BETAS[1] ** 2)
+    torch.testing.assert_close(scale, 1 / (corrected.sqrt() + EPS))
+
+
+def test_what_training_never_moved_counts_nothing(tmp_path):
+    model = nn.Embedding(4, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.tensor([0, 2])).sum().backward()
+    optimizer.step()
+    torch.save({"optimizer_state_dict": optimizer.state_dict()}, tmp_path / "x.pt")
+    (scale,) = all_scales(model, tmp_path / "x.pt").values()
+    assert torch.equal(scale > 0, torch.tensor([[True], [False], [True], [False]]).expand(4, 3))
+    # Of equal gradients of 1 the second moment is 1.
+    torch.testing.assert_close(scale[0], torch.ones(3), rtol=1e-6, atol=0)
+
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+
+def ambiguous(model):
+    return stepped(
+        model, [{"params": model.second.parameters()}, {"params": model.first.parameters()}]
+    )
+
+
+def without_moments(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    model.first(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def without_gradients(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    model.first(torch.ones(3)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def of_others(model):
+    return stepped(model, [(f"net.{name}_", p) for name, p in model.named_parameters()])
+
+
+def spoiled(model):
+    optimizer = stepped(model, model.parameters())
+    optimizer.state[model.first.bias]["exp_avg_sq"][0] = torch.nan
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (ambiguous, "several ways to tell which is which"),
+        (without_moments, r"must be an Adam of torch's.*Found in its state momentum_buffer"),
+        (without_gradients, r"must have second moments\. Found none for second\.weight, second\.b"),
+        (of_others, r"Found no first\.bias, .* among net\.first\.weight_, "),
+        (spoiled, r"at least 0\. Found others for first\.bias"),
+        (
+            lambda model: torch.optim.Adam(model.parameters()),
+            "have taken a step. Found in its state nothing",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path, made, message):
+    model = Twins()
+    folder = saved(tmp_path / "checkpoint", made(model))
+    with pytest.raises(InputError, match=message):
+        all_scales(model, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("optimizer.pt", None, "must lie with the weights. Found no such file"),
+        (
+            "optimizer.pt",
+            b"PK\x03\x04 and no more",
+            "Reading it failed: .* cut off\\. Copy it again",
+        ),
+        ("optimizer.pt", {"step": torch.ones(1)}, "Found the keys step"),
+        ("plain.pt", {"weight": torch.ones(1)}, "Found the keys weight"),
+        (
+            "plain.safetensors",
+            {"weight": torch.ones(1)},
+            "safetensors hold no optimizer. Name their folder",
+        ),
+    ],
+)
+def test_where_there_is_no_state(tmp_path, name, content, message):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        (save_file if path.suffix == ".safetensors" else torch.save)(content, path)
+    checkpoint = tmp_path if name == "optimizer.pt" else path
+    with pytest.raises(InputError, match=re.escape(str(path)) + ".*" + message):
+        all_scales(nn.Linear(1, 1), checkpoint)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint with its optimizer's state, and what gradients are multiplied by."""
+    model = digits()
+    optimizer = stepped(model, by_dimensions(model))
+    path = tmp_path_factory.mktemp("checkpoints") / "c0.pt"
+    torch.save(
+        {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()},
+        path,
+    )
+    scale = torch.cat([expected(optimizer, p).flatten() for p in model.parameters()])
+    return path, model, scale.numpy()
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
+def test_features_are_those_of_divided_gradients(trained, tmp_path, kind):
+    path, model, scale = trained
+    study = Study.load(STUDIES / "small_digits.py")
+    targets = study.function("target_ids")()[:5].tolist()
+    settings = {"model_output": "image_classification", "proj_dim": 64, "kind": kind}
+    run_stages(tmp_path, study.path, {"c0": path}, targets, preconditioner="adam", **settings)
+    split = study.split("mine", targets)
+    samples = [split.samples[i] for i in range(len(targets))]
+    gradients, _, _ = oracle.jacobian(model.double().eval(), samples, "image_classification")
+    spec = ProjectionSpec(
+        kind=kind,
+        n_params=len(scale),
+        proj_dim=64,
+        seed=0,
+        stream=stream_of("c0"),
+        shapes=[matrix_shape(p.shape) for p in model.parameters()]
+        if kind == "tensor_sketch"
+        else None,
+    )
+    wanted = (gradients * scale) @ projection_matrix(spec) * spec.scale
+    file = tmp_path / "features/c0/mine.h5"
+    found = pd.read_hdf(file, "features").to_numpy()
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()

@@ -1,0 +1,135 @@
+"""To refuse files that don't belong together, or that were made for another config."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts.format import ArtifactError, ArtifactKind
+from trak_core.artifacts.read import Artifact
+from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
+
+# What one checkpoint's files of both splits must share.
+_SHARED = (
+    *("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint"),
+    *("dtype", "study_digest"),
+)
+
+
+def check_same(part: str, expected: Any, found: Any, path: Path, rule: str) -> None:
+    """Refuse a file that differs from the config, or from a file it will be combined with.
+
+    Args:
+        part: The part of the specification that is compared, in words.
+        expected: Its value in the config or the other file.
+        found: Its value in this file.
+        path: This file.
+        rule: The rule that makes it.
+
+    Raises:
+        ArtifactError: If the two differ; dicts are compared key by key.
+    """
+    if expected == found:
+        return
+    if isinstance(expected, dict) and isinstance(found, dict):
+        keys = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
+        expected, found = ({k: said.get(k) for k in keys} for said in (expected, found))
+    raise ArtifactError(
+        f"{path}: files to be combined must agree in the {part}. Expected {_short(expected)}, "
+        f"found {_short(found)}. Delete the file and run snakemake again: rule {rule} remakes it."
+    )
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: str) -> None:
+    """Refuse a file that was made for another config than today's.
+
+    An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
+    itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
+
+    Raises:
+        ArtifactError: It names what differs.
+    """
+    own, expected = artifact.spec, spec.as_dict()
+    check_same("rows: the whole split", None, own.get("shard"), artifact.path, rule)
+    own = {key: own.get(key) for key in expected} | {"projection": own.get("projection")}
+    if isinstance(own["projection"], dict):
+        own["projection"] = {key: own["projection"].get(key) for key in expected["projection"]}
+    if isinstance(own["checkpoint"], dict):
+        own["checkpoint"] = own["checkpoint"].get("id")
+    check_same("settings of today's config", expected, own, artifact.path, rule)
+
+
+def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
+    """Refuse models that were retrained for another config than today's.
+
+    Args:
+        artifact: The open file.
+        spec: The spec that the file must have.
+        rule: The rule that makes it.
+        **more: Further keys and values that its spec must have.
+
+    Raises:
+        ArtifactError: It names what differs.
+    """
+    expected = spec.as_dict() | more
+    own = {key: artifact.spec.get(key) for key in expected}
+    check_same("settings of today's config", expected, own, artifact.path, rule)
+
+
+def check_splits(
+    train: Artifact, targets: Artifact, spec: ScoresSpec, kind: ArtifactKind
+) -> dict[str, Any]:
+    """Refuse files of two splits that were made for another config, or don't belong together.
+
+    Args:
+        train: The file of the training samples.
+        targets: The file of an experiment's targets.
+        spec: What decides one checkpoint's scores.
+        kind: The kind of both files.
+
+    Returns:
+        The part of both specifications that the scores' own takes over.
+
+    Raises:
+        ArtifactError: If they may not be combined.
+    """
+    check_made_for(train, spec.of_train(), kind.rule)
+    check_made_for(targets, spec.of_targets(), kind.rule)
+    shared, own = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
+    check_same("specification of both splits", shared, own, targets.path, kind.rule)
+    return shared
+
+
+def check_together(parts: Sequence[Artifact], spec: ScoresSpec, kind: ArtifactKind) -> None:
+    """Refuse score files of different experiments, settings, samples or checkpoints.
+
+    Args:
+        parts: A file for each checkpoint, in the order of the spec's.
+        spec: What decides their average.
+        kind: The kind of all files.
+
+    Raises:
+        ArtifactError: If they may not be combined.
+    """
+    first = parts[0]
+    for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
+        check_made_for(part, spec.under(checkpoint), kind.rule)
+        expected, own = (file.spec.get("parameters_digest") for file in (first, part))
+        check_same("names and shapes of parameters", expected, own, part.path, kind.rule)
+        expected, own = (_without_stream(file.spec["projection"]) for file in (first, part))
+        check_same("projection", expected, own, part.path, kind.rule)
+        # Labels too: the study's data files may have changed between two checkpoints' jobs.
+        for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
+            if not np.array_equal(first.vector(key), part.vector(key)):
+                both = first.ids(key), part.ids(key)
+                check_same(key.replace("_", " "), *both, part.path, kind.rule)
+
+
+def _without_stream(projection: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in projection.items() if key != "stream"}

@@ -1,0 +1,308 @@
+"""The file format that writer and reader share: kinds, layout, JSON objects, hash and seal.
+
+Specification and provenance are JSON in an attribute each, except for their lists, because an
+attribute holds 64 KiB and lists grow with a study. Each list is a vector in the group of the same
+name, one JSON text an element. With h5py alone:
+
+    spec = json.loads(file.attrs["spec"])
+    for key, rows in file.get("spec", {}).items():
+        spec[key] = [json.loads(row) for row in rows[:]]
+
+The seal is a hash of all bytes of a file, at its end, where HDF5 doesn't look. It is compared
+before any HDF5 library sees the file, because damage can make those crash or run for ever.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import h5py
+import numpy as np
+
+from trak_core.errors import InputError
+
+VERSION = 1
+_HASH_BLOCK_BYTES, _SEAL_BLOCK_BYTES = 2**24, 2**22
+_DIGEST_BYTES = 16
+_MARK = b"trak-seal blake2b "
+_SEAL_BYTES = len(_MARK) + 2 * _DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactKind:
+    """One kind of file.
+
+    Attributes:
+        encoding_type: The name that the file gives itself.
+        keys: What it must hold at least.
+        rule: The rule that makes it.
+        samples: Vectors of ids, each with the vectors that have as many entries if they are there.
+    """
+
+    encoding_type: str
+    keys: tuple[str, ...]
+    rule: str
+    samples: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+
+
+_COLUMNS = ("labels", "outputs", "predictions")
+_TRAIN_COLUMNS = ("loss_weights", "curvature")
+_FEATURES = ("features", "outputs", "sample_ids")
+_FEATURES_SAMPLES = {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)}
+FEATURES = ArtifactKind("trak-features", _FEATURES, "compute_features", _FEATURES_SAMPLES)
+FEATURE_SHARD = ArtifactKind(
+    "trak-features", _FEATURES, "compute_features_shard", _FEATURES_SAMPLES
+)
+NORMAL_MATRIX = ArtifactKind(
+    "trak-normal-matrix",
+    ("normal_matrix", "mean_squared_norm"),
+    "compute_normal_matrix",
+    {"normal_matrix/axis0": ("normal_matrix/axis1",)},
+)
+CHECKPOINT_SCORES = ArtifactKind(
+    "trak-scores",
+    ("loss_weights", "train_ids", "target_ids"),
+    "compute_scores",
+    {
+        "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
+        "target_ids": (
+            *("similarities/axis0", "solved_targets/axis0"),
+            *(f"target_{c}" for c in _COLUMNS),
+        ),
+    },
+)
+GRAMIAN = ArtifactKind(
+    "trak-gramian",
+    ("gramian", "outputs", "sample_ids"),
+    "compute_gramian",
+    {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
+)
+# The same files by another road.
+EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
+SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
+RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
+EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
+ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
+SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
+EVALUATION = ArtifactKind(
+    "trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores"
+)
+FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
+REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
+# Every kind once; ``verify`` knows a file by its type and keys.
+KINDS = (
+    *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS),
+    *(EVALUATION, FLIPPED, REMOVALS),
+)
+
+
+class ArtifactError(InputError):
+    """A file is not the artifact that its reader needs."""
+
+
+def ids_array(ids: Sequence[Any]) -> np.ndarray:
+    """Return ids as they are stored: integers, or UTF-8 strings of a fixed length."""
+    if all(isinstance(i, str) for i in ids):
+        return np.array([i.encode() for i in ids], dtype="S")
+    return np.asarray(ids)
+
+
+def plain_ids(stored: np.ndarray) -> list[Any]:
+    """Return stored ids as Python integers or strings."""
+    if stored.dtype.kind == "S":
+        return [i.decode() for i in stored.tolist()]
+    return stored.tolist()
+
+
+def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
+    if dataset.shape == ():
+        yield np.asarray(dataset[()])
+        return
+    row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
+    rows = max(1, _HASH_BLOCK_BYTES // max(1, row_bytes))
+    if dataset.chunks and rows > dataset.chunks[0]:
+        rows = rows // dataset.chunks[0] * dataset.chunks[0]
+    for start in range(0, dataset.shape[0], rows):
+        yield dataset[start : start + rows]
+
+
+def _attribute_bytes(value: Any) -> bytes:
+    if isinstance(value, h5py.Empty):
+        return b""
+    return value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
+
+
+def _is_finite(block: np.ndarray) -> bool:
+    if block.dtype.names:
+        return all(_is_finite(block[name]) for name in block.dtype.names)
+    return block.dtype.kind != "f" or bool(np.isfinite(block).all())
+
+
+def content_hash(file: h5py.File) -> str:
+    """Hash names, attributes, dtypes, shapes and values of all that a file holds.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Raises:
+        ValueError: If a number is not finite, or a dataset not filled; it names the dataset.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def visit(name: str, node: h5py.Group | h5py.Dataset) -> None:
+        digest.update(name.encode() + b"\0")
+        for attribute in sorted(node.attrs):
+            if (name, attribute) != ("", "content-hash"):
+                digest.update(attribute.encode() + b"\0" + _attribute_bytes(node.attrs[attribute]))
+        if isinstance(node, h5py.Dataset):
+            digest.update(f"{node.dtype.descr}{node.shape}".encode())
+            # Nothing here is compressed; a part that was never filled would read as zeros.
+            if node.id.get_storage_size() < node.size * node.dtype.itemsize:
+                raise ValueError(f"{name!r} is shorter than its shape {node.shape}")
+            for block in _blocks(node):
+                if not _is_finite(block):
+                    raise ValueError(f"{name!r} holds NaN or infinity")
+                digest.update(np.ascontiguousarray(block).data)
+
+    visit("", file)
+    file.visititems(visit)
+    return digest.hexdigest()
+
+
+def _digest(file: BinaryIO, n_bytes: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    while n_bytes:
+        block = file.read(min(_SEAL_BLOCK_BYTES, n_bytes))
+        if not block:
+            raise OSError("the file became shorter while it was read")
+        digest.update(block)
+        n_bytes -= len(block)
+    return digest.hexdigest().encode()
+
+
+def seal(path: Path) -> None:
+    """Put the hash of a complete file at its end."""
+    with path.open("r+b") as file:
+        digest = _digest(file, path.stat().st_size)
+        file.write(_MARK + digest)
+
+
+def seal_holds(path: Path) -> bool | None:
+    """Return whether a file's bytes are those that were sealed; None for a file without a seal."""
+    with path.open("rb") as file:
+        n_bytes = file.seek(0, os.SEEK_END) - _SEAL_BYTES
+        if n_bytes < 0:
+            return None
+        file.seek(n_bytes)
+        mark, stored = file.read(len(_MARK)), file.read()
+        if mark != _MARK:
+            return None
+        file.seek(0)
+        return _digest(file, n_bytes) == stored
+
+
+def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:
+    """Write attributes: PyTables reads texts only as UTF-8 of a fixed length."""
+    for name, value in attributes.items():
+        if isinstance(value, str):
+            text = value.encode()
+            dtype = h5py.string_dtype("utf-8", max(1, len(text)))
+            node.attrs.create(name, np.bytes_(text), dtype=dtype)
+        else:
+            node.attrs[name] = value
+
+
+def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
+    """Write plain values as an attribute; the lists among them, of any size, as datasets."""
+    lists = {key: part for key, part in value.items() if isinstance(part, list | tuple)}
+    others = {key: part for key, part in value.items() if key not in lists}
+    put_attributes(file, **{name: json.dumps(others, sort_keys=True)})
+    for key in sorted(lists):
+        # JSON is ASCII here. In one piece, without a checksum of its own: its chunks would cost KiB
+        # of index a list, and the content hash covers them.
+        texts = [json.dumps(element, sort_keys=True).encode() for element in lists[key]]
+        file[f"{name}/{key}"] = np.array(texts, dtype="S")
+
+
+def read_object(file: h5py.File, name: str) -> dict[str, Any]:
+    """Return what ``write_object`` wrote.
+
+    Raises:
+        ValueError: If it is no such thing.
+    """
+    text = file.attrs[name]
+    value = json.loads(text.decode() if isinstance(text, bytes) else str(text))
+    if not isinstance(value, dict):
+        raise ValueError(f"an attribute must be a JSON object, found {type(value).__name__}")
+    lists: Any = file.get(name, {})
+    return value | {key: [json.loads(row) for row in rows[:]] for key, rows in lists.items()}
+
+
+def table_columns(table: h5py.Dataset, columns: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
+    """Return the columns of a table that pandas wrote: strings or numbers.
+
+    Args:
+        table: Rows of fields; a field is a column or a block of columns of one dtype.
+        columns: Name, field and place in the field of each column.
+    """
+    rows, values = table[()], {}
+    for name, part, place in columns:
+        column = rows[part] if rows[part].ndim == 1 else rows[part][:, place]
+        values[name] = plain_ids(column) if column.dtype.kind == "S" else column
+    return values
+
+
+def _dataset(file: h5py.Group, name: str) -> h5py.Dataset:
+    node = file.get(name)
+    if not isinstance(node, h5py.Dataset):
+        raise ValueError(f"{name!r} must be a dataset, found {type(node).__name__}")
+    return node
+
+
+def _check_frame(name: str, group: h5py.Group) -> None:
+    values, rows, columns, items = (
+        _dataset(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
+    )
+    for axis in (rows, columns, items):
+        if axis.ndim != 1 or axis.dtype.kind not in "iuS":
+            raise ValueError(
+                f"{axis.name!r} must be a vector of integers or strings, found shape {axis.shape}, "
+                f"dtype {axis.dtype}"
+            )
+    expected = (rows.size, columns.size)
+    if values.shape != expected or items.size != columns.size or values.dtype.kind not in "fiu":
+        raise ValueError(
+            f"{name!r} must hold numbers of shape {expected}, one row and one column an id, found "
+            f"shape {values.shape}, dtype {values.dtype}"
+        )
+
+
+def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
+    """Make sure that shapes and dtypes inside one file fit together.
+
+    Every frame must have an id a row and an id a column, and each of the kind's ``samples`` one
+    entry a sample.
+
+    Raises:
+        ValueError: Naming the dataset, what it must be and what it is.
+    """
+    for name, node in file.items():
+        if isinstance(node, h5py.Group) and "block0_values" in node:
+            _check_frame(name, node)
+    for ids, vectors in kind.samples.items():
+        size = _dataset(file, ids).size
+        for name in (ids, *vectors):
+            if name.split("/")[0] not in file:
+                continue
+            vector = _dataset(file, name)
+            if vector.shape != (size,) or vector.dtype.kind not in "fiubS":
+                raise ValueError(
+                    f"{name!r} must have one entry for each of the {size} {ids!r}, found shape "
+                    f"{vector.shape}, dtype {vector.dtype}"
+                )

@@ -1,0 +1,320 @@
+"""To read artifacts, after making sure of all of them, and frames that users wrote with pandas.
+
+Nothing is unpickled. Few files are open at a time, because one job may read thousands: an open HDF5
+file takes 0.8 MB, and on most systems a process may have 1,024 files open.
+"""
+
+import contextlib
+import json
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from trak_core.artifacts.format import (
+    KINDS,
+    VERSION,
+    ArtifactError,
+    ArtifactKind,
+    check_layout,
+    plain_ids,
+    read_object,
+    seal_holds,
+    table_columns,
+)
+
+if TYPE_CHECKING:  # most jobs read no table
+    import pandas as pd
+
+
+_MOST_OPEN = 64
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class _HeldFile:
+    """A file that opens when it is read; beyond a number, the least recently used one closes."""
+
+    _open: dict["_HeldFile", h5py.File] = {}  # by last use  # ruff: ignore[mutable-class-default]
+
+    def __init__(self, path: Path) -> None:
+        """Remember which file lies at a path.
+
+        Raises:
+            OSError: If there is none.
+        """
+        self.path, self._seen = path, _signature(path)
+
+    def file(self) -> h5py.File:
+        """Return the open file, valid until another is read.
+
+        Raises:
+            OSError: If it is not HDF5, or not the file that lay there first.
+        """
+        file = self._open.pop(self, None)
+        if file is None:
+            while len(self._open) >= _MOST_OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            # Blocks are read once: a cache a file would add up over the checkpoints.
+            file = h5py.File(self.path, "r", rdcc_nbytes=0)
+            if _signature(self.path) != self._seen:
+                file.close()
+                raise OSError("it was replaced or changed while it was read")
+        self._open[self] = file
+        return file
+
+    def close(self) -> None:
+        """Close the file, if it is open."""
+        with contextlib.suppress(KeyError):
+            self._open.pop(self).close()
+
+
+def _text(attribute: Any) -> Any:
+    """Return an attribute as text, where it is one."""
+    return attribute.decode() if isinstance(attribute, bytes) else attribute
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A verified file, open for reading; see ``open_artifact``."""
+
+    path: Path
+    kind: ArtifactKind
+    held: _HeldFile
+    spec: dict[str, Any]
+    provenance: dict[str, Any]
+    content_hash: str
+
+    @property
+    def file(self) -> h5py.File:
+        """The file itself, valid until another artifact is read."""
+        try:
+            return self.held.file()
+        except OSError as error:
+            must = "a file must stay as it is while a job reads it"
+            raise _refused(self.path, self.kind, must, f"Found: {error}") from error
+
+    def attribute(self, name: str) -> Any:
+        """Return one of the file's own attributes: text, or a number."""
+        return _text(np.asarray(self.file.attrs[name]).item())
+
+    def _dataset(self, key: str) -> h5py.Dataset:
+        dataset = self.file.get(key)
+        if not isinstance(dataset, h5py.Dataset):
+            must = f"what reads this file needs {key!r}"
+            raise _refused(self.path, self.kind, must, "No such dataset")
+        return dataset
+
+    def matrix(self, key: str) -> "Rows":
+        """Return the values of a frame, to read by blocks."""
+        dataset = self._dataset(f"{key}/block0_values")
+        return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype)
+
+    def index(self, key: str) -> list[Any]:
+        """Return the row ids of a frame."""
+        return plain_ids(self.vector(f"{key}/axis1"))
+
+    def columns(self, key: str) -> list[Any]:
+        """Return the column ids of a frame."""
+        return plain_ids(self.vector(f"{key}/axis0"))
+
+    def has(self, key: str) -> bool:
+        """Return whether the file holds this key."""
+        return key in self.file
+
+    def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return one value a sample, of all samples or those from ``start`` to ``stop``."""
+        return np.asarray(self._dataset(key)[start:stop])
+
+    def ids(self, key: str) -> list[Any]:
+        """Return ids stored as a vector."""
+        return plain_ids(self.vector(key))
+
+    def scalar(self, key: str) -> float:
+        """Return one number."""
+        return float(np.asarray(self._dataset(key)[()]))
+
+    def table(self, key: str) -> "pd.DataFrame":
+        """Return a table, as pandas reads it but without unpickling anything.
+
+        Raises:
+            ArtifactError: If there is none, or if it doesn't say where its columns lie.
+        """
+        places = self.file[key].attrs.get("columns") if key in self.file else None
+        if places is None:
+            must = f"what reads this file needs a table {key!r} that says where its columns lie"
+            found = f"Found none in {', '.join(self.file)}: an earlier version's file has none"
+            raise _refused(self.path, self.kind, must, found)
+        columns = json.loads(str(_text(places)))
+        import pandas as pd
+
+        return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The values of a frame, which ``rows[start:stop]`` reads."""
+
+    artifact: Artifact
+    key: str
+    shape: tuple[int, int]
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.shape[0]
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        """Read some rows."""
+        return self.artifact._dataset(self.key)[rows]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Read all rows."""
+        return np.asarray(self[:], dtype)
+
+
+def _refused(path: Path, kind: ArtifactKind, must: str, found: str) -> ArtifactError:
+    return ArtifactError(
+        f"{path}: {must}. {found}. Delete the file and run snakemake again: rule {kind.rule} "
+        "remakes it."
+    )
+
+
+@contextlib.contextmanager
+def _explained(path: Path, kind: ArtifactKind) -> Generator[None, None, None]:
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except Exception as error:
+        # What h5py makes of damaged metadata is open-ended: any error is the file's.
+        found = (str(error).splitlines() or [type(error).__name__])[0]
+        must = f"a {kind.encoding_type} file must be whole"
+        raise _refused(path, kind, must, f"Reading it failed: {found}") from error
+
+
+def _checked(held: _HeldFile, kind: ArtifactKind) -> Artifact:
+    path, file, name = held.path, held.file(), kind.encoding_type
+    own_name, version = (_text(file.attrs.get(f"encoding-{part}")) for part in ("type", "version"))
+    if (own_name, version) != (name, VERSION):
+        must = f"the file must be {name}, version {VERSION}"
+        raise _refused(path, kind, must, f"Found {own_name}, version {version}")
+    missing = [key for key in kind.keys if key not in file]
+    if missing:
+        must = f"a {name} file must hold {', '.join(kind.keys)}"
+        raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
+    check_layout(file, kind)
+    spec, provenance = (read_object(file, part) for part in ("spec", "provenance"))
+    return Artifact(path, kind, held, spec, provenance, str(_text(file.attrs["content-hash"])))
+
+
+def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
+    with _explained(held.path, kind):
+        return _checked(held, kind)
+
+
+def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
+    """Return a file whose bytes are those that were written."""
+    name = kind.encoding_type
+    if not path.is_file():
+        raise _refused(path, kind, f"a {name} file must be here", "Found nothing")
+    try:
+        held, sealed = _HeldFile(path), seal_holds(path)
+        if sealed:
+            held.file()
+            return held
+    except OSError as error:
+        found = f"Found {(str(error).splitlines() or [''])[0]}"
+        raise _refused(path, kind, f"a {name} file must be readable HDF5", found) from error
+    if sealed is None:
+        must = f"a {name} file must end with a hash of its bytes"
+        found = "Found none: it was cut short, opened for writing, or made by an earlier version"
+        raise _refused(path, kind, must, found)
+    must = "every byte must be as it was written"
+    raise _refused(path, kind, must, "The hash at the end differs: the file was damaged")
+
+
+@contextlib.contextmanager
+def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
+    """Open an artifact after making sure of all of it.
+
+    Yields:
+        The open artifact.
+
+    Raises:
+        ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
+            or of shapes that don't fit together. It names the file, what was expected and found,
+            and the rule that remakes it.
+    """
+    with contextlib.closing(_opened(path, kind)) as held:
+        yield _verified(held, kind)
+
+
+def verify(path: Path) -> ArtifactKind:
+    """Make sure of a file of any kind, as every job does with the files that it reads.
+
+    pandas and h5py alone notice damage in bulk data only.
+
+    Returns:
+        The file's kind.
+
+    Raises:
+        ArtifactError: If anything is wrong with it; see ``open_artifact``.
+    """
+    unknown = ArtifactKind("trak-*", (), "of that name")
+    with contextlib.closing(_opened(path, unknown)) as held, _explained(path, unknown):
+        file = held.file()
+        name = _text(file.attrs.get("encoding-type"))
+        alike = [kind for kind in KINDS if kind.encoding_type == name]
+        if not alike:
+            known = ", ".join(dict.fromkeys(kind.encoding_type for kind in KINDS))
+            raise _refused(path, unknown, f"the file must be one of {known}", f"Found {name}")
+        kind = next((k for k in alike if all(key in file for key in k.keys)), alike[-1])
+        _verified(held, kind)
+    return kind
+
+
+def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
+    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote.
+
+    Returns:
+        Values of shape (rows, columns), row ids and column ids.
+
+    Raises:
+        ArtifactError: If it is not such a frame.
+    """
+    how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
+    if not path.is_file():
+        raise ArtifactError(f"{path}: the file must exist. Found nothing there.")
+    try:
+        with h5py.File(path, "r") as file:
+            parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
+            if any(part not in file for part in parts) or f"{key}/block1_values" in file:
+                raise ArtifactError(
+                    f"{path}: the file must hold a frame {key!r} in pandas' fixed layout, of one "
+                    f"dtype. Found {', '.join(file) or 'nothing'}. {how}"
+                )
+            values, index, columns = (np.asarray(file[part]) for part in parts)
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(
+            f"{path}: the file must be readable HDF5. Found {(str(error).splitlines() or [''])[0]}."
+        ) from error
+    kinds = {index.dtype.kind, columns.dtype.kind}
+    if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:
+        raise ArtifactError(
+            f"{path}: the frame {key!r} must hold numbers, under ids that are all integers or "
+            f"all strings. Found values of {values.dtype}, ids of {index.dtype} and "
+            f"{columns.dtype}. {how}"
+        )
+    if values.shape != (len(index), len(columns)) or not np.isfinite(values).all():
+        raise ArtifactError(
+            f"{path}: the frame {key!r} must be whole and finite. Found {values.shape} values for "
+            f"{len(index)} rows and {len(columns)} columns, or NaN among them."
+        )
+    return values, plain_ids(index), plain_ids(columns)

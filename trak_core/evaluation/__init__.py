@@ -1,0 +1,1 @@
+"""How far to trust scores: LDS, correlations, baselines, distortion; arrays only."""

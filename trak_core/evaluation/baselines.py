@@ -1,0 +1,281 @@
+"""Subset sums of scores, of other settings of scoring and of baselines; NumPy only.
+
+A subset sum adds up a target's scores over the training samples of a subset. It is linear in the
+rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m) the sums are
+((M * w) Phi_c) X_c. The first factor is made once and serves every damping, and n x m scores are
+never formed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trak_core.scoring.scores import powered, unit_rows
+from trak_core.scoring.solve import Spectrum, mean_squared_norm, train_norm, weighted_gramians
+from trak_core.spec import Combine, Setting
+
+# A row of the summary: method, kind, proj_dim (0 where there is none).
+Key = tuple[str, str, int]
+# Start, stop and rows of every block of training samples, in order.
+Blocks = Iterable[tuple[int, int, np.ndarray]]
+ReadRows = Callable[[int, int], np.ndarray]
+
+# Seed of the random baseline.
+_SEED = 0
+
+
+def blocks_of(read: ReadRows, n_rows: int, block: int) -> Blocks:
+    """Yield all rows that ``read(start, stop)`` gives, ``block`` of them at a time."""
+    for start in range(0, n_rows, block):
+        stop = min(start + block, n_rows)
+        yield start, stop, read(start, stop)
+
+
+def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Return the sum of each subset's rows. Equivalent to ``masks @ rows``, block by block.
+
+    Args:
+        masks: 1 where a subset has a training sample, shape (S, n), float64.
+        blocks: Rows of shape (rows, m).
+
+    Returns:
+        Shape (S, m), float64.
+    """
+    total = np.zeros(())
+    for start, stop, rows in blocks:
+        total = total + masks[:, start:stop] @ rows
+    return total
+
+
+def label_sums(
+    masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
+) -> np.ndarray:
+    """Return subset sums of 1 for training samples of the target's label and 0 for others.
+
+    Args:
+        masks: See ``subset_sums``.
+        train_labels: Shape (n,).
+        target_labels: Shape (m,).
+        block: Training samples at once.
+    """
+
+    def same(start: int, stop: int) -> np.ndarray:
+        return train_labels[start:stop, None] == target_labels
+
+    return subset_sums(masks, blocks_of(same, len(train_labels), block))
+
+
+def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
+    """Return subset sums of scores drawn from a normal distribution, which mean nothing."""
+    rng = np.random.default_rng(_SEED)
+
+    def drawn(start: int, stop: int) -> np.ndarray:
+        return rng.standard_normal((stop - start, n_targets))
+
+    return subset_sums(masks, blocks_of(drawn, masks.shape[1], block))
+
+
+def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray) -> np.ndarray:
+    """Return subset sums of cosines between embeddings under one checkpoint.
+
+    A zero embedding has cosine 0 with everything.
+
+    Args:
+        masks: See ``subset_sums``.
+        train: Embeddings of the training samples, shape (rows, width).
+        target_embeddings: Shape (m, width).
+    """
+    directions = ((start, stop, unit_rows(rows)) for start, stop, rows in train)
+    return subset_sums(masks, directions) @ unit_rows(target_embeddings).T
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRows:
+    """What subset sums take from one checkpoint.
+
+    Attributes:
+        loss_weights: Q of the training samples, shape (n,).
+        normal_weights: Diagonal of W, shape (n,), by power of the loss weights.
+        read: Rows of Phi_c from start to stop, shape (rows, k).
+        target_features: T_c, shape (m, k), float64.
+        block: Training samples to read at once.
+    """
+
+    loss_weights: np.ndarray
+    normal_weights: Mapping[float, np.ndarray]
+    read: ReadRows
+    target_features: np.ndarray
+    block: int
+
+    def blocks(self) -> Blocks:
+        """Yield all rows of Phi_c."""
+        return blocks_of(self.read, len(self.loss_weights), self.block)
+
+
+def gradient_dot_sums(masks: np.ndarray, checkpoint: CheckpointRows) -> np.ndarray:
+    """Return subset sums of Q_i <phi_i, t_j>, TracIn's scores without a learning rate.
+
+    Source: Pruthi et al., "Estimating Training Data Influence by Tracing Gradient Descent",
+        NeurIPS 2020.
+    """
+    weights = [powered(checkpoint.loss_weights, 1.0)]
+    sums, _ = weighted_sums(masks, weights, checkpoint.blocks())
+    return sums[0] @ checkpoint.target_features.T
+
+
+def average_weights(
+    settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
+) -> dict[float, np.ndarray]:
+    """Return mean_c(Q_c^power), shape (n,), for every power that a setting has.
+
+    Args:
+        settings: Settings of scoring.
+        loss_weights: Q of every checkpoint, each of shape (n,).
+    """
+    powers = sorted({setting.loss_weight_power for setting in settings})
+    return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePass:
+    """Settings that share how rows are read and weighed, so that each file is read once.
+
+    Attributes:
+        settings: Settings of scoring.
+        checkpoints: Ids of those that count.
+        averages: From ``average_weights``, over these checkpoints.
+        weighting: ``plain`` or ``curvature``.
+        unit_dim: How many first numbers of a row are divided by their length; None for rows as they
+            are.
+    """
+
+    settings: Sequence[Setting]
+    checkpoints: Sequence[str]
+    averages: Mapping[float, np.ndarray]
+    weighting: str
+    unit_dim: int | None
+
+
+def setting_sums(
+    masks: np.ndarray,
+    settings: Sequence[Setting],
+    averages: Mapping[float, np.ndarray],
+    checkpoint: CheckpointRows,
+) -> dict[Setting, np.ndarray]:
+    """Return one checkpoint's share of the subset sums under each setting of scoring.
+
+    Phi_c is read once. Sums over checkpoints of these shares order subsets as scores do, because
+    they lack the division by the number of checkpoints alone.
+
+    Args:
+        masks: See ``subset_sums``.
+        settings: Every damping with every way to weigh rows, see ``settings_of``.
+        averages: From ``average_weights``, over all checkpoints.
+        checkpoint: What the checkpoint says.
+
+    Returns:
+        Shape (S, m), float64, for each setting.
+
+    Source: docs/scores.md, "The formula".
+    """
+    q = checkpoint.loss_weights
+    powers = sorted({setting.loss_weight_power for setting in settings})
+    weightings = sorted({setting.loss_weighting for setting in settings})
+    row_weights = [
+        averages[power] if combine is Combine.PRODUCT_OF_AVERAGES else powered(q, power)
+        for power, combine in weightings
+    ]
+    # Products of k x k cost most: rows with equal weights are summed once.
+    squared = [np.ones(len(q))]
+    normal = {power: _place(squared, checkpoint.normal_weights[power]) for power in powers}
+    norm = {p: _place(squared, powered(q, p) ** 2) for p, c in weightings if c.divides_by_norm}
+    sums, gramians = weighted_sums(masks, row_weights, checkpoint.blocks(), squared)
+    shares: dict[Setting, np.ndarray] = {}
+    for dim in sorted({setting.proj_dim for setting in settings}):
+        first = [gramian[:dim, :dim] for gramian in gramians]
+        for place in sorted(set(normal.values())):
+            own = [s for s in settings if s.proj_dim == dim]
+            own = [s for s in own if normal[s.loss_weight_power] == place]
+            spectrum = Spectrum.of(first[place])
+            mean_square = mean_squared_norm(first[place], len(q))
+            ridges = {s.damping: s.damping * mean_square for s in own}
+            used = sorted({weightings.index(s.loss_weighting) for s in own})
+            targets = checkpoint.target_features[:, :dim]
+            solved = damped_sums(sums[used, :, :dim], spectrum, list(ridges.values()), targets)
+            products = {
+                power: spectrum.norm_products(first[norm[power]], first[0])
+                for power in {s.loss_weight_power for s in own} & norm.keys()
+            }
+            for setting in own:
+                row = used.index(weightings.index(setting.loss_weighting))
+                share = solved[list(ridges).index(setting.damping), row]
+                if setting.combine.divides_by_norm:
+                    size = products[setting.loss_weight_power], ridges[setting.damping]
+                    share = share / train_norm(spectrum.eigenvalues, *size)
+                shares[setting] = share
+    return shares
+
+
+def _place(arrays: list[np.ndarray], array: np.ndarray) -> int:
+    """Return where an array is among others, after adding it if it isn't."""
+    for place, other in enumerate(arrays):
+        if np.array_equal(other, array):
+            return place
+    arrays.append(array)
+    return len(arrays) - 1
+
+
+def weighted_sums(
+    masks: np.ndarray,
+    weights: Sequence[np.ndarray],
+    blocks: Blocks,
+    squared: Sequence[np.ndarray] = (),
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Sum the weighted features of each subset, and weighted products of all, in one pass.
+
+    Args:
+        masks: See ``subset_sums``.
+        weights: Weights of the training samples, each of shape (n,).
+        blocks: Features, shape (rows, k).
+        squared: Weights of the products, each of shape (n,).
+
+    Returns:
+        Shape (len(weights), S, k), float64; and for each of ``squared`` what ``weighted_gramians``
+        returns.
+    """
+    totals: list[np.ndarray] = []
+
+    def summed() -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        for start, stop, features in blocks:
+            rows = features.astype(np.float64)
+            part = np.stack([(masks[:, start:stop] * w[start:stop]) @ rows for w in weights])
+            totals[:] = [np.add(totals[0], part, out=part) if totals else part]
+            yield rows, [w[start:stop] for w in squared]
+
+    gramians = weighted_gramians(summed())
+    return totals[0], gramians
+
+
+def damped_sums(
+    sums: np.ndarray, spectrum: Spectrum, ridges: Sequence[float], targets: np.ndarray
+) -> np.ndarray:
+    """Return sums of A_c's columns over subsets for every ridge, by one eigendecomposition.
+
+    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T.
+
+    Args:
+        sums: From ``weighted_sums``, shape (W, S, k), or its first k columns.
+        spectrum: Eigenvalues and eigenvectors of N, or of its first k rows and columns.
+        ridges: Numbers above 0 that are added to the diagonal of N.
+        targets: T, shape (m, k), float64.
+
+    Returns:
+        Shape (len(ridges), W, S, m), float64.
+
+    Source: docs/scores.md, "The formula".
+    """
+    rotated, rotated_targets = sums @ spectrum.vectors, targets @ spectrum.vectors
+    return np.stack([
+        (rotated / (spectrum.eigenvalues + ridge)) @ rotated_targets.T for ridge in ridges
+    ])

@@ -1,0 +1,59 @@
+"""Numbers and labels as readers see them: the filters that templates format with."""
+
+from typing import Any
+
+from trak_core.model_outputs.table import About
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number in so many digits, with a true minus sign; no exponent for everyday sizes."""
+    text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
+    if "e" in text and 1e3 <= abs(value) < 1e6:
+        text = f"{value:,.0f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """Return a number with its sign, plus as well: for scores."""
+    return f"{'+' if value > 0 else ''}{number(value, digits)}"
+
+
+def fixed(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, with a true minus sign: for correlations."""
+    return f"{value:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def percent(part: float, decimals: int = 0) -> str:
+    """Return a part of 1 as a percentage."""
+    return f"{100 * part:.{decimals}f}\N{NO-BREAK SPACE}%"
+
+
+def thousands(count: float) -> str:
+    """Return a whole number with commas: 2,000."""
+    return f"{count:,.0f}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a count with its noun: 1 target, 2,000 targets."""
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
+
+
+def label(value: Any) -> str:
+    """Return a sample's label or prediction: a number in three digits, a class as it is."""
+    return number(value) if isinstance(value, float) else str(value)
+
+
+def of_target(target: Any, output: About) -> str:
+    """Return a target's label, and what the models make of it: ``label 3, predicted 5``.
+
+    Args:
+        target: A row of an experiment's table ``targets``.
+        output: The model output, which has the words.
+    """
+    parts = ((output.label, target.label), (output.prediction, target.prediction))
+    return ", ".join(f"{word} {label(value)}" for word, value in parts if word)
+
+
+def of_training_sample(influence: Any, output: About) -> str:
+    """Return the label in a row of ``top_influences``; empty where it says nothing."""
+    return f"{output.label} {label(influence.train_label)}" if output.label else ""

@@ -1,0 +1,48 @@
+"""Reads what retrained models say, of the pipeline's own retraining or of a user's."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trak_core.artifacts import RETRAINED, check_retrained, open_artifact, read_frame
+from trak_core.evaluation.lds import GroundTruth, in_order
+from trak_core.spec import RetrainedSpec
+
+
+def read_ground_truth(
+    paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
+) -> GroundTruth:
+    """Read retrained models.
+
+    Args:
+        paths: The pipeline's files, or one of a user's.
+        train_ids: Ids of the training samples, in order.
+        target_ids: Ids of the targets, in order.
+        spec: What the pipeline's files must be made for; None for a user's.
+
+    Returns:
+        Subsets and outputs of all files, one after another.
+
+    Raises:
+        InputError: If a file is not what it must be, or about other samples.
+    """
+    parts, source = [], []
+    for path in paths:
+        if spec is None:
+            masks, outputs = (read_frame(path, key) for key in ("masks", "outputs"))
+            digest = hashlib.blake2b(masks[0].tobytes() + outputs[0].tobytes(), digest_size=16)
+            source.append(digest.hexdigest())
+        else:
+            with open_artifact(path, RETRAINED) as file:
+                check_retrained(file, spec, RETRAINED.rule)
+                masks, outputs = (
+                    (file.matrix(key)[:], file.index(key), file.columns(key))
+                    for key in ("masks", "outputs")
+                )
+                source.append(file.content_hash)
+        parts.append(in_order(masks, outputs, train_ids, target_ids, path))
+    masks, outputs = zip(*parts, strict=True)
+    return GroundTruth(np.concatenate(masks), np.concatenate(outputs, axis=1), source)

@@ -1,0 +1,221 @@
+"""What several stages read of features, normal matrices and scores."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from trak_core.artifacts import (
+    FEATURES,
+    NORMAL_MATRIX,
+    Artifact,
+    Rows,
+    Writer,
+    check_made_for,
+    check_same,
+    open_artifact,
+)
+from trak_core.config.budget import scores_need
+from trak_core.errors import InputError
+from trak_core.scoring.scores import combined, most_frequent, powered, unit_rows
+from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
+from trak_core.spec import Combine, NormalSpec, ScoresSpec
+from trak_core.system.progress import blocks_with_progress
+
+_PER_SAMPLE = ("labels", "outputs", "predictions")
+
+ReadRows = Callable[[int, int], np.ndarray]
+
+
+def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None) -> ReadRows:
+    """Return how to get rows of a stored matrix from start to stop.
+
+    Args:
+        values: The matrix.
+        normalize: Whether rows are divided by their lengths, in float64.
+        first: How many columns count, from the first on; None for all.
+    """
+    if not normalize:
+        return lambda start, stop: values[start:stop, :first]
+    return lambda start, stop: unit_rows(values[start:stop, :first])
+
+
+def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
+    """Return the diagonal of W: ones, or a power of the curvature of the training samples' loss.
+
+    Args:
+        train: The file of the training samples.
+        curvature_power: None for ones.
+
+    Returns:
+        Shape (n,), float64.
+
+    Raises:
+        InputError: If the file holds no curvature where the power needs one.
+    """
+    if curvature_power is None:
+        return np.ones(len(train.vector("sample_ids")))
+    if not train.has("curvature"):
+        raise InputError(
+            f"{train.path}: training samples weighted by `curvature` must come with the curvature "
+            f"of their loss. The model output {train.spec['model_output']} has none; set "
+            "scoring.weighting to plain."
+        )
+    return train.vector("curvature").astype(np.float64) ** curvature_power
+
+
+@dataclass(frozen=True, slots=True)
+class Damped:
+    """A checkpoint's normal matrix with the damping of its scores.
+
+    Attributes:
+        matrix: N, shape (k, k), float64.
+        ridge: damping * mean_i w_i |phi_i|^2, which is added to N's diagonal.
+        ends: Smallest and largest eigenvalue of N.
+        norm: N_c, None where scores are not divided by it.
+    """
+
+    matrix: np.ndarray
+    ridge: float
+    ends: tuple[float, float]
+    norm: float | None
+
+    @classmethod
+    def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
+        """Read it.
+
+        Args:
+            file: The normal matrix.
+            train: The training features that it must be made of.
+            spec: What decides one checkpoint's scores.
+
+        Returns:
+            What solves for any targets.
+
+        Raises:
+            InputError: If it is not what it must be, or if N_c is not above 0.
+        """
+        own = spec.of_normal_matrix()
+        expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
+        expected |= {"features": train.content_hash}
+        stored = {key: file.spec.get(key) for key in expected}
+        check_same("features", expected, stored, file.path, NORMAL_MATRIX.rule)
+        ridge = spec.damping * file.scalar("mean_squared_norm")
+        norm = None
+        if spec.norm_power is not None:
+            products = file.matrix("norm_products")[:]
+            norm = train_norm(file.vector("eigenvalues"), products, ridge)
+        ends = file.scalar("smallest_eigenvalue"), file.scalar("largest_eigenvalue")
+        return cls(file.matrix("normal_matrix")[:], ridge, ends, norm)
+
+
+def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
+    """Write ids and what the checkpoint makes of every sample, the loss weights, and N_c."""
+    writer.vector("loss_weights", train.vector("loss_weights"))
+    if norm is not None:
+        writer.scalar("train_norm", norm)
+    for side, file in (("train", train), ("target", targets)):
+        writer.vector(f"{side}_ids", file.ids("sample_ids"))
+        for key in _PER_SAMPLE:
+            writer.vector(f"{side}_{key}", file.vector(key))
+
+
+def score_rows(
+    parts: Sequence[Artifact], similarities: Sequence[ReadRows], spec: ScoresSpec
+) -> ReadRows:
+    """Return how to get rows of the scores that checkpoints give together.
+
+    Args:
+        parts: Each checkpoint's scores.
+        similarities: How to get rows of each A_c.
+        spec: What decides the scores, of all checkpoints.
+    """
+    assert spec.loss_weight_power is not None
+    combine, power = Combine(spec.combine), spec.loss_weight_power
+    norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
+
+    def terms(start: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
+        for part, read, norm in zip(parts, similarities, norms, strict=True):
+            yield read(start, stop), powered(part.vector("loss_weights", start, stop), power), norm
+
+    return lambda start, stop: combined(terms(start, stop), combine)
+
+
+def self_influences(
+    features: Sequence[Path], normal_matrices: Sequence[Path], *, spec: ScoresSpec, memory_mb: int
+) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
+    """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
+
+    Predictions and outputs are those of the last checkpoint of every run.
+
+    Args:
+        features: Training features of each checkpoint.
+        normal_matrices: Their normal matrices.
+        spec: What decides the numbers, of all checkpoints and no experiment.
+        memory_mb: Budget for arrays; changes nothing but rounding.
+
+    Returns:
+        Columns id, label, prediction, output and self_influence, an entry a sample; the loss
+        weights averaged over ends of runs, shape (n,); and the specification of a file of these,
+        which says how features were projected.
+
+    Raises:
+        InputError: If the files don't belong together, or if a damped matrix is singular.
+
+    Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
+        section 5.4 (self-influence); docs/scores.md, "What a score says".
+    """
+    assert spec.loss_weight_power is not None
+    similarities, loss_weights, norms = [], [], []
+    with ExitStack() as stack:
+        files = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
+        for file, path, checkpoint in zip(files, normal_matrices, spec.checkpoints, strict=True):
+            own = spec.under(checkpoint)
+            check_made_for(file, own.of_train(), FEATURES.rule)
+            ids = files[0].ids("sample_ids"), file.ids("sample_ids")
+            check_same("training samples", *ids, file.path, FEATURES.rule)
+            with open_artifact(path, NORMAL_MATRIX) as matrix:
+                damped = Damped.read(matrix, file, own)
+            diagonal = _self_similarities(file, damped, memory_mb, normalize=spec.normalize)
+            similarities.append(diagonal[:, None])
+            norms.append(damped.norm or 1.0)
+            loss_weights.append(file.vector("loss_weights"))
+        powers = [powered(weights, spec.loss_weight_power) for weights in loss_weights]
+        parts = zip(similarities, powers, norms, strict=True)
+        mean = combined(parts, Combine(spec.combine))[:, 0]
+        ends = [files[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        predictions = np.stack([file.vector("predictions") for file in ends])
+        is_class = predictions.dtype.kind != "f"
+        columns = {
+            "id": files[0].ids("sample_ids"),
+            "label": files[0].vector("labels"),
+            "prediction": most_frequent(predictions) if is_class else predictions.mean(axis=0),
+            "output": np.mean([file.vector("outputs") for file in ends], axis=0, dtype=np.float64),
+            "self_influence": mean,
+        }
+        projection = {k: v for k, v in files[0].spec["projection"].items() if k != "stream"}
+        mean_weights = np.stack([file.vector("loss_weights") for file in ends]).mean(
+            axis=0, dtype=np.float64
+        )
+    return columns, mean_weights, spec.as_dict() | {"projection": projection}
+
+
+def _self_similarities(
+    train: Artifact, damped: Damped, memory_mb: int, *, normalize: bool
+) -> np.ndarray:
+    """Return A_c[i, i] of every training sample, shape (n,)."""
+    factor = damped_factor(damped.matrix, damped.ridge, damped.ends)
+    values = train.matrix("features")
+    diagonal = np.empty(len(values))
+    block = scores_need(values.shape[1], 1).rows(memory_mb)
+    for start, stop in blocks_with_progress(len(values), block, "training samples"):
+        rows = values[start:stop]
+        diagonal[start:stop] = damped_squares(factor, rows)
+        if normalize:
+            # As a training sample it has length 1; as its own target it is as it is.
+            lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
+            diagonal[start:stop] /= np.where(lengths > 0, lengths, 1)
+    return diagonal

@@ -1,0 +1,112 @@
+"""Read the targets of an experiment: the study's own, or those in a file that the experiment names.
+
+A Python file has ``target_data()``, and perhaps ``target_ids()``, as a study has. In JSON lines, or
+a tab-separated table with a header, each line is one target: the study's ``encode(**line)`` makes a
+sample of it. A field ``id`` is its id, if all lines have one; else they are numbered from 0.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.study.split import Split, checked_ids, users_code
+from trak_core.study.study import Study
+
+_PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """Samples that the study's ``encode`` makes from lines."""
+
+    study: Study
+    path: Path
+    lines: Sequence[Mapping[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: int) -> Any:
+        encode = self.study.function("encode")
+        line = f"number {index + 1} of {self.path}, {_shortened(self.lines[index])}"
+        with users_code(f"{self.study.path}: encode() of {line},"):
+            return encode(**self.lines[index])
+
+
+def _shortened(line: Mapping[str, Any]) -> str:
+    text = json.dumps(line, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _parsed(number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {str(error).split(':')[0]}, in {line[:80]!r}") from error
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        # Spreadsheets begin UTF-8 with a mark.
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == _TABLE:
+            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
+            lines: list[Any] = list(rows)
+        else:
+            # Not splitlines(): JSON's texts may hold other ends of lines.
+            lines = [_parsed(*one) for one in enumerate(text.split("\n"), 1) if one[1].strip()]
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(
+            f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
+            f"every line. Reading it failed: {error}."
+        ) from error
+    keys = lines[0].keys() if lines and isinstance(lines[0], dict) else {}
+    for number, line in enumerate(lines, 1):
+        if not isinstance(line, dict) or line.keys() != keys or None in [*line, *line.values()]:
+            raise InputError(
+                f"{path}: every line must fill the same fields, none with null, for the study's "
+                f"encode(). Found {_shortened(line)} as number {number}; the first has "
+                f"{', '.join(keys) or 'none'}."
+            )
+    if not lines:
+        raise InputError(f"{path}: there must be questions. Found none.")
+    return lines
+
+
+def split_of(
+    study: Study, name: str, targets: Sequence[int | str] | None, question: Path | None
+) -> Split:
+    """Return the training samples, or the targets of an experiment.
+
+    Args:
+        study: Encodes the lines of a file, and has the targets where there is no file.
+        name: ``"train"``, or the experiment's name.
+        targets: Ids of the experiment's targets, in order; None for all targets of its file, and
+            for the training samples.
+        question: The experiment's own file; None for the study's ``target_data()``.
+
+    Raises:
+        InputError: If there is no such file, or if data or ids are not what they must be.
+    """
+    if question is None:
+        return study.split(name, targets)
+    split = _targets_in(question, study)
+    return split if targets is None else split.take(targets)
+
+
+def _targets_in(path: Path, study: Study) -> Split:
+    if path.suffix == _PYTHON:
+        return Study.load(path).split("target", None)
+    lines = _read_lines(path)
+    study.function("encode")
+    ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
+    if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
+        ids = [int(i) for i in ids]
+    return Split(
+        _Encoded(study, path, lines), checked_ids(ids, len(lines), f"{path}: the field id")
+    )

@@ -1,1 +1,0 @@
-"""How far to trust scores: correlations, subset sums, rivals, distortion; arrays only."""
