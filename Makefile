@@ -1,6 +1,7 @@
 # Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make check`,
 # `make test`, `make docs`.
-# All first make a virtual environment in .venv, with the versions that the tests passed with.
+# All make a virtual environment in .venv first, with the versions that the tests passed with.
+# `make run` installs what a run needs; the others add what tests and docs need.
 PYTHON ?= python3
 CORES ?= 2
 CONFIG ?= config/config.yaml
@@ -9,22 +10,28 @@ PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
 
 .PHONY: run check test docs clean
 
-run: .venv/complete
+run: .venv/can-run
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
 # Two minutes: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
-check: .venv/complete
+check: .venv/can-test
 	$(PYTEST) -m "not gate" tests/library tests/projection tests/stages tests/gramian
 
-test: .venv/complete
+test: .venv/can-test
 	$(PYTEST)
 
-docs: .venv/complete
+docs: .venv/can-test
 	.venv/bin/python -m pdoc --docformat google --output-directory build/api trak_core '!trak_core.stages'
 
-.venv/complete: pyproject.toml constraints.txt
+INSTALL = .venv/bin/python -m pip install --constraint constraints.txt --editable
+
+.venv/can-run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --constraint constraints.txt --editable ".[workflow,slurm,test]"
+	$(INSTALL) ".[workflow,slurm]"
+	touch $@
+
+.venv/can-test: .venv/can-run
+	$(INSTALL) ".[workflow,slurm,test]"
 	touch $@
 
 clean:

@@ -23,7 +23,7 @@ from sides import cpu_seconds
 
 from trak_core.gradients import Batch, sample_memory
 from trak_core.spec import usual_kind
-from trak_core.system.heap import keep_freed
+from trak_core.system.job import keep_freed
 
 _SIZES = (1, 4, 16, 32, 64, 128, 256, 512)
 _AT_LEAST = 16  # samples that are timed together

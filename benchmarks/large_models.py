@@ -50,7 +50,7 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
-from trak_core.system.heap import keep_freed
+from trak_core.system.job import keep_freed
 
 KINDS = ["rademacher", "hadamard", "tensor_sketch"]
 

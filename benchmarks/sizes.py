@@ -18,8 +18,8 @@ from pathlib import Path
 
 from trak_core.provenance import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
-from trak_core.system.door import stage_of
-from trak_core.system.heap import keep_freed
+from trak_core.system.dispatch import stage_of
+from trak_core.system.job import keep_freed
 
 # The default study's network on as many images as asked for, of uniform noise.
 _STUDY = """

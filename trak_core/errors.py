@@ -19,4 +19,4 @@ class InputError(ValueError):
 
 
 class ToldToStopError(SystemExit):
-    """A job got SIGTERM: it ends as after ``sys.exit``, and nobody's code has made a mistake."""
+    """A job was stopped by SIGTERM or Ctrl-C: it ends as after ``sys.exit``, without a mistake."""

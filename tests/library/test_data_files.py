@@ -4,15 +4,15 @@ import time
 import pytest
 
 from trak_core.errors import InputError
-from trak_core.system import data_files
-from trak_core.system.data_files import data_digests
+from trak_core.system import files
+from trak_core.system.files import data_digests
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Two tables and a picture, changed long ago as far as the module knows."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(data_files, "_CLOCK_NS", 0)
+    monkeypatch.setattr(files, "_CLOCK_NS", 0)
     for name in ("data/a.csv", "data/deep/b.csv", "data/deep/c.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -27,10 +27,8 @@ def record(folder):
 @pytest.fixture
 def hashed(monkeypatch):
     """Names of the files that were read."""
-    names, read = [], data_files.file_digest
-    monkeypatch.setattr(
-        data_files, "file_digest", lambda path: (names.append(path.name), read(path))[1]
-    )
+    names, read = [], files.file_digest
+    monkeypatch.setattr(files, "file_digest", lambda path: (names.append(path.name), read(path))[1])
     return names
 
 
@@ -87,12 +85,12 @@ def test_a_file_put_back_with_its_old_time_is_read(folder, record):
 
 def test_what_changed_a_moment_ago_is_not_remembered(folder, record, hashed, monkeypatch):
     """It may change again before the file system's clock moves."""
-    monkeypatch.setattr(data_files, "_CLOCK_NS", 60 * 10**9)
+    monkeypatch.setattr(files, "_CLOCK_NS", 60 * 10**9)
     for _ in range(2):
         data_digests(["data/a.csv"], record)
     assert hashed == ["a.csv", "a.csv"]
     now = time.time_ns()
-    monkeypatch.setattr(data_files.time, "time_ns", lambda: now + 61 * 10**9)
+    monkeypatch.setattr(files.time, "time_ns", lambda: now + 61 * 10**9)
     for _ in range(2):
         data_digests(["data/a.csv"], record)
     assert hashed == ["a.csv"] * 3
@@ -107,7 +105,7 @@ def test_a_damaged_record_costs_time_alone(folder, record):
 @pytest.mark.parametrize("entry", ["gone.csv", "data/*.tsv", "empty"])
 def test_an_entry_must_name_a_file(folder, record, entry):
     (folder / "empty").mkdir()
-    with pytest.raises(InputError, match=r"must name a file.* Found nothing at '"):
+    with pytest.raises(InputError, match=r"must match at least one file.* Found nothing at '"):
         data_digests(["data/a.csv", entry], record)
 
 
@@ -127,6 +125,6 @@ def test_a_file_that_cannot_be_read_is_named(folder, record, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(data_files.hashlib, "file_digest", refuse)
+    monkeypatch.setattr("hashlib.file_digest", refuse)
     with pytest.raises(InputError, match=r"a\.csv: a data file must be readable.*denied"):
         data_digests(["data/a.csv"], record)

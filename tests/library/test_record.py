@@ -1,7 +1,7 @@
 import pytest
 
 from trak_core.errors import InputError
-from trak_core.system.record import read_record, write_record
+from trak_core.system.files import read_record, write_record
 
 KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
 

@@ -53,8 +53,8 @@ def _gnu() -> None:
 @pytest.mark.usefixtures("_gnu")
 def test_threads_of_openmp_end_and_come_back():
     code = """
-from trak_core.system import openmp
-openmp.rest()
+from trak_core.projection.cpu.slices import pause_openmp
+pause_openmp()
 until = time.monotonic() + 10
 while running() > spun - 2 and time.monotonic() < until:
     time.sleep(0.001)
@@ -110,7 +110,7 @@ def test_freed_memory_is_kept_unless_the_user_says_otherwise():
     code = """
 import os
 import numpy as np
-from trak_core.system.heap import keep_freed
+from trak_core.system.job import keep_freed
 
 def resident():
     with open("/proc/self/statm") as file:

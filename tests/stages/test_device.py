@@ -80,7 +80,7 @@ def test_cuda_computes_the_cpu_s_features(features):
 
 HOLD = """
 import sys
-from trak_core.system.gpu_lock import hold_one
+from trak_core.model.device import hold_one
 print(hold_one(("first", "second")), flush=True)
 sys.stdin.read()
 """

@@ -8,7 +8,7 @@ import pytest
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, create
-from trak_core.config.budget import (
+from trak_core.config.memory import (
     Need,
     average_need,
     check_memory,
@@ -195,7 +195,7 @@ STAGES = """
 import re, sys
 from pathlib import Path
 import test_memory
-from trak_core.system.heap import keep_freed
+from trak_core.system.job import keep_freed
 keep_freed()  # as jobs do
 getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
 # Not ru_maxrss, which a process has from the one that started it.

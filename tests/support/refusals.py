@@ -39,10 +39,11 @@ def refuse(workspace, config):
 
 
 def message(output):
-    """Return the text of the one error, and make sure that it is all there is."""
+    """Return the text of the one error, and make sure that it is all there is, and the end."""
     assert "Traceback" not in output
     assert "Job stats" not in output
     assert "jobid" not in output
-    found = re.findall(r"^WorkflowError in file .*\n((?:.*\n)*?)  File ", output, flags=re.M)
+    assert '.smk", line' not in output
+    _, *found = re.split(r"^Error: ", output, flags=re.M)
     assert len(found) == 1, output
     return " ".join(found[0].split())

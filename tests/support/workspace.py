@@ -3,15 +3,17 @@
 import contextlib
 import os
 import re
-import select
 import shutil
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
+import pytest
 import yaml
+from forked_python import PRELOADED, write_program
+
+from trak_core.system.fork_server import serve_forks
 
 REPOSITORY = Path(__file__).parents[2]
 _CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")
@@ -23,21 +25,14 @@ _ending = contextlib.ExitStack()  # closed when a worker's tests are over
 @cache
 def forked_python() -> str:
     """Return a program that is Python, without the time that imports take; one for all tests."""
-    folder = _ending.enter_context(tempfile.TemporaryDirectory(prefix="trak-"))
-    server = subprocess.Popen(
-        (sys.executable, Path(__file__).with_name("forked_python.py"), f"{folder}/socket"),
-        # As Snakemake has it for a job of one thread; libraries look once, when they are imported.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    folder = Path(_ending.enter_context(tempfile.TemporaryDirectory(prefix="trak-")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}")
+        started = serve_forks((*PRELOADED, "forked_python"))
+    assert started is not None, "the fork server does not listen"
+    name, server = started
     _ending.enter_context(server)  # the end of its standard input ends it
-    assert server.stdout is not None
-    ready, *_ = select.select([server.stdout], [], [], 200)
-    program = server.stdout.readline().strip() if ready else ""
-    assert program, "forked_python.py does not listen; what it says is on standard error"
-    return program
+    return str(write_program(folder, name))
 
 
 def stop_forked_python() -> None:

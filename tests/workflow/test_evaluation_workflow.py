@@ -16,7 +16,7 @@ from refusals import message
 from scipy.stats import spearmanr
 from workspace import REPOSITORY
 
-from trak_core.config.demands import check_evaluation, check_sizes
+from trak_core.config.rules import check_evaluation, check_sizes
 from trak_core.errors import InputError
 
 # With the defaults of what `evaluated` leaves out.

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import signal
 import time
 from functools import partial
 
@@ -126,6 +127,35 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
         "compute_scores": 1,
         "average_scores": 1,
     }
+    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (study, finished)]
+    assert np.array_equal(pair[0], pair[1])
+
+
+def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
+    """SIGINT to Snakemake and all that it started, as a terminal sends it."""
+    study.config["compute"]["shards"] = 3
+    folder = study.path("results/shards/c0/train")
+    running = Running(study, "scores")
+    (done,) = running.wait_for(lambda: list(folder.glob("*.h5")))
+    begun = running.wait_for(lambda: list(folder.glob(".*.part")))
+    before = state(done)
+    os.killpg(running.process.pid, signal.SIGINT)
+    assert running.finish() != 0
+    *_, said, last = running.output.splitlines()
+    assert said == "Stopping by Ctrl-C: waiting for running jobs to clear up."
+    assert last == (
+        "Stopped by Ctrl-C. What is finished stays in results, and nothing there is half-written. "
+        "To go on, run the same command again."
+    )
+    assert "Traceback" not in running.output
+    assert "Error" not in running.output
+    number = re.match(r"\.(\d-of-3)\.h5\.", begun[0].name)[1]
+    log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
+    assert re.search(r"^Error: the job was told to stop \(SIGINT\), by Ctrl-C", log, flags=re.M)
+    assert "Traceback" not in log
+    assert leftovers(study) == []
+    assert state(done) == before
+    assert study.run()["compute_features_shard"] == 2  # the folder is not locked
     pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (study, finished)]
     assert np.array_equal(pair[0], pair[1])
 

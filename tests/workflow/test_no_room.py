@@ -86,7 +86,7 @@ def run_job(body, folder, kilobytes=None):
     """Run a job's body as scripts do; return its exit status, log and terminal output."""
     code = (
         "import resource\nfrom pathlib import Path\nfrom trak_core.system.job import logged_to\n"
-        "from trak_core.system.whole_file import written_whole\n"
+        "from trak_core.system.files import written_whole\n"
         f"path = Path({str(folder / 'file')!r})\n"
     )
     if kilobytes is not None:

@@ -54,7 +54,7 @@ def test_values_on_the_command_line_are_those_of_a_file(study):
     planned = study.would_run("all", "--config", "scoring={damping: 3}")
     assert planned["compute_scores"] == 6
     output = study.fail("-n", "--config", "projection={proj_dim: many}")
-    assert "projection.proj_dim: must be of type integer. Found 'many'" in output
+    assert "projection.proj_dim: must be an integer. Found 'many'" in output
 
 
 def test_a_trained_checkpoint_that_changed(study):

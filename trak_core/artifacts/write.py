@@ -21,7 +21,7 @@ from trak_core.artifacts.format import (
     table_columns,
     write_object,
 )
-from trak_core.system.whole_file import does_not_fit, written_whole
+from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
     import pandas as pd

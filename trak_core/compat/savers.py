@@ -27,7 +27,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from trak_core.errors import InputError
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
 
 
 class ModelIDException(InputError):

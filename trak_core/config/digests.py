@@ -6,7 +6,7 @@ from pathlib import Path
 
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest, study_digest
-from trak_core.system.data_files import file_digest
+from trak_core.system.files import file_digest
 
 # The study's functions that are called to show samples alone, and for targets alone.
 _SHOWING = {"draw", "describe"}

@@ -1,4 +1,4 @@
-"""Checkpoints, as a config or a table beside it names them: where they lie, and of which run.
+"""Find the checkpoints that a config or its table names: their paths, runs and times.
 
 A run is one training. A checkpoint of a run that says ``at`` comes from along it; the last of each
 run is its end.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.tables import read_table
+from trak_core.config.load import read_table
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
@@ -30,7 +30,7 @@ class Checkpoint:
         run: Name of the training it comes from.
         at: When in it, in any unit; None where it doesn't say, or where the run says nothing else.
         path: Where it lies; None where the pipeline trains it.
-        arguments: Of the study's ``train``, its run's own; empty where it lies somewhere.
+        arguments: What the study's ``train`` gets for this run alone; empty if it has a path.
         is_listed: Whether it was found by looking into a Trainer's folder.
     """
 

@@ -1,15 +1,19 @@
-"""What decides the numbers of each job of one config: specs, made here and nowhere else."""
+"""Make the specs of a config's jobs: all that decides their numbers, made nowhere else."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.demands import check_evaluation, check_exact, check_preconditioner
 from trak_core.config.digests import study_digests, targets_digest
+from trak_core.config.load import target_ids
+from trak_core.config.rules import (
+    check_evaluation,
+    check_exact,
+    check_preconditioner,
+    fill_in_scoring,
+)
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
-from trak_core.config.scoring import fill_in_scoring
-from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import study_modules
@@ -25,14 +29,14 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.system.data_files import data_digests
+from trak_core.system.files import data_digests
 
 TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
-# Of what is drawn for flipped labels and removals.
+# The seed of what is drawn for flipped labels and removals.
 _SEED = 0
 
 
@@ -44,7 +48,7 @@ class Specs:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
         experiments: Names with the ids of their targets; None for all that a question's file has.
-        digests: Of the study's source and data files, see ``study_digests``.
+        digests: Hashes of the study's source and data files, see ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words; empty for
             nothing.

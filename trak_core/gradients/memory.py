@@ -21,7 +21,7 @@ from trak_core.errors import InputError
 from trak_core.gradients.batch import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.system.faults import is_out_of_memory
+from trak_core.system.job import is_out_of_memory
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from trak_core.gradients.per_sample import (
     per_sample,
 )
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.system.faults import is_out_of_memory
+from trak_core.system.job import is_out_of_memory
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]

@@ -1,9 +1,16 @@
 """Find the device that a config names, and take one GPU for this process."""
 
+import os
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
 import torch
 
 from trak_core.errors import InputError
-from trak_core.system.gpu_lock import hold_one
+
+_LOOK_SECONDS = 1.0
 
 
 def takes_cuda(name: str) -> bool:
@@ -48,3 +55,38 @@ def full_precision(device: torch.device) -> torch.device:
 def device_name(device: torch.device) -> str:
     """Return the name of a device for an artifact's provenance."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
+@cache
+def hold_one(names: tuple[str, ...]) -> int:
+    """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
+
+    Asked again, it gives the same one.
+
+    A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
+    up when the process ends in whatever way, so that a killed job blocks nobody.
+
+    Args:
+        names: What tells the GPUs of this machine apart for every process, such as UUIDs.
+
+    Returns:
+        Position in ``names``.
+    """
+    import fcntl  # Only here: Windows has none, and needs none without a GPU.
+
+    folder = Path(tempfile.gettempdir())
+    waiting = False
+    while True:
+        for position, name in enumerate(names):
+            lock = folder / f"trak-{os.getuid()}-gpu-{name}.lock"
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return position  # The descriptor stays open, and the lock with it.
+        if not waiting:
+            print(f"Waiting: other jobs hold all GPUs ({len(names)}).", flush=True)
+            waiting = True
+        time.sleep(_LOOK_SECONDS)

@@ -24,8 +24,7 @@ from trak_core.spec import RetrainedSpec
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.study.training import trained_model
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 _POOL = "target_data"
 

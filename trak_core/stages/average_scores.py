@@ -18,12 +18,11 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.budget import average_need
+from trak_core.config.memory import average_need
 from trak_core.scoring.scores import Extremes, largest, most_frequent, similarities
 from trak_core.spec import EXACT, Combine, ScoresSpec
 from trak_core.stages._inputs import ReadRows, read_rows, score_rows
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
 

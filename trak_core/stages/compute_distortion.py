@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, create
-from trak_core.config.budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
+from trak_core.config.memory import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (
@@ -28,8 +28,7 @@ from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.split import Split
 from trak_core.study.study import TRAIN
-from trak_core.system.progress import with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import software, with_progress
 
 # Of the draw of samples.
 _SEED = 0

@@ -20,8 +20,7 @@ from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels
 from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
-from trak_core.system.progress import with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import software, with_progress
 
 # What is kept of texts that are ordered by length among themselves; and how many at least.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create
-from trak_core.config.budget import gramian_need
+from trak_core.config.memory import gramian_need
 from trak_core.gradients import (
     Room,
     check_finite_gramian,
@@ -27,8 +27,7 @@ from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
-from trak_core.system.progress import with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import software, with_progress
 
 
 def _room(

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
-from trak_core.config.budget import normal_matrix_need
+from trak_core.config.memory import normal_matrix_need
 from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import (
     Spectrum,
@@ -16,8 +16,7 @@ from trak_core.scoring.solve import (
 )
 from trak_core.spec import NormalSpec
 from trak_core.stages._inputs import normal_weights, read_rows
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 
 def compute_normal_matrix(

@@ -12,13 +12,12 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.budget import scores_need
+from trak_core.config.memory import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import Damped, read_rows, write_samples
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 
 def compute_scores(

@@ -8,7 +8,7 @@ import pandas as pd
 from trak_core.artifacts import SELF_INFLUENCE, create
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import self_influences
-from trak_core.system.software import software
+from trak_core.system.progress import software
 
 
 def compute_self_influence(

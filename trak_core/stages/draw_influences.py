@@ -24,9 +24,8 @@ from trak_core.report import (
 from trak_core.report import answer as answer_page
 from trak_core.study.study import TRAIN, Split, Study
 from trak_core.study.targets import split_of
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
+from trak_core.system.progress import blocks_with_progress, software
 
 # On the page: characters of a text, and training samples of either sign where they take lines, not
 # pictures.

@@ -26,8 +26,8 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.budget import evaluation_need
-from trak_core.config.scoring import usual_combine, usual_power, usual_weighting
+from trak_core.config.memory import evaluation_need
+from trak_core.config.rules import usual_combine, usual_power, usual_weighting
 from trak_core.evaluation.baselines import (
     CheckpointRows,
     FeaturePass,
@@ -55,7 +55,7 @@ from trak_core.spec import (
 )
 from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages._inputs import normal_weights, read_rows, score_rows
-from trak_core.system.software import software
+from trak_core.system.progress import software
 
 
 def _passes(

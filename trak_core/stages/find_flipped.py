@@ -11,7 +11,7 @@ from trak_core.evaluation.correlations import auc
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import self_influences
 from trak_core.study.draws import flipped_samples
-from trak_core.system.software import software
+from trak_core.system.progress import software
 
 
 def _recall(values: np.ndarray, flipped: np.ndarray) -> float:

@@ -8,8 +8,7 @@ import numpy as np
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, Artifact, check_same, create, open_artifact
 from trak_core.errors import InputError
-from trak_core.system.progress import blocks_with_progress
-from trak_core.system.software import software
+from trak_core.system.progress import blocks_with_progress, software
 
 _ROWS = 4096
 _RULE = "compute_features_shard"

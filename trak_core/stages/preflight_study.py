@@ -38,7 +38,7 @@ from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import TRAIN, Study
 from trak_core.study.targets import split_of
-from trak_core.system.quiet import quiet_libraries
+from trak_core.system.job import quiet_libraries
 
 _LABEL_SECONDS = 10.0
 # Bad checkpoints whose messages are shown in full.

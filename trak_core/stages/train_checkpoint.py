@@ -9,7 +9,7 @@ import torch
 from trak_core.study.split import with_flipped_labels
 from trak_core.study.study import TRAIN, Study
 from trak_core.study.training import models_along, trained_model
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
 
 
 def train_checkpoint(

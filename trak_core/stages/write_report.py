@@ -23,7 +23,7 @@ from trak_core.report import (
 from trak_core.report import report as report_page
 from trak_core.study.study import TRAIN, Split, Study
 from trak_core.study.targets import split_of
-from trak_core.system.whole_file import written_whole
+from trak_core.system.files import written_whole
 
 
 def _check_scores(results: Results) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import Subset, default_collate
 
 from trak_core.errors import InputError, ToldToStopError
 from trak_core.study.draws import flipped_labels
-from trak_core.system.faults import came_from_no_memory, no_room
+from trak_core.system.job import came_from_no_memory, no_room
 
 _MAX_ID = 64
 

@@ -1,1 +1,1 @@
-"""The machine: whole files, memory, logs, progress, one GPU for one process."""
+"""Run jobs on this machine: whole files, memory, logs, progress, stages by their rules, forks."""

@@ -1,13 +1,17 @@
-"""A process that has imported what jobs need, and forks for each: most of a short job is imports.
+"""Fork a process for each job from one that has imported what jobs need: imports are most of a
+short job's time.
 
-    python -m trak_core.system.fork_server SOCKET MODULE...
+The Snakemake that the user started starts the server (``start_fork_server``); the process of a job
+asks it for a fork, and waits for it (``done_by_fork``). The server lives as long as its standard
+input, which is Snakemake's, and its forks live as long as it.
 
-It lives as long as its standard input, which is Snakemake's, and its forks as long as it. A fork
-gets a job's folder, environment, paths of modules and standard streams; what libraries look at when
-they are imported must be the same, or else the job starts by itself (``trak_core.system.forked``).
-So must every job if an import left threads running, or CUDA in use: a fork would have them half.
+A fork gets the folder, paths of modules, arguments and standard streams of the process that asked,
+and of its environment what changes from job to job. The rest of the environment must be the one
+that the server's imports saw, or else the job runs in its own process. So does every job if an
+import left threads running or CUDA in use, because a fork would have them half.
 
-Linux alone: it has the calls, and libraries that may be forked.
+On Linux alone, because other systems lack the calls, or libraries that may be forked. Nothing here
+imports a library: every start of Snakemake and every job imports this.
 """
 
 import atexit
@@ -16,52 +20,209 @@ import gc
 import importlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
 import struct
+import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from trak_core.system.door import run
-from trak_core.system.job import logged_to
-from trak_core.system.quiet import quiet_libraries
+from trak_core.system.job import quiet_libraries
 
-# Of the environment, what a shell or Snakemake sets anew for every job, and no library is made by.
-OWN = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
-YES, NO = b"y", b"n"
-# What follows once a job has ended: its status as Popen's, and a request's length.
-STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+_SOCKET = "TRAK_CORE_FORK_SERVER"
+# What stages import only when they come to it.
+_LATER = ("numpy", "pandas", "tables", "matplotlib.backends.backend_agg")
+# What Snakemake sets for a job of one thread: libraries read it once, when they are imported.
+ONE_THREAD = dict.fromkeys(
+    (
+        "GOTO_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "VECLIB_MAXIMUM_THREADS",
+    ),
+    "1",
+)
+# Environment variables that change from job to job, and that no library reads at import.
+_CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
+_YES, _NO = b"y", b"n"
+# A request begins with its length; a fork's status, as Popen gives it, is the last answer.
+_STATUS, _LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+_CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
 _PR_SET_PDEATHSIG = 1
 
 
+def can_fork() -> bool:
+    """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU.
+
+    It takes Linux 5.3, and a Python that was built for one: some of conda's are not.
+    """
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
+    """Start a server. It ends with its standard input, which the caller closes or leaves open.
+
+    Args:
+        modules: What it imports. What fails to import says so in the job that needs it.
+
+    Returns:
+        The name of its socket, and the process; None if it can't listen.
+    """
+    name = f"trak-{secrets.token_hex(16)}"
+    server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
+        [sys.executable, "-m", "trak_core.system.fork_server", name, *modules],
+        # A module in the user's folder must not stand for one of ours.
+        cwd="/",
+        env=os.environ | ONE_THREAD | {_SOCKET: name},  # as jobs have it
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    # It listens before it imports: jobs that come meanwhile wait for it.
+    listens = bool(server.stdout.read(1))
+    server.stdout.close()
+    return (name, server) if listens else None
+
+
+def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
+    """Start a server for the jobs of one thread of this process, which ends with this process.
+
+    Args:
+        stages: Modules of ``trak_core.stages``.
+        study: What a study imports, see ``trak_core.provenance.study_imports``.
+    """
+    modules = [*(f"trak_core.stages.{stage}" for stage in stages), *_LATER, *study]
+    started = serve_forks(modules)
+    if started is not None:
+        os.environ[_SOCKET], server = started
+        # Not closed before this process ends, since it says that this process lives.
+        atexit.register(lambda: server.stdin and server.stdin.close())
+
+
+def _address(name: str) -> str:
+    # One of Linux's names without a file: nothing stays on the disk, whatever is killed.
+    return f"\0{name}"
+
+
+def _is_mine(connection: socket.socket) -> bool:
+    """Return whether the other end is a process of this user: such a name is open to all."""
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
+    return user == os.getuid()
+
+
+def done_by_fork(function: str, argument: Any) -> bool:
+    """Have this process's work done by a fork, and end as it ends.
+
+    Args:
+        function: ``module:name``, of what the fork calls.
+        argument: What it is called with, ready for JSON.
+
+    Returns:
+        False, if it must be done here.
+    """
+    server = os.environ.get(_SOCKET)
+    if server is None:
+        return False
+    request = {
+        "folder": str(Path.cwd()),
+        "environment": dict(os.environ),
+        "paths": sys.path,
+        "arguments": sys.argv,
+        "call": [function, argument],
+    }
+    status = status_of_fork(server, request)
+    if status is None:
+        return False
+    end_as(status)
+    return True
+
+
+def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
+    """Send a request, pass signals on to the fork, and wait for it.
+
+    Args:
+        server: The name of its socket.
+        request: ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
+            which must be the server's, ``paths`` of modules, and ``arguments`` for ``sys.argv``.
+
+    Returns:
+        How it ended, as Popen says it; None if there is no fork.
+    """
+    text = json.dumps(request).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(_address(server))
+            if not _is_mine(connection):
+                return None
+            socket.send_fds(connection, [_LENGTH.pack(len(text))], [0, 1, 2])
+            connection.sendall(text)
+            if connection.recv(1) != _YES:
+                return None
+        except OSError:
+            return None
+
+        def pass_on(number: int, _frame: FrameType | None) -> None:
+            with suppress(OSError):  # the server has just gone: the answer ends
+                connection.sendall(bytes([number]))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, pass_on)
+        answer = connection.recv(_STATUS.size, socket.MSG_WAITALL)
+    if len(answer) < _STATUS.size:
+        sys.exit("The process that forks for jobs has ended, and this job with it.")
+    return _STATUS.unpack(answer)[0]
+
+
+def end_as(status: int) -> None:
+    """End this process as another one ended, by the same signal if it was one."""
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
+
+
 def _import(name: str) -> None:
-    """Import a module, or what one has under this name; what fails here says so in the job."""
+    """Import a module, or what a module has under this name; a failure shows in the job."""
     with suppress(Exception):
-        first, *rest = name.split(".")
-        found: Any = importlib.import_module(first)
-        for number, part in enumerate(rest):
-            found = getattr(found, part, None)
-            if found is None:
-                found = importlib.import_module(".".join([first, *rest[: number + 1]]))
+        first, *parts = name.split(".")
+        module: Any = importlib.import_module(first)
+        for number, part in enumerate(parts):
+            module = getattr(module, part, None)
+            if module is None:
+                module = importlib.import_module(".".join([first, *parts[: number + 1]]))
 
 
-def _can_fork() -> bool:
+def _is_forkable() -> bool:
     torch = sys.modules.get("torch")
     is_used = torch is not None and torch.cuda.is_initialized()
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
-    """Return what a job is asked, and of which process, and its standard streams."""
-    head, streams, *_ = socket.recv_fds(connection, LENGTH.size, 3)
+    """Return a request and the standard streams that came with it."""
+    head, streams, *_ = socket.recv_fds(connection, _LENGTH.size, 3)
     try:
-        (missing,) = LENGTH.unpack(head)
+        (missing,) = _LENGTH.unpack(head)
         parts = []
         while missing:
             parts.append(connection.recv(missing))
@@ -80,37 +241,37 @@ def _close(streams: Sequence[int]) -> None:
 
 
 def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
-    """Become the job's process, and do its work."""
+    """Take the place of the process that asked, and do its work."""
     # The work ends with the server, whatever ends that.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server:
         os._exit(1)
     os.setpgid(0, 0)
-    # As a process has them that was started; the server ignores both.
+    # As in a process that was just started; the server ignores both.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # What the server's imports are to do at their end is the server's.
+    # What the server's imports do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
-    # The others are the same, or were set by what is imported.
-    for name in OWN:
+    for name in _CHANGING & request.get("environment", {}).keys():
+        os.environ[name] = request["environment"][name]
+    for name in _CHANGING - request.get("environment", {}).keys():
         os.environ.pop(name, None)
-        if name in request["environment"]:
-            os.environ[name] = request["environment"][name]
-    sys.path[:], sys.argv[:] = request["paths"], request["arguments"]
+    sys.path[:] = request.get("paths", sys.path)
+    sys.argv[:] = request.get("arguments", sys.argv)
     tempfile.tempdir = None
     # Or all would draw the same where a study sets no seed; Python's own generator sees to itself.
     sys.modules["numpy"].random.seed()
-    asked = request["asked"]
-    with logged_to(asked["log"]):
-        run(asked)
+    function, argument = request["call"]
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(argument)
 
 
 def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
-    """Be the job's process from its start to its end; never returns."""
+    """Be the process that asked from its start to its end; never returns."""
     status = 0
     try:
         _be(request, streams, server)
@@ -121,35 +282,34 @@ def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> No
     except BaseException as error:
         sys.excepthook(type(error), error, error.__traceback__)
         status = 1
-    # What Python does at its end, but for taking apart its modules.
+    # What Python does at its end. It would take apart its modules too, which takes long.
     with suppress(BaseException):
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status & 255)
 
 
-def _looked_at(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in OWN}
+def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what is the same in all jobs."""
+    return {name: value for name, value in environment.items() if name not in _CHANGING}
 
 
 def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
-    """Fork for jobs, pass on signals to them, and tell how they ended.
+    """Fork for requests, pass on signals to the forks, and tell how they ended.
 
     Args:
-        listener: Where jobs ask.
-        environment: That imports saw.
+        listener: Where requests come in.
+        environment: The one that imports saw.
     """
-    is_able = _can_fork()
+    is_able, lasting = _is_forkable(), _lasting(environment)
     server = os.getpid()
-    # Of each job: its process, to be watched, and where it was asked for.
+    # By the descriptor to watch: each fork's process, and the connection that asked for it.
     jobs: dict[int, tuple[int, socket.socket]] = {}
     watched = {sys.stdin.fileno(): None, listener.fileno(): None}
     while True:
-        sources = [*watched, *jobs, *(one.fileno() for _, one in jobs.values())]
+        sources = [*watched, *jobs, *(other.fileno() for _, other in jobs.values())]
         ready = set(select.select(sources, [], [])[0])
         if sys.stdin.fileno() in ready:
             return
@@ -157,7 +317,7 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
             if handle in ready:
                 _, status = os.waitpid(process, 0)
                 with suppress(OSError):
-                    connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
+                    connection.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status)))
                 connection.close()
                 os.close(handle)
                 del jobs[handle]
@@ -173,53 +333,52 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
             continue
         connection, _ = listener.accept()
         try:
+            if not _is_mine(connection):
+                raise PermissionError("another user asks")
             request, streams = _received(connection)
         except (OSError, EOFError, ValueError, struct.error):
             connection.close()
             continue
         process = None
-        if is_able and _looked_at(request["environment"]) == _looked_at(environment):
+        if is_able and _lasting(request.get("environment", lasting)) == lasting:
             with suppress(OSError):  # no room for one more process
                 process = os.fork()
         if process == 0:
-            for one in (listener, connection, *(other for _, other in jobs.values())):
-                one.close()
+            for other in (listener, connection, *(other for _, other in jobs.values())):
+                other.close()
             _work(request, streams, server)
         # Who asked may have gone: then its connection has ended, which is looked at above.
         if process is None:
             with suppress(OSError):
-                connection.sendall(NO)
+                connection.sendall(_NO)
             connection.close()
         else:
             jobs[os.pidfd_open(process)] = process, connection
             with suppress(OSError):
                 os.setpgid(process, process)
             with suppress(OSError):
-                connection.sendall(YES)
+                connection.sendall(_YES)
         _close(streams)
 
 
 def main() -> None:
     """Listen, import, and serve until standard input ends."""
-    path, *modules = sys.argv[1:]
+    name, *modules = sys.argv[1:]
     environment = dict(os.environ)
-    # What all processes of a session get is for Snakemake and the jobs, of which this tells.
+    # A signal to a whole session is for Snakemake and the jobs; jobs pass theirs on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
-        try:
-            listener.bind(path)
-        except OSError:  # a folder for temporary files with a very long name
-            return
+        listener.bind(_address(name))
         listener.listen(1024)
-        os.write(1, YES)
+        os.write(1, _YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         quiet_libraries()
         terminal = os.dup(2)
         os.dup2(1, 2)  # nobody has asked for what imports say
-        for name in modules:
-            _import(name)
+        for module in modules:
+            _import(module)
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(terminal, 2)
@@ -228,12 +387,9 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         _serve(listener, environment)
-    with suppress(OSError):
-        Path(path).unlink()
-        Path(path).parent.rmdir()
     with suppress(Exception):
         atexit._run_exitfuncs()
-    # What else Python would clean up takes a second, and jobs end with this process.
+    # Python's own cleaning up would take a second; forks end with this process.
     os._exit(0)
 
 

@@ -1,31 +1,197 @@
-"""What every job does around its work: a log, and one message for an error that can be mended."""
+"""Run a job's work with a log, one message for an error that can be mended, and a clean stop.
 
+What a machine refuses in the midst of work is told here too: a full disk, no memory. Standard
+library only.
+"""
+
+import atexit
 import contextlib
+import ctypes
+import errno
+import logging
 import os
+import re
 import signal
+import site
 import sys
-from collections.abc import Generator
+import sysconfig
+import threading
+import warnings
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from trak_core.errors import InputError, ToldToStopError
-from trak_core.system.faults import came_from_no_memory, no_room
-from trak_core.system.heap import keep_freed
-from trak_core.system.quiet import quiet_libraries
 
+# No space left, a quota used up, a file longer than its limit.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from: closing a file that failed raises another one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def no_room(error: BaseException) -> str | None:
+    """Return the system's words for a disk that took no more, or None for any other error.
+
+    Args:
+        error: Python's, or a library's with the system's number in its text, as HDF5
+            does; what it was raised from counts too.
+    """
+    for one in _chain(error):
+        found = re.search(r"\berrno = (\d+)", str(one))
+        number = int(found[1]) if found else getattr(one, "errno", None)
+        if number in _NO_ROOM:
+            return os.strerror(number)
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on any device."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's own type is a RuntimeError for a GPU's memory alone.
+    text = str(error)
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError"
+        or "DefaultCPUAllocator" in text
+        or "out of memory" in text
+    )
+
+
+def came_from_no_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it came from, is a failed allocation."""
+    return any(map(is_out_of_memory, _chain(error)))
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT = 2**28  # bytes that may lie free at the end of the heap
+_LARGEST = 2**25  # bytes of an array that is taken from the heap; glibc allows no more
+_OF_THE_HEAP = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+
+
+def keep_freed() -> None:
+    """Have the C library keep up to 256 MiB that lie free at its heap's end, where it is glibc.
+
+    Else every batch's tensors go back to the system, which gives them out again page by page,
+    filled with zeros. What the user has set for glibc's heap comes first.
+    """
+    by_the_user = not _OF_THE_HEAP.isdisjoint(os.environ)
+    by_the_user |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if os.name != "posix" or by_the_user:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT)
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+
+
+# Libraries look at these when they are imported. Not TQDM_DISABLE: a study's own bars stay.
+_NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+_OF_THE_FUTURE = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+_OURS = str(Path(__file__).parents[1])
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether code is Python's own or a library's: not the user's, nor ours."""
+    paths = sysconfig.get_paths()
+    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [*site.getsitepackages(), site.getusersitepackages(), "<frozen "]
+    return filename.startswith(tuple(folders)) and not filename.startswith(_OURS)
+
+
+def quiet_libraries() -> None:
+    """Have no bars of loading, nor warnings of a future version about a library's own code.
+
+    A warning about the study's code, which a library blames on the line that called it, is shown.
+    With ``python -W`` or ``PYTHONWARNINGS`` all are.
+    """
+    for name in _NO_BARS:
+        os.environ.setdefault(name, "1")
+    if sys.warnoptions:
+        return
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not (issubclass(category, _OF_THE_FUTURE) and _is_installed(filename)):
+            shown(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+
+
+# The signals that tell a job to stop, and who sends them.
+_STOPS = {
+    signal.SIGTERM: "as when it is cancelled, preempted or out of time",
+    signal.SIGINT: "by Ctrl-C",
+}
 # Snakemake's own measurements are of the process that it started, which may wait for another.
 PEAK = "peak memory: "
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Once is enough: a second one, of whoever started this job, would cut its clearing up short.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def _stop(number: int, _frame: FrameType | None) -> None:
+    # A second signal, from whoever started this job, would cut its clearing up short.
+    for each in _STOPS:
+        signal.signal(each, signal.SIG_IGN)
+    stop = signal.Signals(number)
     # Not an Exception: no code that tries another way may catch it.
     raise ToldToStopError(
-        "Error: the job was told to stop (SIGTERM), as when it is cancelled, preempted or out of "
-        "time. It left nothing half-written. Run snakemake again: what is finished stays."
+        f"Error: the job was told to stop ({stop.name}), {_STOPS[stop]}. It "
+        "left nothing half-written. Run snakemake again: what is finished stays."
     )
+
+
+def stop_cleanly() -> None:
+    """Turn SIGTERM and Ctrl-C into an ordinary end of this process, with one sentence."""
+    for number in _STOPS:
+        signal.signal(number, _stop)
+
+
+def explain_interrupts(results: str, *, is_main: bool) -> None:
+    """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
+
+    Snakemake still waits for its jobs, which clear up, and unlocks the folder. A second Ctrl-C
+    stops the waiting, as ever. A program that has its own handler of SIGINT keeps it.
+
+    Args:
+        results: The folder to name.
+        is_main: Whether this is the Snakemake that the user started; those that it starts for jobs
+            end without a word.
+    """
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        # What Snakemake says of jobs that end now is no news: each has the reason in its log.
+        logging.disable(logging.CRITICAL)
+        if is_main:
+            print("\nStopping by Ctrl-C: waiting for running jobs to clear up.", file=sys.stderr)
+            atexit.register(
+                lambda: print(
+                    f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
+                    "half-written. To go on, run the same command again.",
+                    file=sys.stderr,
+                )
+            )
+        # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
+        raise SystemExit(128 + signal.SIGINT)
+
+    signal.signal(signal.SIGINT, end)
 
 
 def _explained(error: Exception) -> str | None:
@@ -72,9 +238,9 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
-    But for progress bars and warnings of the future of other libraries, which come with no news.
-    SIGTERM becomes an ordinary end: what was begun is deleted, and the log says so. The last line
-    of a job that ended well is its peak memory.
+    Left out are progress bars of other libraries, and their warnings about future versions.
+    SIGTERM and Ctrl-C become an ordinary end: what was begun is deleted, and the log says so. The
+    last line of a job that ended well is its peak memory.
 
     Args:
         path: The log file, emptied first.
@@ -83,7 +249,7 @@ def logged_to(path: str) -> Generator[None, None, None]:
         SystemExit: In place of an ``InputError``, a full disk or memory that ran out, whose message
             goes to the log without traceback.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    stop_cleanly()
     terminal = os.dup(2)
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(log, 1)

@@ -1,8 +1,12 @@
-"""Cutting rows into blocks, with a progress bar fit for a log file."""
+"""Show how far a stage has come, in lines fit for a log file, and what software it ran."""
 
+import platform
 import time
-from collections.abc import Iterable, Iterator
-from typing import TypeVarTuple
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
+from typing import Any, TypeVarTuple
+
+from trak_core import __version__
 
 _WIDTH = 20
 _SECONDS = 10.0
@@ -52,3 +56,25 @@ def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[i
     """
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, what)
+
+
+def software(
+    code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return versions, code digest and device as plain values.
+
+    Args:
+        code: The stage's code digest.
+        device: ``cpu``, or ``cuda`` and the device's name.
+        *packages: Distributions that the numbers depend on.
+        made_from: Provenance of the files that went in; equal ones are kept once.
+    """
+    made = {
+        "trak-core": __version__,
+        "python": platform.python_version(),
+        "code": code,
+        "device": device,
+        **{package: version(package) for package in packages},
+    }
+    once = [one for i, one in enumerate(made_from) if one not in made_from[:i]]
+    return made | {"made_from": once} if once else made

@@ -1,5 +1,6 @@
 # The config, checked and with its defaults; what decides each job's numbers; the look beforehand.
 import os
+import sys
 import sysconfig
 from contextlib import contextmanager
 from functools import cache
@@ -11,13 +12,14 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.keys import check_unique_keys, with_values_read
+from trak_core.config.load import check_unique_keys, with_values_read
 from trak_core.config.preflight import check_sources, look_over
-from trak_core.config.schema import check_config
+from trak_core.config.load import check_config
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature, study_imports
-from trak_core.system.forked import can_fork, start_fork_server
+from trak_core.system.fork_server import can_fork, start_fork_server
+from trak_core.system.job import explain_interrupts
 
 # Jobs are processes of their own: they import the trak_core that this file imports, which they find
 # by themselves where it is installed.
@@ -34,17 +36,23 @@ brought_along = vars(workflow).setdefault("trak_core_brought_along", [])
 stored = workflow.storage_settings.default_storage_provider is not None
 
 
+def refuse(message):
+    """End with a message alone: a WorkflowError would bring lines of this file along."""
+    logger.error(f"Error: {message}")
+    sys.exit(1)
+
+
 @contextmanager
 def explained():
     try:
         yield
     except InputError as error:
-        raise WorkflowError(str(error)) from None
+        refuse(error)
     except SyntaxError as error:
-        raise WorkflowError(
+        refuse(
             f"The study must be Python. Found in {error.filename}, line {error.lineno}: "
             f"{error.msg}."
-        ) from None
+        )
 
 
 with explained():
@@ -59,6 +67,7 @@ with explained():
     validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
+    explain_interrupts(config["results"], is_main=workflow.is_main_process)
     # Where a module's `prefix` puts what the rules write.
     moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
     specs = specs_of(config, Path(moved).parent)
@@ -104,5 +113,5 @@ def job_mb(wildcards, attempt):
     return attempt * (compute["memory_mb"] + 1500)
 
 
-# Of the rules that scores and figures come from: before trainings that only measure them.
+# The priority of rules that make scores and figures: they run before trainings that only measure.
 scores_first = 10

@@ -14,9 +14,7 @@ def own_file(path):
     file = storage(path) if "://" in path else modifier.apply_default_storage(path)
     store = get_flag_value(file, "storage_object")
     if workflow.is_main_process and not store.exists():
-        raise WorkflowError(
-            f"{path} must be in its store. Found nothing at {store.query}."
-        )
+        refuse(f"{path} must be in its store. Found nothing at {store.query}.")
     return ancient(file)
 
 

@@ -1,10 +1,10 @@
-"""The door of every job: its param `code` says the stage, and what it names is what that takes."""
+"""Run a job: its param `code` names the stage, and what its rule names is what that takes."""
 
-from trak_core.system.door import asked_of, run
-from trak_core.system.forked import done_by_fork
-from trak_core.system.job import logged_to
+from trak_core.system.dispatch import asked_of, run_logged
+from trak_core.system.fork_server import done_by_fork
+from trak_core.system.job import stop_cleanly
 
+stop_cleanly()
 asked = asked_of(snakemake)
-if not done_by_fork(asked):
-    with logged_to(asked["log"]):
-        run(asked)
+if not done_by_fork("trak_core.system.dispatch:run_logged", asked):
+    run_logged(asked)

@@ -1,11 +1,14 @@
-"""What exact scores and evaluations demand of a config that is valid otherwise. Pure functions."""
+"""Check keys of a config against each other, and fill in the defaults that follow from others.
+
+Pure functions, for a config that its schema accepts; standard library only.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
-from trak_core.spec import EXACT, ProjectionKind
+from trak_core.spec import EXACT, Combine, ProjectionKind, Weighting
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
@@ -146,8 +149,8 @@ def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
     """Refuse to measure columns of a projection that can't be taken alone.
 
     Args:
-        proj_dim: Of the projection.
-        kind: Of the projection.
+        proj_dim: The projection's dimension.
+        kind: Its name in ``ProjectionKind``.
         asked: The config's ``evaluation``.
 
     Raises:
@@ -194,3 +197,58 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
                 "evaluation.removals.targets must be at most the targets of its experiment. "
                 f"Found {asked['removals']['targets']}; there are {found}."
             )
+
+
+def usual_combine(*, along: bool) -> Combine:
+    """Return how checkpoints come together: those from along runs, or ends of runs alone."""
+    return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
+
+
+def usual_weighting(combine: str, model_output: str) -> Weighting:
+    """Return how training samples weigh in the normal matrix."""
+    by_unit = combine == Combine.UNIT_AVERAGE
+    is_curved = by_unit and TABLE[model_output].weighs_by_curvature
+    return Weighting.CURVATURE if is_curved else Weighting.PLAIN
+
+
+def usual_power(combine: str, model_output: str) -> float:
+    """Return the power of the loss weights."""
+    if not TABLE[model_output].weight_is_probability:
+        return 1
+    return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
+
+
+def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
+    """Fill in what the config doesn't say of scoring.
+
+    Args:
+        config: Changed in place.
+        along: Whether checkpoints come from along runs.
+
+    Returns:
+        What was filled in, and why, in words; empty for nothing.
+    """
+    scoring, model_output = config["scoring"], config["model_output"]
+    reasons = []
+    if "combine" not in scoring:
+        scoring["combine"] = str(usual_combine(along=along))
+        whence = (
+            "some checkpoints come from along a run"
+            if along
+            else "no run has several checkpoints, nor do they say different times"
+        )
+        reasons.append(f"combine is {scoring['combine']}, since {whence}")
+    combine = scoring["combine"]
+    if "weighting" not in scoring:
+        scoring["weighting"] = str(usual_weighting(combine, model_output))
+        reasons.append(
+            f"weighting is {scoring['weighting']}, the default with {combine} of {model_output}"
+        )
+    if "loss_weight_power" not in scoring:
+        scoring["loss_weight_power"] = usual_power(combine, model_output)
+        is_probability = TABLE[model_output].weight_is_probability
+        reasons.append(
+            f"loss_weight_power is {scoring['loss_weight_power']}, the default with {combine} of "
+            f"{model_output}, whose loss weight is {'a' if is_probability else 'no'} probability"
+        )
+    return "; ".join(reasons)

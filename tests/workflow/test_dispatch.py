@@ -16,7 +16,7 @@ from workspace import REPOSITORY
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.door import asked_of, run, stage_of, typed
+from trak_core.system.dispatch import asked_of, run, stage_of, typed
 
 STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"preflight_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.

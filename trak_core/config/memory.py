@@ -1,4 +1,4 @@
-"""What a scoring job holds in memory: formulas that the jobs and the look beforehand share.
+"""Tell how much memory a job holds, by formulas that jobs and the checks before them share.
 
 ``compute.memory_mb`` is the budget for arrays. Standard library only: Snakemake asks before any
 job whether the budget holds what a config needs.
@@ -95,8 +95,8 @@ def exact_need(n_train: int, n_targets: int) -> Need:
 def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
     """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
 
-    Gradients, and what the model keeps for them, get what is left. It is less than a normal matrix
-    takes, or than the least budget: no look beforehand asks.
+    The remaining memory is for gradients and activations. A normal matrix takes more, or the least
+    budget is more, so that no check before the first job is needed.
     """
     what = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
     features = (4 * n_streams + 32) * n_samples * proj_dim
@@ -144,7 +144,7 @@ def evaluation_need(
         n_targets: m.
         n_subsets: S.
         n_checkpoints: Their loss weights are kept.
-        n_settings: Of a sweep, 0 for none.
+        n_settings: How many a sweep compares, 0 without a sweep.
         n_weightings: Ways in which loss weights come in there.
         n_powers: Powers of them, each with products of its own: of the normal matrix, of its norm.
     """

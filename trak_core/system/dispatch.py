@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, made_of
+from trak_core.system.job import logged_to
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
@@ -55,6 +56,12 @@ def asked_of(job: Any) -> dict[str, Any]:
         named.update(group.items())
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
     return {"rule": job.rule, "log": job.log[0], "named": named, "own": own}
+
+
+def run_logged(asked: Mapping[str, Any]) -> None:
+    """Run a job, with all that it prints in its log; ``asked`` comes from ``asked_of``."""
+    with logged_to(asked["log"]):
+        run(asked)
 
 
 def run(asked: Mapping[str, Any]) -> None:

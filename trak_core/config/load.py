@@ -1,0 +1,300 @@
+"""Read a config, and the tables beside it, and compare it with its schema in a user's words."""
+
+import csv
+import math
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import jsonschema.validators
+import yaml
+
+from trak_core.errors import InputError
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where plain YAML keeps the last without a word."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
+    seen: dict[Any, int] = {}
+    for name, key in pairs:
+        line = key.start_mark.line + 1
+        if not isinstance(name, Hashable):
+            raise InputError(
+                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}."
+            )
+        if name in seen:
+            raise InputError(
+                f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
+                f"{seen[name]} and {line}; the first would be lost without a word."
+            )
+        seen[name] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def check_unique_keys(path: Path) -> None:
+    """Refuse a YAML file in which a key stands twice in one mapping.
+
+    Raises:
+        InputError: It names the key and both lines.
+    """
+    with path.open(encoding="utf-8") as file:
+        try:
+            yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise InputError(f"{path}: a config must be YAML. {error}") from error
+
+
+class _TextKeyLoader(yaml.SafeLoader):
+    """YAML whose keys are text, as Snakemake leaves those of ``--config``."""
+
+
+_TextKeyLoader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
+    lambda loader, node: {
+        str(key.value): loader.construct_object(value, deep=True) for key, value in node.value
+    },
+)
+
+
+def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
+    """Read values that Snakemake's ``--config`` left as text, as a file's values are read.
+
+    It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
+
+    Args:
+        config: With what the entries gave.
+        entries: Each as the command line has it, ``key=value``.
+
+    Returns:
+        The config, with those values read.
+
+    Raises:
+        InputError: If one of them is no YAML; it names the key.
+    """
+
+    def merged(value: Any, given: Any) -> Any:
+        if not isinstance(value, Mapping) or not isinstance(given, Mapping):
+            return given
+        return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
+
+    found = dict(config)
+    for key, _, text in (entry.partition("=") for entry in entries):
+        if isinstance(found.get(key), Mapping | list):
+            try:
+                given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+            except (yaml.YAMLError, ValueError) as error:
+                raise InputError(f"--config {key}: the value must be YAML. {error}") from error
+            found[key] = merged(found[key], given)
+    return found
+
+
+def check_plain(value: Any, where: str = "") -> None:
+    """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
+
+    Ids of checkpoints are made strings.
+
+    Args:
+        value: A config, or a part of it.
+        where: That part's key, for the message.
+
+    Raises:
+        InputError: It names the key.
+    """
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            check_plain(inner, f"{where}[{i}]")
+        return
+    if not isinstance(value, Mapping):
+        if not isinstance(value, str | int | float | None):
+            raise InputError(
+                f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
+                "put it in quotes."
+            )
+        return
+    for key, inner in value.items():
+        if not isinstance(key, str) and where != "checkpoints":
+            raise InputError(
+                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes."
+            )
+        check_plain(inner, f"{where}.{key}".removeprefix("."))
+
+
+# JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
+# NaN is neither below a minimum nor above a maximum.
+_Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
+        "integer": lambda _, value: type(value) is int,
+        "number": lambda _, value: type(value) in {int, float} and math.isfinite(value),
+    }),
+)
+
+
+def _explained(error: jsonschema.ValidationError) -> str:
+    where = ".".join(str(part) for part in error.absolute_path) or "the config"
+    schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
+    if error.validator == "additionalProperties":
+        known = schema.get("properties", {})
+        given = error.instance if isinstance(error.instance, Mapping) else {}
+        unknown = ", ".join(repr(key) for key in given if key not in known)
+        near = [
+            one
+            for key in given
+            if key not in known
+            for one in get_close_matches(str(key), known, 1)
+        ]
+        meant = f" Did you mean {', '.join(near)}?" if near else ""
+        return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
+    if error.validator == "required":
+        return f"{where}: {error.message}."
+    meaning = schema.get("description")
+    limit: Any = error.validator_value
+    expected = {
+        "type": lambda: f"must be {_kind(limit)}",
+        "anyOf": lambda: f"must be {_alternatives(limit)}",
+        "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
+        "const": lambda: f"must be {limit}",
+        "minimum": lambda: f"must be at least {limit}",
+        "exclusiveMinimum": lambda: f"must be above {limit}",
+        "maximum": lambda: f"must be at most {limit}",
+        "exclusiveMaximum": lambda: f"must be below {limit}",
+        "minItems": lambda: "must not be empty",
+        "minLength": lambda: "must not be empty",
+        "minProperties": lambda: "must not be empty",
+        "uniqueItems": lambda: "must list each once",
+        "pattern": lambda: "must be as its meaning says",
+    }.get(str(error.validator), lambda: error.message)()
+    text = f"{where}: {expected}. Found {error.instance!r}."
+    return f"{text} Meaning: {meaning}" if meaning else text
+
+
+_KINDS = {
+    "string": "text",
+    "integer": "an integer",
+    "number": "a finite number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _kind(types: str | Iterable[str]) -> str:
+    """Return one type, or several, in words."""
+    return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
+
+
+def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
+    """Return in words what a value may be: a given word, a value of some type, or certain keys."""
+    schemas = list(schemas)
+    if all(schema.keys() == {"required"} for schema in schemas):
+        keys = [key for schema in schemas for key in schema["required"]]
+        return f"a mapping with {' or '.join(keys)}"
+    return " or ".join(schema.get("const") or _kind(schema["type"]) for schema in schemas)
+
+
+def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
+    """Yield what went wrong in the alternative that was meant, if the value's type says which."""
+    context = error.context or ()
+    other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
+    meant = [e for e in context if e.schema_path[0] not in other]
+    if meant and not all(e.validator == "required" and not e.path for e in meant):
+        for inner in meant:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Compare a config with its schema.
+
+    Args:
+        config: Plain values.
+        schema: JSON Schema, draft 2020-12.
+
+    Raises:
+        InputError: It lists everything that is wrong, a line each.
+    """
+    check_plain(config)
+    errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
+    lines = list(dict.fromkeys(_explained(error) for error in errors))
+    if lines:
+        raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
+
+
+def read_table(
+    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
+) -> list[tuple[str, ...]]:
+    """Read columns of a tab-separated table with a header.
+
+    Args:
+        path: The table.
+        columns: Names of the columns to read.
+        optional: Names of more, which need not be there, nor be filled.
+
+    Returns:
+        One tuple of stripped strings a row, empty ones for what is not there.
+
+    Raises:
+        InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
+    """
+    if not path.is_file():
+        raise InputError(f"{path}: the table must exist. Found nothing there.")
+    try:
+        # Spreadsheets begin UTF-8 with a mark.
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, delimiter="\t", strict=True)
+            return _read_rows(reader, path, columns, optional)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(
+            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
+        ) from error
+
+
+def _read_rows(
+    reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
+) -> list[tuple[str, ...]]:
+    found = [*(reader.fieldnames or ())]
+    if any(found.count(c) != 1 for c in columns) or any(found.count(c) > 1 for c in optional):
+        missing = ", ".join(c for c in columns if c not in found) or "none"
+        raise InputError(
+            f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
+            f"once. Missing: {missing}; found {', '.join(found) or 'nothing'}."
+        )
+    rows = []
+    for row in reader:
+        cells = tuple((row[c] or "").strip() for c in columns)
+        if not all(cells):
+            raise InputError(
+                f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
+                f"{', '.join(map(repr, cells))} in line {reader.line_num}."
+            )
+        rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
+    if not rows:
+        raise InputError(f"{path}: the table must have rows. Found only a header.")
+    return rows
+
+
+def target_ids(targets: list[int | str] | str) -> list[int | str]:
+    """Return an experiment's target ids.
+
+    Args:
+        targets: The ids, or the path of a table with the column ``id``; ids there count as
+            integers if all of them are written as one is, so that 0007 stays text.
+
+    Raises:
+        InputError: If the table is missing or malformed.
+    """
+    if not isinstance(targets, str):
+        return list(targets)
+    ids = [row[0] for row in read_table(Path(targets), ("id",))]
+    integers = all(re.fullmatch(r"0|-?[1-9]\d*", i) for i in ids)
+    return [int(i) for i in ids] if integers else list(ids)

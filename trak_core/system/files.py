@@ -1,0 +1,209 @@
+"""Write files whole, keep records of earlier starts, and tell data files by their content.
+
+Standard library only, because every start of Snakemake imports this.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.system.job import no_room
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _delete_leftovers(path: Path, prefix: str) -> None:
+    """Delete what killed processes of this machine left of a file."""
+    if os.name != "posix":
+        return  # elsewhere os.kill(process, 0) does not only ask
+    for partial in path.parent.iterdir():
+        process = partial.name.removeprefix(prefix).removesuffix(".part")
+        is_ours = process.isdigit() and partial.name == f"{prefix}{process}.part"
+        if is_ours and not _is_running(int(process)):
+            partial.unlink(missing_ok=True)
+
+
+def does_not_fit(path: Path, reason: str) -> InputError:
+    """Return the error of a file that its disk did not take."""
+    free = shutil.disk_usage(path.parent).free // 2**20
+    return InputError(
+        f"{path}: the disk must hold the whole file. Found: {reason}, with {free} MiB free. "
+        "Nothing is left of the file. Make room, or raise the quota or limit, and run snakemake "
+        "again: what is finished stays."
+    )
+
+
+@contextmanager
+def written_whole(path: Path) -> Generator[Path, None, None]:
+    """Give a place to write to; what stands there at the end appears under ``path`` at once.
+
+    Args:
+        path: Final name; its folder is made. On an exception it stays as it was.
+
+    Yields:
+        A hidden name beside ``path`` that no other process uses. A killed process leaves it behind;
+        the next one on the same machine that writes ``path`` deletes it.
+
+    Raises:
+        InputError: If the disk takes no more.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{path.name}.{socket.gethostname()}."
+    partial = path.with_name(f"{prefix}{os.getpid()}.part")
+    _delete_leftovers(path, prefix)
+    try:
+        yield partial
+        # Else a power cut could leave the new name on an empty file.
+        descriptor = os.open(partial, os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        partial.replace(path)
+    except Exception as error:
+        reason = None if isinstance(error, InputError) else no_room(error)
+        if reason is None:
+            raise
+        raise does_not_fit(path, reason) from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _digest(known: dict[str, Any]) -> str:
+    text = json.dumps(known, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return what ``write_record`` wrote; empty if there is no such file, or a damaged one.
+
+    Nothing is lost with it but time: what it held is found out again.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        known = record["known"]
+        return known if record["digest"] == _digest(known) else {}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
+
+
+def write_record(path: Path, known: dict[str, Any]) -> None:
+    """Write plain values with a hash of them, whole or not at all.
+
+    Raises:
+        InputError: If the folder cannot be written to.
+    """
+    try:
+        with written_whole(path) as partial:
+            text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
+            partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{path.parent}: the results folder must be one that files can be written to. Found "
+            f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
+            "under `results`."
+        ) from error
+
+
+# Clocks of file systems stand still for up to two seconds: a file changed that lately may change
+# once more under the same time.
+_CLOCK_NS = 2 * 10**9
+
+
+def _files(pattern: str) -> Iterator[Path]:
+    # A path may hold the signs of a pattern. Path.glob means other files by `**`, from version to
+    # version of Python.
+    found = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
+    for path in map(Path, found):
+        if path.is_file():
+            yield path
+        # What Python and others leave in a folder of data comes and goes by itself.
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def _plain(path: Path) -> Path:
+    # To ask the disk where links lead takes long for thousands of files.
+    return Path(os.path.abspath(path))  # ruff: ignore[os-path-abspath]
+
+
+def _checked_files(pattern: str, results: Path) -> list[Path]:
+    # The run's own results change while it runs.
+    folder = _plain(results)
+    files = [file for file in _files(pattern) if not _plain(file).is_relative_to(folder)]
+    if not files:
+        raise InputError(
+            "data_files: each entry must match at least one file. Hidden files and the results "
+            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()})."
+        )
+    return files
+
+
+def file_digest(path: Path) -> str:
+    """Give the hash of a file's bytes, 32 hexadecimal digits.
+
+    Returns:
+        The digits.
+
+    Raises:
+        InputError: If it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"{path}: a data file must be readable. Found: {error.strerror or error}."
+        ) from error
+
+
+def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
+    """Hash the files that a config names under ``data_files``.
+
+    Every job starts the Snakefile: a file with the size and times that the record has of it is not
+    read again. What the digests are does not depend on the record.
+
+    Args:
+        patterns: Paths of files, or of folders for all files below them, or patterns as in a shell,
+            where ``**`` stands for any folders; relative to the working folder. Hidden files of a
+            folder, and the run's own results, don't count.
+        record: Where digests are kept, in the results folder. Written anew if it changes.
+
+    Returns:
+        32 hexadecimal digits of each file, by its path, in order.
+
+    Raises:
+        InputError: If an entry names no file, or one that cannot be read.
+    """
+    if not patterns:
+        return {}
+    known, kept, digests = read_record(record), {}, {}
+    files = {file for pattern in patterns for file in _checked_files(pattern, record.parent)}
+    for file in sorted(files):
+        now, stat, name = time.time_ns(), file.stat(), file.as_posix()
+        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        *before, digest = known.get(name, [None])
+        digests[name] = digest if before == seen and digest else file_digest(file)
+        if stat.st_ctime_ns < now - _CLOCK_NS:
+            kept[name] = [*seen, digests[name]]
+    if kept != known:
+        write_record(record, kept)
+    return digests
