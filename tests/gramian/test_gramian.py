@@ -101,7 +101,7 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
         assert name in GRAPH_NEEDED
         return
     scale = max(float(rows.abs().max()) for rows in expected)
-    for (key, found), rows in zip(formed.gradients.items(), expected, strict=True):
+    for (key, found), rows in zip(formed.rows.items(), expected, strict=True):
         assert float((found - rows).abs().max()) <= 1e-9 * scale, key
 
 

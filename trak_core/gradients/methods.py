@@ -91,11 +91,10 @@ def _difference(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, pair: Batch
 ) -> str | None:
     """Compare the gradients of two samples with those of plain autograd."""
-    chosen = list(parameters.values())
-    at_once, one_by_one = (Digest.zeros(chosen, len(pair)) for _ in range(2))
+    at_once, one_by_one = (Digest.zeros(parameters, len(pair)) for _ in range(2))
     gradients_one_by_one(model, parameters, output, pair, one_by_one)
     gradients_at_once(model, parameters, output, pair, at_once)
-    digests = [(a, b) for a, b in zip(at_once.rows, one_by_one.rows, strict=True) if b.numel()]
+    digests = [(at_once.rows[name], b) for name, b in one_by_one.rows.items() if b.numel()]
     if any((b.isfinite() & ~a.isfinite()).any() for a, b in digests):
         return "gives NaN or infinity where autograd doesn't"
     largest = max(float(b.abs().max()) for _, b in digests)
@@ -283,4 +282,4 @@ def formed_gradients(
     batch = as_batch(samples, output)
     formed = Formed.zeros(parameters, len(batch))
     columns = method(model, parameters, output, batch, formed)
-    return per_sample(formed.gradients, columns)
+    return per_sample(formed.rows, columns)

@@ -65,14 +65,14 @@ class LoadedModel:
         Args:
             study_file: The study's Python file.
             checkpoint: File or folder with the weights.
-            spec: Its model output, patterns of parameters and preconditioner count here.
+            spec: Names the model output, the parameters and the preconditioner.
             device: Where to compute.
 
         Returns:
-            The model with its weights, and the samples' source.
+            The model with its weights, and its study.
 
         Raises:
-            InputError: If study or checkpoint are not what they must be.
+            InputError: If the study or the checkpoint doesn't fit.
         """
         study = Study.load(study_file)
         model = study.make_model()
@@ -132,13 +132,13 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a file says of itself: all that decides its numbers.
+        """Return the spec that a file stores: all that decides its numbers.
 
         Args:
-            spec: From the config.
-            projection: What becomes of the gradients.
+            spec: Spec of the features, from the config.
+            projection: Spec of the projection, or of another use of the gradients.
         """
-        found = spec.as_dict() | {
+        file_spec = spec.as_dict() | {
             "projection": dict(projection),
             "parameters_digest": parameters_digest({
                 n: p.shape for n, p in self.parameters.items()
@@ -146,5 +146,5 @@ class LoadedModel:
             "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
         if TABLE[spec.model_output].needs_pairs:
-            found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
-        return found
+            file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
+        return file_spec
