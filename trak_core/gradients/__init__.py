@@ -7,6 +7,15 @@ to a consumer as they come, for instance to ``trak_core.model.features``.
 """
 
 from trak_core.gradients.batch import Batch, Samples, Shapes, as_batch, call, joined, shapes_of
+from trak_core.gradients.batch_size import (
+    MemoryByLength,
+    Room,
+    SampleMemory,
+    in_chunks,
+    memory_by_length,
+    sample_memory,
+    samples_that_fit,
+)
 from trak_core.gradients.checks import (
     check_finite,
     check_finite_gramian,
@@ -15,15 +24,6 @@ from trak_core.gradients.checks import (
     count_classes,
     explain_not_finite,
     refuse_not_finite,
-)
-from trak_core.gradients.memory import (
-    MemoryByLength,
-    Room,
-    SampleMemory,
-    in_chunks,
-    memory_by_length,
-    sample_memory,
-    samples_that_fit,
 )
 from trak_core.gradients.methods import (
     GradientMethod,

@@ -12,7 +12,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import check_labels, explain_not_finite, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import Features, compilers, projecting_device
-from trak_core.model.load import LoadedModel
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import write_columns
 from trak_core.model.sample_order import subset
 from trak_core.projection import NotFiniteError

@@ -21,7 +21,7 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model.device import device_name, find_device, full_precision
-from trak_core.model.load import LoadedModel
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import write_columns
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec
