@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 
 from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
 from trak_core.evaluation.lds import GroundTruth
-from trak_core.model.predictions import explained
+from trak_core.model.predictions import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages.retrain_subsets import retrain_subsets
@@ -91,7 +91,7 @@ def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
         for data, seed in product((None, without), range(_RUNS)):
             *_, (_, model) = study.module.train(seed=seed, epochs=_EPOCHS, data=data)
             # Of one token f is its log-odds: -log p = log(1 + exp(-f)).
-            values = explained(model, _OUTPUT, train, pool, 400)[0]
+            values = outputs_and_predictions(model, _OUTPUT, train, pool, 400)[0]
             losses.append(np.logaddexp(0, -values))
         np.save(path, np.reshape(losses, (len(_DATA), _RUNS, -1)))
     return dict(zip(_DATA, np.load(path), strict=True))

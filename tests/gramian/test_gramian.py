@@ -20,30 +20,25 @@ from trak_core.gradients.consumers import Formed
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def trained(*modules):
     return [p for module in modules for p in module.parameters() if p.requires_grad]
 
 
+def by_entries(output, parameters):
+    """Gradients by autograd, one entry of the output at a time: (entries, *shape) a parameter."""
+    rows = [
+        torch.autograd.grad(entry, parameters, retain_graph=True, materialize_grads=True)
+        for entry in output.flatten()
+    ]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
 def by_jacobian(output, parameters):
-    """The definition, one entry of the output at a time."""
-    rows = []
-    for entry in output.flatten():
-        found = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
-        rows.append(
-            torch.cat([
-                (torch.zeros_like(p) if g is None else g).flatten()
-                for p, g in zip(parameters, found, strict=True)
-            ])
-        )
-    jacobian = torch.stack(rows)
+    """The definition."""
+    jacobian = torch.cat([g.reshape(len(g), -1) for g in by_entries(output, parameters)], 1)
     n = output.ndim
     gramian = (jacobian @ jacobian.T).view(output.shape + output.shape)
     return gramian.permute((*range(n), *reversed(range(n, 2 * n))))
@@ -94,10 +89,7 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
     model, call = run(name, 0)
     output = call()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    expected = [
-        torch.autograd.grad(entry, list(parameters.values()), retain_graph=True, allow_unused=True)
-        for entry in output
-    ]
+    expected = by_entries(output, list(parameters.values()))
     plan = plan_of(output, list(parameters.values()), 0)
     assert plan is not None
     formed = Formed.zeros(parameters, len(output))
@@ -108,12 +100,8 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
         assert not keep_graph
         assert name in GRAPH_NEEDED
         return
-    scale = max(float(g.abs().max()) for row in expected for g in row if g is not None)
-    for (key, found), column in zip(
-        formed.gradients.items(), zip(*expected, strict=True), strict=True
-    ):
-        zero = torch.zeros_like(parameters[key])
-        rows = torch.stack([zero if g is None else g for g in column])
+    scale = max(float(rows.abs().max()) for rows in expected)
+    for (key, found), rows in zip(formed.rows.items(), expected, strict=True):
         assert float((found - rows).abs().max()) <= 1e-9 * scale, key
 
 
@@ -203,13 +191,7 @@ SLOW = {
 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SLOW])
-def test_one_backward_pass_is_enough(name, monkeypatch):
-    def refuse(*_):
-        raise AssertionError
-
-    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
-    monkeypatch.setattr("trak_core.autograd.one_pass._asked", refuse)
-    monkeypatch.setattr("trak_core.autograd.one_pass.take_rows", refuse)
+def test_one_backward_pass_is_enough(name, one_pass_only):
     model, call = run(name, 2)
     Engine(model, batch_dim=0).compute_gramian(call())
 
@@ -220,14 +202,15 @@ def test_one_backward_pass_is_enough(name, monkeypatch):
 )
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
-    for module in ("contributions", "convolution"):
-        monkeypatch.setattr(
-            f"trak_core.autograd.{module}.prefers_inner_products", lambda *_: prefer
-        )
-    for module in ("autograd.contributions", "gramian.engine"):
-        monkeypatch.setattr(f"trak_core.{module}.PIECE", 100)
-    monkeypatch.setattr("trak_core.autograd.convolution._WIDE", 1)
-    monkeypatch.setattr("trak_core.autograd.closed_forms._CACHED", 10)
+    for path, value in {
+        "autograd.contributions.prefers_inner_products": lambda *_: prefer,
+        "autograd.convolution.prefers_inner_products": lambda *_: prefer,
+        "autograd.contributions.PIECE": 100,
+        "gramian.engine.PIECE": 100,
+        "autograd.convolution._BY_PLACE_CHANNELS": 1,
+        "autograd.closed_forms._CACHED": 10,
+    }.items():
+        monkeypatch.setattr(f"trak_core.{path}", value)
     model, call = run(name, 2)
     output = call()
     found = Engine(model, batch_dim=0).compute_gramian(output)
@@ -259,8 +242,8 @@ def test_outputs_of_any_shape(shape, batch_dim):
     elif batch_dim is None:
         output = output.reshape(shape)
     else:
-        rest = [n for i, n in enumerate(shape) if i != batch_dim % len(shape)]
-        output = output.reshape(n_samples, *rest).movedim(0, batch_dim)
+        others = [n for i, n in enumerate(shape) if i != batch_dim % len(shape)]
+        output = output.reshape(n_samples, *others).movedim(0, batch_dim)
     assert output.shape == shape
     gramian = Engine(model, batch_dim=batch_dim).compute_gramian(output)
     assert gramian.shape == (*shape, *reversed(shape))

@@ -17,14 +17,8 @@ from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.gramian import Engine
 from trak_core.gramian.engine import parameter_gramian
 
+pytestmark = pytest.mark.usefixtures("float64")
 N = 3
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def merge(draw, x, new):

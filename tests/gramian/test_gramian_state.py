@@ -12,23 +12,26 @@ from workspace import REPOSITORY
 
 from trak_core.gramian import Engine
 
+BATCH_DIMS = pytest.mark.parametrize("batch_dim", [None, 0])
 
-def model_and_losses(*, inputs=None):
-    model = nn.Sequential(
+
+@pytest.fixture
+def model():
+    return nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Dropout(), nn.ReLU(), nn.Flatten(), nn.Linear(27, 4)
     )
-    inputs = torch.randn(6, 1, 5, 5) if inputs is None else inputs
-    return model, lambda: nn.functional.cross_entropy(
+
+
+@pytest.fixture
+def losses(model):
+    inputs = torch.randn(6, 1, 5, 5)
+    return lambda: nn.functional.cross_entropy(
         model(inputs), torch.tensor([0, 1, 2, 3, 0, 1]), reduction="none"
     )
 
 
-BATCH_DIMS = pytest.mark.parametrize("batch_dim", [None, 0])
-
-
 @BATCH_DIMS
-def test_backward_afterwards_gives_what_it_would_have_given(batch_dim):
-    model, losses = model_and_losses()
+def test_backward_afterwards_gives_what_it_would_have_given(batch_dim, model, losses):
     engine = Engine(model, batch_dim=batch_dim)
     torch.manual_seed(3)
     output = losses()
@@ -43,8 +46,7 @@ def test_backward_afterwards_gives_what_it_would_have_given(batch_dim):
 
 
 @BATCH_DIMS
-def test_gradients_that_were_there_stay(batch_dim):
-    model, losses = model_and_losses()
+def test_gradients_that_were_there_stay(batch_dim, model, losses):
     engine = Engine(model, batch_dim=batch_dim)
     engine.compute_gramian(losses())
     assert all(p.grad is None for p in model.parameters())
@@ -55,8 +57,7 @@ def test_gradients_that_were_there_stay(batch_dim):
 
 
 @BATCH_DIMS
-def test_the_same_output_twice_gives_the_same(batch_dim):
-    model, losses = model_and_losses()
+def test_the_same_output_twice_gives_the_same(batch_dim, model, losses):
     engine, output = Engine(model, batch_dim=batch_dim), losses()
     found = engine.compute_gramian(output)
     assert not found.requires_grad
@@ -65,8 +66,7 @@ def test_the_same_output_twice_gives_the_same(batch_dim):
 
 
 @BATCH_DIMS
-def test_two_passes_in_flight_and_passes_that_are_thrown_away(batch_dim):
-    model, losses = model_and_losses()
+def test_two_passes_in_flight_and_passes_that_are_thrown_away(batch_dim, model, losses):
     engine = Engine(model, batch_dim=batch_dim)
     first, thrown, second = losses(), losses(), losses()
     alone = [Engine(model, batch_dim=batch_dim).compute_gramian(x) for x in (first, second)]
@@ -76,9 +76,7 @@ def test_two_passes_in_flight_and_passes_that_are_thrown_away(batch_dim):
 
 
 @BATCH_DIMS
-def test_only_the_gramian_stays_alive(batch_dim):
-    inputs = torch.randn(6, 1, 5, 5)
-    model, losses = model_and_losses(inputs=inputs)
+def test_only_the_gramian_stays_alive(batch_dim, model, losses):
     hidden = []
     handle = model[0].register_forward_hook(lambda *args: hidden.append(weakref.ref(args[2])))
     engine = Engine(model, batch_dim=batch_dim)
@@ -97,8 +95,7 @@ def test_only_the_gramian_stays_alive(batch_dim):
     assert gramian.grad_fn is None
 
 
-def test_no_tensor_is_left_after_the_call():
-    model, losses = model_and_losses()
+def test_no_tensor_is_left_after_the_call(model, losses):
     engine = Engine(model, batch_dim=0)
 
     def tensors():
@@ -130,17 +127,19 @@ def test_memory_stays_flat_over_fifty_passes(batch_dim):
     assert grown < 32 * 2**10
 
 
-def test_modules_carry_nothing_of_the_engine():
-    model, losses = model_and_losses()
-    before = [dict(vars(part)) for part in model.modules()]
-    hooks = [len(part._forward_hooks) + len(part._backward_hooks) for part in model.modules()]
+def test_modules_carry_nothing_of_the_engine(model, losses):
+    def state():
+        return [
+            (set(vars(part)), len(part._forward_hooks), len(part._backward_hooks))
+            for part in model.modules()
+        ]
+
+    before = state()
     engine = Engine(model, batch_dim=0)
     output = losses()
     engine.compute_gramian(output)
     Engine(model).compute_gramian(output)
-    after = [len(part._forward_hooks) + len(part._backward_hooks) for part in model.modules()]
-    assert hooks == after
-    assert [vars(part).keys() for part in model.modules()] == [part.keys() for part in before]
+    assert state() == before
     assert all(not parameter._backward_hooks for parameter in model.parameters())
     reference = weakref.ref(engine)
     del engine
@@ -193,8 +192,7 @@ def test_after_an_exception_the_engine_works(batch_dim):
 
 
 @BATCH_DIMS
-def test_a_freed_graph_is_an_error_in_words(batch_dim):
-    model, losses = model_and_losses()
+def test_a_freed_graph_is_an_error_in_words(batch_dim, model, losses):
     output = losses()
     output.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):

@@ -17,7 +17,7 @@ from trak_core.gradients import (
     select_parameters,
     shapes_of,
 )
-from trak_core.model.sample_order import arranged, part_of
+from trak_core.model.sample_order import order_samples, subset
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.study.split import Split
@@ -46,7 +46,7 @@ def samples(*lengths, **more):
 
 def arrange(data, model=None, window=None):
     split = Split(data, [f"t{i}" for i in range(len(data))])
-    (found,) = arranged([split], model or Takes(), LANGUAGE_MODELLING, window)
+    (found,) = order_samples([split], model or Takes(), LANGUAGE_MODELLING, window)
     return found
 
 
@@ -182,6 +182,6 @@ def test_memory_between_two_lengths_is_at_most_what_is_said(make, attention):
 
 
 def test_part_of_a_split():
-    part = part_of(Split([10, 11, 12], ["a", "b", "c"]), [2, 0])
+    part = subset(Split([10, 11, 12], ["a", "b", "c"]), [2, 0])
     assert part.ids == ["c", "a"]
     assert [part.samples[i] for i in range(2)] == [12, 10]

@@ -89,6 +89,7 @@ def test_the_average_counts_solved_targets_once_and_only_with_top_k():
     assert needs[2].fixed_bytes == needs[3].fixed_bytes == needs[0].fixed_bytes + 8 * 4096 * 1000
 
 
+# Not ru_maxrss, which a process has from the one that started it.
 PEAK = """
 import re
 from pathlib import Path
@@ -96,16 +97,21 @@ peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").r
 """
 
 
-def printed(program):
-    """Return the KiB that a program prints, which has a process, and so a peak, of its own."""
+def printed(program, *arguments):
+    """Return the KiB that a program prints last; its process has a peak of its own."""
     run = subprocess.run(
-        [sys.executable, "-c", PEAK + program],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-c", PEAK + program, *map(str, arguments)],
+        cwd=REPOSITORY / "tests/stages",
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support",
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=True,
     )
-    return int(run.stdout)
+    return int(run.stdout.splitlines()[-1])
 
 
 SOLVE = """
@@ -192,14 +198,12 @@ def test_an_evaluation_holds_what_is_said():
 
 
 STAGES = """
-import re, sys
-from pathlib import Path
+import sys
 import test_memory
 from trak_core.system.job import keep_freed
 keep_freed()  # as jobs do
 getattr(test_memory, sys.argv[1])(Path(sys.argv[2]), int(sys.argv[3]))
-# Not ru_maxrss, which a process has from the one that started it.
-print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+print(peak())
 """
 SPEC = ScoresSpec(
     features=FeaturesSpec(
@@ -317,19 +321,7 @@ def test_peak_memory_does_not_grow_with_the_training_set(tmp_path, stages):
     def peak(n_train):
         folder = tmp_path / str(n_train)
         folder.mkdir()
-        output = subprocess.run(
-            [sys.executable, "-c", STAGES, stages, folder, str(n_train)],
-            cwd=REPOSITORY / "tests/stages",
-            env={
-                **os.environ,
-                "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support",
-                "OMP_NUM_THREADS": "1",
-            },
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        return int(output.splitlines()[-1]) / 1024
+        return printed(STAGES, stages, folder, n_train) / 1024
 
     small, large = peak(20_000), peak(100_000)
     # Ids, labels and outputs of 80,000 more samples are kept: a few MiB.

@@ -218,7 +218,7 @@ def test_batches_and_memory_do_not_change_features(name, tmp_path, capsys, monke
     other = read(case.features(tmp_path / "other", batch_size=7))
     (tmp_path / "tight").mkdir()
     if name == "segmentation":  # of which 64 samples fit into a MiB
-        monkeypatch.setattr("trak_core.gradients.memory._ACTIVATIONS", 10)
+        monkeypatch.setattr("trak_core.gradients.batch_size._ACTIVATIONS", 10)
     tight = read(case.features(tmp_path / "tight", memory_mb=1))
     at_once = re.findall(r"^(\d+) samples at once", capsys.readouterr().out, flags=re.M)
     assert [int(n) for n in at_once[:2]] == [64, 7]

@@ -12,8 +12,8 @@ from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, open_artifact
 from trak_core.errors import InputError
-from trak_core.model.predictions import explained
-from trak_core.model.sample_order import arranged
+from trak_core.model.predictions import outputs_and_predictions
+from trak_core.model.sample_order import order_samples
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
@@ -57,23 +57,16 @@ class Case:
         self.study.write_text(study + more)
 
     def samples(self, split="train"):
-        return (
-            texts.data(N_TRAIN, 0, self.keys) if split == "train" else texts.data(7, 1, self.keys)
-        )
+        size, seed = (N_TRAIN, 0) if split == "train" else (7, 1)
+        return texts.data(size, seed, self.keys)
 
     def gradients(self, split="train"):
         return texts.gradients(self.model, self.samples(split))
 
     def common(self, **settings):
-        return {
-            "checkpoint": self.checkpoint,
-            "study_file": self.study,
-            "code": "code",
-            "device": "cpu",
-            "batch_size": 64,
-            "memory_mb": 500,
-            "threads": 1,
-        } | settings
+        paths = {"checkpoint": self.checkpoint, "study_file": self.study, "code": "code"}
+        machine = {"device": "cpu", "batch_size": 64, "memory_mb": 500, "threads": 1}
+        return paths | machine | settings
 
     def features(self, name, kind="rademacher", split="train", **settings):
         file = self.folder / f"{name}.h5"
@@ -92,16 +85,25 @@ class Case:
             ids = found.index("gramian"), found.columns("gramian")
             return found.matrix("gramian")[:], found.vector("outputs"), ids
 
-    def look(self, **settings):
-        return preflight_study(
-            study_file=self.study,
-            model_output=settings.get("model_output", OUTPUT),
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"train": None, "mine": [0, 2]},
-            shards={"train": 1, "mine": 1},
-        )
+    def look(self):
+        return look(self.study, OUTPUT, {"train": None, "mine": [0, 2]})
+
+
+def look(study, output, splits):
+    return preflight_study(
+        study_file=study,
+        model_output=output,
+        weighting="plain",
+        parameter_patterns=None,
+        training=None,
+        splits=splits,
+        shards=dict.fromkeys(splits, 1),
+    )
+
+
+@pytest.fixture
+def case(request, tmp_path):
+    return Case(getattr(request, "param", "GPT-2"), tmp_path)
 
 
 @pytest.fixture
@@ -137,9 +139,8 @@ def projected(case, rows, kind, offset=0):
 
 
 @pytest.mark.parametrize("kind", ["rademacher", "tensor_sketch"])
-@pytest.mark.parametrize("name", MODELS)
-def test_features_equal_autograd_of_each_text_as_it_is(name, kind, tmp_path, capsys):
-    case = Case(name, tmp_path)
+@pytest.mark.parametrize("case", MODELS, indirect=True)
+def test_features_equal_autograd_of_each_text_as_it_is(case, kind, capsys):
     assert case.look()["n_samples"] == {"train": N_TRAIN, "mine": 2}
     ids, features, labels, outputs, _ = read(case.features("train", kind))
     assert "Notice" not in capsys.readouterr().out
@@ -152,9 +153,8 @@ def test_features_equal_autograd_of_each_text_as_it_is(name, kind, tmp_path, cap
     close(features, projected(case, case.gradients("mine")[1], kind))
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "no mask"])
-def test_company_order_memory_and_shards_do_not_count(name, tmp_path, small_windows, capsys):
-    case = Case(name, tmp_path)
+@pytest.mark.parametrize("case", ["GPT-2", "Llama", "no mask"], indirect=True)
+def test_company_order_memory_and_shards_do_not_count(case, tmp_path, small_windows, capsys):
     alone = read(case.features("alone", batch_size=1))
     others = [
         case.features("all", batch_size=64),
@@ -189,9 +189,8 @@ def train_data():
 
 
 @pytest.mark.parametrize("batch_size", [64, 4])
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", "no mask"])
-def test_gramians_equal_autograd(name, batch_size, tmp_path):
-    case = Case(name, tmp_path)
+@pytest.mark.parametrize("case", ["GPT-2", "Llama", "no mask"], indirect=True)
+def test_gramians_equal_autograd(case, batch_size):
     (expected, rows), (of_targets, columns) = case.gradients(), case.gradients("mine")
     gramian, outputs, ids = case.gramian("train", batch_size=batch_size)
     assert ids == (case.ids, case.ids)
@@ -203,8 +202,7 @@ def test_gramians_equal_autograd(name, batch_size, tmp_path):
     close(outputs, of_targets[[5, 2, 0, 6]])
 
 
-def test_gramian_of_splits_that_have_one_length_each(tmp_path):
-    case = Case("GPT-2", tmp_path)
+def test_gramian_of_splits_that_have_one_length_each(case):
     case.write("""
 def cut(samples, length):
     return [{name: x[:3].repeat(length) for name, x in one.items()} for one in samples]
@@ -229,8 +227,7 @@ def case_module(case):
 
 
 @pytest.mark.parametrize("memory_mb", [500, 6])
-def test_distortion(memory_mb, tmp_path):
-    case = Case("GPT-2", tmp_path)
+def test_distortion(case, memory_mb, tmp_path):
     file = tmp_path / "distortion.h5"
     compute_distortion(
         distortion=file,
@@ -268,17 +265,15 @@ def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
             close(row, hidden.mean(0).numpy())
 
 
-def test_what_retrained_models_say(tmp_path):
-    case = Case("GPT-2", tmp_path)
+def test_what_retrained_models_say(case):
     pool = Split(case.samples(), case.ids)
-    values, predictions = explained(case.model, OUTPUT, pool, pool, batch_size=4)
+    values, predictions = outputs_and_predictions(case.model, OUTPUT, pool, pool, batch_size=4)
     close(values, case.gradients()[0])
     assert predictions.shape == (N_TRAIN,)
 
 
-def test_memory_is_that_of_the_longest_in_a_batch(tmp_path, monkeypatch, capsys):
+def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):
     """Whatever fits fits the longest, padded; of short ones more are together."""
-    case = Case("GPT-2", tmp_path)
     seen = []
     real = features_stage.LoadedModel.batch
 
@@ -298,33 +293,43 @@ def test_memory_is_that_of_the_longest_in_a_batch(tmp_path, monkeypatch, capsys)
     assert max(n for n, _ in seen) > of_longest
 
 
-def test_a_text_that_memory_does_not_hold_is_named(tmp_path):
-    case = Case("GPT-2", tmp_path)
+def test_a_text_that_memory_does_not_hold_is_named(case):
     with pytest.raises(InputError, match=r"memory_mb must .* text-2 is a text of 30 tokens"):
         case.features("none", memory_mb=0)
 
 
-def test_a_text_longer_than_the_positions_is_named(tmp_path):
-    case = Case("GPT-2", tmp_path)
-    case.write("""
+@pytest.mark.parametrize(
+    ("i", "change", "expected"),
+    [
+        (
+            11,
+            "x[:3].repeat(11)",
+            r"(?s)IndexError.* Sample text-11 is a text of 33 tokens: texts must",
+        ),
+        (4, "x[:1]", r"one after its first token\. Found none in .*text-4"),
+    ],
+    ids=["longer than the positions", "one token"],
+)
+def test_a_text_that_no_job_can_take_is_named(i, change, expected, case):
+    case.write(f"""
 def train_data():
     samples = texts.data(30, 0)
-    samples[11] = {name: x[:3].repeat(11) for name, x in samples[11].items()}
+    samples[{i}] = {{name: {change} for name, x in samples[{i}].items()}}
     return samples
 """)
-    expected = r"IndexError.* Sample text-11 is a text of 33 tokens: texts must"
     for job in (case.look, lambda: case.features("none"), lambda: case.gramian("train")):
         with pytest.raises(InputError, match=expected):
             job()
 
 
-def test_the_only_text_is_named_if_it_is_longer_than_the_positions(tmp_path):
-    case = Case("GPT-2", tmp_path)
+def test_the_only_text_is_named_if_it_is_longer_than_the_positions(case):
     case.write("""
 def target_data():
     return [{name: x[:3].repeat(11) for name, x in texts.data(7, 0)[0].items()}] * 7
 """)
-    with pytest.raises(InputError, match=r"IndexError.* Sample \S+ is a text of 33 tokens: texts"):
+    with pytest.raises(
+        InputError, match=r"(?s)IndexError.* Sample \S+ is a text of 33 tokens: texts"
+    ):
         case.look()
 
 
@@ -334,19 +339,6 @@ def test_a_model_whose_tokens_see_padding_is_refused(split, tmp_path):
     for job in (case.features, lambda *_, **__: case.gramian(split)):
         with refused("gradients.padding", re.compile(r"up to [\d.e-]+")):
             job("none", split=split)
-
-
-def test_a_text_of_one_token_is_named(tmp_path):
-    case = Case("GPT-2", tmp_path)
-    case.write("""
-def train_data():
-    samples = texts.data(30, 0)
-    samples[4] = {name: x[:1] for name, x in samples[4].items()}
-    return samples
-""")
-    for job in (case.look, lambda: case.features("none"), lambda: case.gramian("train")):
-        with pytest.raises(InputError, match=r"one after its first token\. Found none in .*text-4"):
-            job()
 
 
 MISFITS = {
@@ -369,10 +361,8 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("name", MISFITS)
-def test_shapes_that_no_padding_makes_the_same(name, tmp_path):
-    case = Case("GPT-2", tmp_path)
-    how, expected = MISFITS[name]
+@pytest.mark.parametrize(("how", "expected"), MISFITS.values(), ids=MISFITS)
+def test_shapes_that_no_padding_makes_the_same(how, expected, case):
     case.write(f"""
 import torch
 
@@ -381,7 +371,9 @@ def train_data():
 """)
     # Before the model sees them.
     with pytest.raises(InputError, match=expected):
-        arranged([Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING)
+        order_samples(
+            [Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING
+        )
 
 
 @pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])
@@ -402,12 +394,4 @@ def train_data():
         match=r"train_data\(\): Samples must have the same shapes in "
         r"every sample\. Found for argument 0: \(3, 8, [89]\) in sample \d+; ",
     ):
-        preflight_study(
-            study_file=study,
-            model_output=output,
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"train": None},
-            shards={"train": 1},
-        )
+        look(study, output, {"train": None})

@@ -1,1 +1,1 @@
-"""One backward pass for all samples: what every use of a parameter gives to each one's gradient."""
+"""Find every sample's gradients, use by use of a parameter, in one backward pass."""

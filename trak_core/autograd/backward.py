@@ -1,4 +1,4 @@
-"""Backward passes for several rows of gradients at once, whatever lies between."""
+"""Run one backward pass for several rows of gradients, whatever operations lie in between."""
 
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -15,7 +15,151 @@ from trak_core.autograd.contributions import Consumer, Dense
 Watcher = Callable[[list[Tensor | None]], None]
 
 
-class _Seen(torch.autograd.Function):
+def take_rows(
+    consumer: Consumer,
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    extra: dict[Tensor, Tensor],
+) -> None:
+    """Hand over the rows' gradients with respect to parameters.
+
+    One pass serves all rows; a parameter's rows are handed over and dropped when they arrive.
+    Where an operation cannot take several rows at once, each row has a pass, and all are formed.
+
+    Args:
+        consumer: Takes the gradients.
+        outputs: Where the rows start.
+        gradients: Gradients of each output, shape (rows, *shape).
+        parameters: What to differentiate with respect to.
+        extra: Rows, shape (rows, entries), to add to those of a parameter.
+    """
+    part = consumer.empty()
+    if outputs:
+        try:
+            _together(part, outputs, gradients, parameters, extra)
+        except RuntimeError:
+            # An error of the operation itself comes again, now without vmap around it.
+            part = consumer.empty()
+            _one_by_one(part, outputs, gradients, parameters, extra)
+    else:
+        for parameter, rows in extra.items():
+            _take(part, parameter, rows)
+    consumer.add(part)
+
+
+def _take(consumer: Consumer, parameter: Tensor, rows: Tensor) -> None:
+    consumer.take(parameter, [Dense(rows.reshape(1, len(rows), *parameter.shape))])
+
+
+def _together(
+    consumer: Consumer,
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    extra: dict[Tensor, Tensor],
+) -> None:
+    arrived = set()
+
+    def take(parameter: Tensor, rows: Tensor | None) -> None:
+        assert rows is not None
+        arrived.add(parameter)
+        rows = rows.reshape(len(rows), -1)
+        _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
+
+    def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        def hook(gradient: Tensor) -> Tensor:
+            show([gradient], lambda rows: take(parameter, rows[0]))
+            # Autograd keeps what a hook returns until the pass is over: next to nothing.
+            return gradient.new_zeros(()).expand(parameter.shape)
+
+        return hook
+
+    with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
+        backward(outputs, gradients, parameters, lambda rows: None, keep_graph=True)
+    for parameter in extra.keys() - arrived:
+        _take(consumer, parameter, extra[parameter])
+
+
+def _one_by_one(
+    consumer: Consumer,
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+    extra: dict[Tensor, Tensor],
+) -> None:
+    by_row = [
+        torch.autograd.grad(
+            outputs,
+            parameters,
+            [gradient[row] for gradient in gradients],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for row in range(len(gradients[0]))
+    ]
+    for parameter, column in zip(parameters, zip(*by_row, strict=True), strict=True):
+        if any(gradient is not None for gradient in column) or parameter in extra:
+            zero = torch.zeros_like(parameter)
+            rows = torch.stack([zero if g is None else g for g in column])
+            rows = rows.reshape(len(rows), -1)
+            _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
+
+
+def backward(
+    outputs: Sequence[GradientEdge],
+    gradients: Sequence[Tensor] | None,
+    stops: Sequence[GradientEdge] | Sequence[Tensor],
+    at_stops: Watcher,
+    keep_graph: bool,
+) -> None:
+    """Run one backward pass for all rows.
+
+    Args:
+        outputs: Where it starts.
+        gradients: Gradients of each output, shape (rows, *shape); None for one row of ones at
+            scalars.
+        stops: Where it ends; no operation runs that doesn't lead to one of them.
+        at_stops: Takes the gradients there, once.
+        keep_graph: Whether another pass needs the graph.
+
+    Raises:
+        RuntimeError: If an operation raises it, or cannot take several rows at once.
+    """
+
+    def run(*rows: Tensor) -> Tensor:
+        arrived = torch.autograd.grad(
+            outputs, stops, rows or None, retain_graph=keep_graph, allow_unused=True
+        )
+        show(arrived, at_stops)
+        return torch.zeros(())
+
+    if gradients is None:
+        run()
+        return
+    if len(gradients[0]) == 1:
+        run(*(gradient[0] for gradient in gradients))
+        return
+    with warnings.catch_warnings():
+        # Operations without a batching rule run once a row, as they would anyway.
+        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+        torch.func.vmap(run)(*gradients)
+
+
+def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
+    """Call the watcher with the rows of each gradient, inside ``backward`` or not."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return
+
+    def watch(tensors: list[Tensor]) -> None:
+        remaining = iter(tensors)
+        watcher([None if gradient is None else next(remaining) for gradient in gradients])
+
+    _Shown.apply(watch, *present)
+
+
+class _Shown(torch.autograd.Function):
     """Shows a watcher what vmap hides: the tensors of all rows."""
 
     @staticmethod
@@ -38,19 +182,6 @@ class _Seen(torch.autograd.Function):
         return tensors[0].new_zeros(()), None
 
 
-def show(gradients: Sequence[Tensor | None], watcher: Watcher) -> None:
-    """Call the watcher with the rows of each gradient, inside ``backward`` or not."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return
-
-    def watch(tensors: list[Tensor]) -> None:
-        remaining = iter(tensors)
-        watcher([None if gradient is None else next(remaining) for gradient in gradients])
-
-    _Seen.apply(watch, *present)
-
-
 @contextmanager
 def hooked(handles: Iterable[Any]) -> Generator[None, None, None]:
     """Remove hooks at the end, whatever happens."""
@@ -58,134 +189,3 @@ def hooked(handles: Iterable[Any]) -> Generator[None, None, None]:
         for handle in handles:
             stack.callback(handle.remove)
         yield
-
-
-def backward(
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor] | None,
-    stops: Sequence[GradientEdge] | Sequence[Tensor],
-    at_stops: Watcher,
-    keep_graph: bool,
-) -> None:
-    """Run one backward pass for all rows.
-
-    Args:
-        outputs: Where it starts.
-        gradients: Of each of them, shape (rows, *shape); None for one row of ones at scalars.
-        stops: Where it ends; nothing runs that doesn't lead to one of them.
-        at_stops: Takes the gradients there, once.
-        keep_graph: Whether it is needed again.
-
-    Raises:
-        RuntimeError: Besides what an operation raises: if one of them doesn't work for several rows
-            at once.
-    """
-
-    def run(*rows: Tensor) -> Tensor:
-        found = torch.autograd.grad(
-            outputs, stops, rows or None, retain_graph=keep_graph, allow_unused=True
-        )
-        show(found, at_stops)
-        return torch.zeros(())
-
-    if gradients is None:
-        run()
-        return
-    if len(gradients[0]) == 1:
-        run(*(gradient[0] for gradient in gradients))
-        return
-    with warnings.catch_warnings():
-        # Operations without a batching rule run once a row, as they would anyway.
-        warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-        torch.func.vmap(run)(*gradients)
-
-
-def take_rows(
-    consumer: Consumer,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    extra: dict[Tensor, Tensor],
-) -> None:
-    """Hand over the rows' gradients with respect to parameters.
-
-    All rows go down together; a parameter's rows are handed over and dropped when they arrive.
-    Where an operation cannot take several rows at once, they go one by one, and all are formed.
-
-    Args:
-        consumer: Takes them.
-        outputs: Where the rows start.
-        gradients: Of each of them, shape (rows, *shape).
-        parameters: What to differentiate with respect to.
-        extra: Rows, shape (rows, entries), to add to those of a parameter.
-    """
-    found = consumer.empty()
-    if outputs:
-        try:
-            _together(found, outputs, gradients, parameters, extra)
-        except RuntimeError:
-            # An error of the operation itself comes again, now without vmap around it.
-            found = consumer.empty()
-            _one_by_one(found, outputs, gradients, parameters, extra)
-    else:
-        for parameter, rows in extra.items():
-            _take(found, parameter, rows)
-    consumer.add(found)
-
-
-def _take(consumer: Consumer, parameter: Tensor, rows: Tensor) -> None:
-    consumer.take(parameter, [Dense(rows.reshape(1, len(rows), *parameter.shape))])
-
-
-def _together(
-    consumer: Consumer,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    extra: dict[Tensor, Tensor],
-) -> None:
-    arrived = set()
-
-    def fold(parameter: Tensor, rows: Tensor | None) -> None:
-        assert rows is not None
-        arrived.add(parameter)
-        rows = rows.reshape(len(rows), -1)
-        _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
-
-    def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        def hook(gradient: Tensor) -> Tensor:
-            show([gradient], lambda found: fold(parameter, found[0]))
-            # Autograd keeps what a hook returns until the pass is over: next to nothing.
-            return gradient.new_zeros(()).expand(parameter.shape)
-
-        return hook
-
-    with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
-        backward(outputs, gradients, parameters, lambda found: None, keep_graph=True)
-    for parameter in extra.keys() - arrived:
-        _take(consumer, parameter, extra[parameter])
-
-
-def _one_by_one(
-    consumer: Consumer,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    extra: dict[Tensor, Tensor],
-) -> None:
-    found = [
-        torch.autograd.grad(
-            outputs,
-            parameters,
-            [gradient[row] for gradient in gradients],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for row in range(len(gradients[0]))
-    ]
-    for parameter, column in zip(parameters, zip(*found, strict=True), strict=True):
-        if any(gradient is not None for gradient in column) or parameter in extra:
-            zero = torch.zeros_like(parameter)
-            rows = torch.stack([zero if g is None else g for g in column])
-            rows = rows.reshape(len(rows), -1)
-            _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)

@@ -1,4 +1,4 @@
-"""Closed forms: from an operation's saved tensors to the contribution of one of its inputs."""
+"""Compute an input's contribution from what its operation saved, by closed forms."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class Use:
     """One input of an operation that all samples share.
 
     Attributes:
-        edge: From the operation to the input.
-        gradient: Of the operation's output, shape (C, *shape).
+        edge: The edge from the operation to the input.
+        gradient: Gradient of the operation's output, shape (C, *shape).
         dim: The dimension of the output with the samples, C not counted.
         width: Consecutive places of one sample along it.
         n_samples: B.
@@ -34,22 +34,31 @@ class Use:
     n_samples: int
 
     def saved(self, name: str) -> Any:
-        """Return what the operation kept for its backward pass."""
+        """Return what the operation saved for its backward pass."""
         return getattr(self.edge.user, f"_saved_{name}")
+
+    def has_saved(self, name: str) -> bool:
+        """Whether the operation saved it."""
+        return hasattr(self.edge.user, f"_saved_{name}")
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of the input."""
+        return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
         """Bring the samples to the front, behind ``lead`` dimensions.
 
         Returns:
-            Shape (*lead, B, *shape), ``dim`` being as long as a sample's own places there.
+            Shape (*lead, B, *shape); along ``dim`` only the sample's own places are left.
         """
         at = lead + dim
         size = tensor.shape[at] // (self.n_samples * self.width)
         cut = tensor.unflatten(at, (size, self.n_samples, self.width))
         return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
 
-    def of_output(self) -> Tensor:
-        """Return the output's gradient by samples, shape (C, B, *shape)."""
+    def gradient_by_sample(self) -> Tensor:
+        """Return the gradient of the output by samples, shape (C, B, *shape)."""
         return self.by_sample(self.gradient, self.dim, 1)
 
 
@@ -61,16 +70,16 @@ def has_form(edge: Edge) -> bool:
 def closed_form(
     edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
 ) -> Contribution | None:
-    """Return what a crossing gives to gradients, if there is a closed form for it.
+    """Return the contribution of a crossing, if there is a closed form for it.
 
     Args:
         edge: From an operation with split outputs to a shared input.
-        gradients: Of the operation's outputs, shape (C, *shape) each.
-        layouts: Of the same outputs.
+        gradients: Gradients of the operation's outputs, shape (C, *shape) each.
+        layouts: Layouts of the same outputs.
         n_samples: B.
 
     Returns:
-        The contribution; None if the operation has to be asked itself.
+        The contribution; None if the operation itself has to be differentiated.
     """
     make = _FORMS.get(name_of(edge.user))
     if make is None or set(gradients) != {0}:
@@ -80,8 +89,8 @@ def closed_form(
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
-    """The tensor was repeated along dimensions, which are summed over again."""
-    shape = shape_of(use.edge.node, use.edge.number)
+    """Sum over the dimensions along which the tensor was repeated."""
+    shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
     if dim >= 0 and shape[dim] != 1:
         return None
@@ -100,7 +109,7 @@ def _times(gradient: Tensor, factor: Any) -> Tensor:
 
 
 def _added(use: Use) -> Contribution | None:
-    factor = use.saved("alpha") if use.edge.index == 1 and _has(use, "alpha") else 1
+    factor = use.saved("alpha") if use.edge.index == 1 and use.has_saved("alpha") else 1
     sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
     return _summed(use, _times(use.gradient, factor * sign))
 
@@ -110,16 +119,12 @@ def _repeated(use: Use) -> Contribution | None:
 
 
 def _multiplied(use: Use) -> Contribution | None:
-    other = use.saved("self" if use.edge.index else "other") if _has(use, "self") else None
+    other = use.saved("self" if use.edge.index else "other") if use.has_saved("self") else None
     return None if other is None else _summed(use, use.gradient * other)
 
 
-def _has(use: Use, name: str) -> bool:
-    return hasattr(use.edge.user, f"_saved_{name}")
-
-
 def _matrix_product(use: Use) -> Contribution | None:
-    """A linear layer, from either side; the first input is what is added to an Addmm's product."""
+    """A linear layer, from either side; the first input of an Addmm is the bias."""
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
         return _summed(use, _times(use.gradient, use.saved("beta")))
@@ -127,21 +132,21 @@ def _matrix_product(use: Use) -> Contribution | None:
     if use.dim != int(is_left):  # samples along what the other factor brings
         return None
     left, right = ("mat1", "mat2") if is_sum else ("self", "mat2")
-    data, gradient = (
+    inputs, gradient = (
         (use.saved(right).T, use.gradient.mT) if is_left else (use.saved(left), use.gradient)
     )
     if is_sum:
         gradient = _times(gradient, use.saved("alpha"))
-    own = use.by_sample(gradient, 0, 1)
-    return Outer(use.by_sample(data, 0, 0), own, is_turned=is_left)
+    gradients = use.by_sample(gradient, 0, 1)
+    return Outer(gradients, use.by_sample(inputs, 0, 0), is_transposed=is_left)
 
 
 def _convolved(use: Use) -> Contribution | None:
     if use.dim != 0:
         return None
     if use.edge.index == 2:
-        return Dense(use.of_output().transpose(2, 3).flatten(3).sum(3))
-    gradients, images = use.of_output(), use.by_sample(use.saved("input"), 0, 0)
+        return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
+    gradients, images = use.gradient_by_sample(), use.by_sample(use.saved("input"), 0, 0)
     if use.saved("transposed"):
         # The adjoint of a convolution: input and gradient change places, for every row.
         c = len(gradients)
@@ -150,15 +155,8 @@ def _convolved(use: Use) -> Contribution | None:
     stride, padding, dilation = (
         tuple(int(n) for n in use.saved(name)) for name in ("stride", "padding", "dilation")
     )
-    return Patches(
-        images,
-        gradients,
-        shape_of(use.edge.node, use.edge.number)[2:],
-        stride,
-        padding,
-        dilation,
-        use.saved("groups"),
-    )
+    kernel, groups = use.input_shape[2:], use.saved("groups")
+    return Patches(gradients, images, kernel, stride, padding, dilation, groups)
 
 
 def _looked_up(use: Use) -> Contribution | None:
@@ -170,27 +168,15 @@ def _looked_up(use: Use) -> Contribution | None:
     gradient = use.gradient
     if padding < 2**62:  # or else it is negative, as an unsigned number: nothing is padded
         gradient = gradient * (indices != padding).unsqueeze(-1)
-    found = use.by_sample(gradient, use.dim, 1)
-    return Lookup(
-        use.by_sample(indices, use.dim, 0).flatten(1),
-        found.reshape(*found.shape[:2], -1, found.shape[-1]),
-        shape_of(use.edge.node, use.edge.number)[0],
-    )
+    own = use.by_sample(gradient, use.dim, 1)
+    own = own.reshape(*own.shape[:2], -1, own.shape[-1])
+    return Lookup(own, use.by_sample(indices, use.dim, 0).flatten(1), use.input_shape[0])
 
 
 def _weighted_sums(
     gradients: Tensor, normed: Callable[[slice], Tensor], dims: list[int]
 ) -> Contribution:
-    """Sum gradients times normalised inputs over places, for a few samples at a time.
-
-    Args:
-        gradients: Shape (C, B, ...).
-        normed: Returns the normalised inputs of some samples.
-        dims: What to sum over.
-
-    Returns:
-        The sums.
-    """
+    """Sum gradients (C, B, ...) times normalised inputs over ``dims``, a few samples at a time."""
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
     n_samples = gradients.shape[1]
     sums = []
@@ -204,9 +190,9 @@ def _weighted_sums(
 def _layer_normed(use: Use) -> Contribution | None:
     if use.edge.index == 2:
         return _summed(use, use.gradient)
-    gradients = use.of_output()
-    n_normed = len(shape_of(use.edge.node, use.edge.number))
-    if use.dim >= gradients.ndim - 2 - n_normed:  # samples are what is normalised over
+    gradients = use.gradient_by_sample()
+    n_normed = len(use.input_shape)
+    if use.dim >= gradients.ndim - 2 - n_normed:  # it normalises over the samples
         return None
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
@@ -219,10 +205,10 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
-    """Sum over all but the channels, the samples being along the first dimension."""
+    """Sum over all dimensions except the channels; samples lie along the first dimension."""
     if use.dim != 0:
         return None
-    gradients = use.of_output()
+    gradients = use.gradient_by_sample()
     dims = [2, *range(4, gradients.ndim)]
     if use.edge.index == 2:
         return Dense(gradients.sum(dims))
@@ -248,7 +234,7 @@ def _batch_normed(use: Use) -> Contribution | None:
         return None
     shape = (-1, *(1 for _ in use.saved("input").shape[2:]))
     mean = use.saved("running_mean").view(shape)
-    eps = use.saved("eps" if _has(use, "eps") else "epsilon")  # as cuDNN and MIOpen call it
+    eps = use.saved("eps" if use.has_saved("eps") else "epsilon")  # as cuDNN and MIOpen call it
     scale = torch.rsqrt(use.saved("running_var") + eps).view(shape)
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 

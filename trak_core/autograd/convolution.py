@@ -1,4 +1,4 @@
-"""What the weight of a convolution gives to gradients."""
+"""Compute gradients of a convolution's weight, and their inner products, from few patches."""
 
 import itertools
 import math
@@ -10,12 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from trak_core.autograd.contributions import Outer, add_product, pieces, prefers_inner_products
+from trak_core.autograd.contributions import (
+    Contribution,
+    Outer,
+    add_product,
+    pieces,
+    prefers_inner_products,
+)
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
-_WIDE = 8
+_BY_PLACE_CHANNELS = 8
 # From so many on, torch's own convolution is faster than patches where gradients are formed.
-_SOME = 4
+_BY_LIBRARY_CHANNELS = 4
 _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
     1: conv1d_weight,
     2: conv2d_weight,
@@ -24,25 +30,24 @@ _WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Patches:
+class Patches(Contribution):
     """A convolution's weight of shape (outputs, inputs / groups, *kernel).
 
     A convolution is a linear layer on patches of its input. Patches overlap, so that all of them
     take much more memory than the input. They are formed for some channels at a time, or not at
-    all: for one place of the kernel they are the input itself, moved.
+    all, because for one place of the kernel they are the input itself, moved.
 
     Attributes:
+        gradients: Gradients of the output, shape (C, B, V, outputs, *output size).
         images: Shape (B, V, inputs, *size), V images a sample.
-        gradients: Of the output, shape (C, B, V, outputs, *output size).
         kernel: Size of the kernel.
         stride: Step of the patches.
         padding: Zeros on both sides.
         dilation: Step within a patch.
-        groups: Groups of channels that don't see each other.
+        groups: Number of groups of channels.
     """
 
     images: Tensor
-    gradients: Tensor
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -51,17 +56,10 @@ class Patches:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """See ``Contribution``."""
         inputs = self.images.shape[2] // self.groups
         return self.gradients.shape[3], inputs * math.prod(self.kernel)
 
-    @property
-    def n_rows(self) -> int:
-        """See ``Contribution``."""
-        return self.gradients.shape[0] * self.gradients.shape[1]
-
     def add_to(self, gramian: Tensor) -> None:
-        """See ``Contribution``."""
         c, b, v, outputs = self.gradients.shape[:4]
         inputs, window = self.images.shape[2] // self.groups, math.prod(self.kernel)
         places = v * math.prod(self.gradients.shape[4:])
@@ -70,8 +68,8 @@ class Patches:
             for group in range(self.groups):
                 patches = self._patches(group, slice(0, inputs)).transpose(-1, -2)
                 gradients = self._gradients_of(group).transpose(-1, -2)
-                Outer(patches, gradients, is_turned=True).add_to(gramian)
-        elif v == 1 and inputs >= _WIDE:
+                Outer(gradients, patches, is_transposed=True).add_to(gramian)
+        elif v == 1 and inputs >= _BY_PLACE_CHANNELS:
             for rows in self._by_place():
                 add_product(gramian, rows)
         else:
@@ -84,11 +82,10 @@ class Patches:
                     add_product(gramian, rows.reshape(c * b, -1))
 
     def part(self, first: int, last: int) -> Tensor:
-        """See ``Contribution``."""
         inputs = self.images.shape[2] // self.groups
         c, _, v, outputs = self.gradients.shape[:4]
         is_cut = self.groups > 1 and last - first < outputs
-        if c == v == 1 and inputs >= _SOME and not is_cut:
+        if c == v == 1 and inputs >= _BY_LIBRARY_CHANNELS and not is_cut:
             return self._by_library(first, last)
         each = self.gradients.shape[3] // self.groups
         parts = []
@@ -99,11 +96,11 @@ class Patches:
         return torch.cat(parts, dim=2).flatten(0, 1).flatten(1)
 
     def _by_library(self, first: int, last: int) -> Tensor:
-        """Take samples for groups of one convolution, whose weight's gradient torch computes."""
+        """Have torch compute the gradient of one convolution whose groups are the samples."""
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
         size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
-        one = _WEIGHT_GRADIENTS[len(self.kernel)](
+        grouped = _WEIGHT_GRADIENTS[len(self.kernel)](
             images.reshape(1, -1, *images.shape[2:]),
             size,
             gradients.reshape(1, -1, *gradients.shape[2:]),
@@ -112,7 +109,7 @@ class Patches:
             self.dilation,
             n_samples * self.groups,
         )
-        return one.reshape(n_samples, -1)
+        return grouped.reshape(n_samples, -1)
 
     def _gradients_of(self, group: int) -> Tensor:
         """Return one group's gradients, shape (C, B, outputs / groups, V x places)."""
@@ -144,9 +141,9 @@ class Patches:
     def _by_place(self) -> Iterator[Tensor]:
         """Yield the gradients of the weights at each place of the kernel, shape (rows, entries).
 
-        With the gradients laid out on a grid as wide as the input, moving the input is reading it
-        from another entry on. A stride cuts the input into interleaved images, one for each
-        remainder.
+        Gradients lie on a grid as wide as the input. The input, moved by one place, is then the
+        input read from another entry on. A stride cuts the input into interleaved images, one for
+        each remainder.
         """
         c, b, _, outputs = self.gradients.shape[:4]
         phases = self._phases()

@@ -1,9 +1,9 @@
-"""Autograd's graph between outputs and parameters, and which sample its entries belong to.
+"""Read autograd's graph between outputs and parameters, and say which sample an entry belongs to.
 
-A layout s says that the entry at row-major position i belongs to sample (i // s) % B. It survives
-any reshape, because that keeps positions; everything else is arithmetic on the dimension it lies
-in. ``None`` stands for a tensor that all samples share, or whose layout nobody knows: then no entry
-is taken for one sample's alone, which costs time but is never wrong.
+A layout s says that the entry at row-major position i belongs to sample (i // s) % B. A reshape
+keeps it, because it keeps positions; everything else is arithmetic on the dimension it lies in.
+``None`` stands for a tensor that all samples share, or whose layout is unknown. Then no entry is
+attributed to one sample alone, which costs time but is never wrong.
 """
 
 import math
@@ -30,7 +30,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What lies between outputs and parameters.
+    """The part of autograd's graph that leads from outputs to chosen parameters.
 
     Attributes:
         order: The nodes from which a chosen parameter is reached; users come before what they use.
@@ -68,15 +68,15 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
 
     Args:
         roots: Nodes to start from.
-        parameters: The chosen ones; others count as constants.
+        parameters: The chosen parameters; others count as constants.
 
     Returns:
         The graph; empty if none of the parameters is reached.
     """
     chosen = {id(parameter) for parameter in parameters}
-    found: dict[Node, Tensor] = {}
+    leaves: dict[Node, Tensor] = {}
     edges: dict[Node, list[Edge]] = {}
-    finished: list[Node] = []  # what is used comes before its users
+    finished: list[Node] = []  # a node comes before its users
     seen: set[Node] = set()
     # Not recursive: graphs of recurrent networks are deeper than Python's stack.
     stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
@@ -91,7 +91,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             continue
         leaf = leaf_of(node)
         if leaf is not None and id(leaf) in chosen:
-            found[node] = leaf
+            leaves[node] = leaf
             edges[node] = []
             finished.append(node)
             continue
@@ -103,7 +103,7 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
         if leading:
             edges[node] = leading
             finished.append(node)
-    return Graph(finished[::-1], edges, found)
+    return Graph(finished[::-1], edges, leaves)
 
 
 Layout = int | None
@@ -118,9 +118,9 @@ def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Lay
     """Return the layout of a tensor whose samples lie along one dimension.
 
     Args:
-        shape: The tensor's.
+        shape: Shape of the tensor.
         dim: The dimension, which is read as (outer, n_samples, width).
-        width: Consecutive places along ``dim`` of one sample.
+        width: Consecutive places of one sample along ``dim``.
         n_samples: B.
 
     Returns:
@@ -132,11 +132,7 @@ def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Lay
 
 
 def locate(shape: Sequence[int], layout: int, n_samples: int) -> tuple[int, int] | None:
-    """Return the dimension that the samples lie along and the width, as in ``layout_at``.
-
-    Returns:
-        Dimension and width; None where samples are spread over several dimensions.
-    """
+    """Return dimension and width as ``layout_at`` takes them; None if samples span dimensions."""
     for dim, stride in enumerate(strides(shape)):
         if stride <= layout < stride * shape[dim]:
             width = layout // stride

@@ -1,7 +1,7 @@
-"""How the layout of an operation's output gives that of its inputs, operation by operation.
+"""Derive the layout of an operation's input from that of its output, operation by operation.
 
 A rule may only answer with a layout if every entry of the output depends on entries of the input
-that belong to the same sample. Whoever isn't listed here answers None.
+that belong to the same sample. The answer for an operation that isn't listed is None.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,10 @@ class At:
 
     Attributes:
         node: The operation.
-        index: Which input.
+        index: Number of the input.
         output: Shape of the output.
         input: Shape of the input.
-        layout: Of the output.
+        layout: Layout of the output.
         n_samples: B.
         dim: The output's dimension with the samples; -1 if they are spread over several.
         width: Consecutive places of one sample along it.
@@ -49,8 +49,12 @@ class At:
         """Return the dimensions that the operation was given, all of ``n_dims`` if none."""
         saved = getattr(self.node, "_saved_dim", getattr(self.node, "_saved_dims", None))
         values = range(n_dims) if saved is None else saved if isinstance(saved, tuple) else (saved,)
-        # Negative dimensions come back as unsigned 64-bit numbers.
-        return {(v - 2**64 if v >= 2**63 else v) % n_dims for v in values} or set(range(n_dims))
+        return {_signed(v) % n_dims for v in values} or set(range(n_dims))
+
+
+def _signed(dim: int) -> int:
+    """Negative dimensions come back from the graph as unsigned 64-bit numbers."""
+    return dim - 2**64 if dim >= 2**63 else dim
 
 
 Rule = Callable[[At], Layout]
@@ -61,21 +65,18 @@ def _reshaped(at: At) -> Layout:
 
 
 def _pointwise(at: At) -> Layout:
-    return at.along(at.dim - len(at.output) + len(at.input)) if at.dim >= 0 else _whole(at)
-
-
-def _whole(at: At) -> Layout:
-    """Without broadcasting, positions stay what they are."""
-    return at.layout if at.input == at.output else None
+    if at.dim >= 0:
+        return at.along(at.dim - len(at.output) + len(at.input))
+    return at.layout if at.input == at.output else None  # no broadcasting: positions stay
 
 
 def _over_saved_dims(at: At) -> Layout:
-    """Mixing entries along dimensions that the operation was given, no others."""
+    """Mixes entries along the dimensions that the operation was given, and no others."""
     return None if at.dim in at.saved_dims(len(at.output)) else at.along(at.dim)
 
 
 def _sliced(at: At) -> Layout:
-    """Some of the places along other dimensions, or more of them."""
+    """Changes the number of places along dimensions without samples."""
     return at.along(at.dim) if len(at.input) == len(at.output) else None
 
 
@@ -86,7 +87,7 @@ def _padded(at: At) -> Layout:
 
 
 def _reduced(at: At) -> Layout:
-    """Sums, means and the like over given dimensions."""
+    """Sums, means and other reductions over given dimensions."""
     gone = at.saved_dims(len(at.input))
     if getattr(at.node, "_saved_keepdim", False):
         return None if at.dim in gone else at.along(at.dim)
@@ -108,23 +109,20 @@ def _joined(at: At) -> Layout:
 
 
 def _transposed(at: At) -> Layout:
-    a, b = (at.node._saved_dim0, at.node._saved_dim1)
-    a, b = ((d - 2**64 if d >= 2**63 else d) % len(at.output) for d in (a, b))
+    a, b = (_signed(d) % len(at.output) for d in (at.node._saved_dim0, at.node._saved_dim1))
     return at.along({a: b, b: a}.get(at.dim, at.dim))
 
 
 def _permuted(at: At) -> Layout:
-    n = len(at.output)
-    dims = [(d - 2**64 if d >= 2**63 else d) % n for d in at.node._saved_dims]
-    return at.along(dims[at.dim])
+    return at.along(_signed(at.node._saved_dims[at.dim]) % len(at.output))
 
 
-def _turned(at: At) -> Layout:
+def _matrix_transposed(at: At) -> Layout:
     return at.along(1 - at.dim) if len(at.output) == 2 else at.layout
 
 
 def _indexed(at: At) -> Layout:
-    """Try the dimensions of the input: does every entry come from its own sample?"""
+    """Try each dimension of the input: does every entry come from its own sample?"""
     indices = at.node._saved_indices
     device = next(index.device for index in indices if index is not None)
     own = torch.arange(at.layout * at.n_samples, device=device) // at.layout
@@ -134,14 +132,14 @@ def _indexed(at: At) -> Layout:
         if layout is not None and at.input[dim] == at.n_samples:
             shape = [-1 if d == dim else 1 for d in range(len(at.input))]
             samples = torch.arange(at.n_samples, device=device).reshape(shape).expand(at.input)
-            found = samples[index]
-            if found.shape == at.output and bool((found.reshape(-1, len(own)) == own).all()):
+            picked = samples[index]
+            if picked.shape == at.output and bool((picked.reshape(-1, len(own)) == own).all()):
                 return layout
     return None
 
 
 def _product(left: int) -> Rule:
-    """The product of the inputs ``left`` and ``left + 1``, to which the one before is added."""
+    """Product of the inputs ``left`` and ``left + 1``, plus the input before if there is one."""
 
     def rule(at: At) -> Layout:
         if at.index < left:
@@ -151,14 +149,14 @@ def _product(left: int) -> Rule:
         n = len(at.output)
         is_left = at.index == left
         if len(at.input) != n or at.dim == (n - 1 if is_left else n - 2):
-            return None  # reduced over: shared by the samples
+            return None  # the reduced dimension is shared by the samples
         return at.along(at.dim)
 
     return rule
 
 
-def _each_for_itself(at: At) -> Layout:
-    """Samples along the first dimension of output and data, whatever happens to the others."""
+def _along_first_dim(at: At) -> Layout:
+    """Samples lie along the first dimension of output and data, which nothing mixes."""
     return at.along(0) if at.index == 0 and at.dim == 0 else None
 
 
@@ -168,7 +166,7 @@ def _layer_normed(at: At) -> Layout:
 
 
 def _batch_normed(at: At) -> Layout:
-    if at.dim == 1:  # samples beside each other as channels, as InstanceNorm does it
+    if at.dim == 1:  # samples are channels, as in InstanceNorm
         return at.along(1 if at.index == 0 else 0)
     if at.node._saved_training:
         raise MixedSamplesError
@@ -176,7 +174,7 @@ def _batch_normed(at: At) -> Layout:
 
 
 def _pooled(n_spatial: int) -> Rule:
-    """Every channel of every sample for itself."""
+    """Treats each channel of each sample separately."""
 
     def rule(at: At) -> Layout:
         inside = at.index == 0 and at.dim < len(at.output) - n_spatial
@@ -211,7 +209,7 @@ _NAMES: dict[Rule, str] = {
     _joined: "Cat Stack",
     _transposed: "Transpose",
     _permuted: "Permute",
-    _turned: "T",
+    _matrix_transposed: "T",
     _indexed: "Index",
     _product(1): "Addmm Baddbmm",
     _product(0): "Mm Bmm",
@@ -230,14 +228,14 @@ _NAMES: dict[Rule, str] = {
         "ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention "
         "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
     ),
-    _each_for_itself: (
+    _along_first_dim: (
         "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im"
     ),
 }
 
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
-# These know positions alone, so that samples may be spread over several dimensions.
+# These need positions alone, so that samples may be spread over several dimensions.
 _BY_POSITION = {_reshaped, _pointwise}
 
 
@@ -245,13 +243,13 @@ def input_layout(edge: Edge, number: int, layout: int, n_samples: int) -> Layout
     """Return the layout of an operation's input.
 
     Args:
-        edge: From the operation, ``edge.user``, to the input.
-        number: Which of the operation's outputs is asked.
+        edge: The edge from the operation, ``edge.user``, to the input.
+        number: Number of the operation's output.
         layout: Layout of that output.
         n_samples: B, at least 2.
 
     Returns:
-        The layout; None if samples share the input, or if nobody knows.
+        The layout; None if samples share the input, or if it is unknown.
 
     Raises:
         MixedSamplesError: If the operation takes statistics over the samples.

@@ -1,4 +1,4 @@
-"""One backward pass for all samples, split where a plan says, or a pass row by row."""
+"""Differentiate an output for all samples by one backward pass, or row by row."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_core.autograd.backward import backward, hooked, show, take_rows
 from trak_core.autograd.closed_forms import closed_form, has_form
-from trak_core.autograd.contributions import Consumer, Contribution, Dense, rows_of, turned
+from trak_core.autograd.contributions import Consumer, Contribution, Dense, transposed
 from trak_core.autograd.graph import (
     Edge,
     Node,
@@ -25,211 +25,15 @@ from trak_core.autograd.plan import MOVES, Plan, Region, keeps_order, make_plan
 
 
 class GraphNeededError(Exception):
-    """An operation without a closed form has to be asked after the pass, but its graph is gone."""
-
-
-class _Pass:
-    """What one backward pass gathers; it dies with the call."""
-
-    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int, is_kept: bool):
-        self.plan, self.consumer, self.n_samples = plan, consumer, n_samples
-        self.is_kept = is_kept  # the graph, after the pass
-        # Of parameters that are used more than once: what has come already.
-        self.uses: dict[int, list[Contribution]] = defaultdict(list)
-        # Crossings without a closed form, with the gradients of the outputs.
-        self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
-        # Of regions with operations in them: rows at the tensors where they arrive.
-        self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
-
-    def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
-        """Take the gradients of a node's outputs, shape (C, *shape)."""
-        layouts = self.plan.layouts[node]
-        waiting = []
-        for edge, region in self.plan.crossings[node]:
-            found = closed_form(edge, gradients, layouts, self.n_samples)
-            if found is None:
-                waiting.append((edge, region))
-            else:
-                self._take(found, edge, region)
-        if waiting and not self.is_kept:
-            raise GraphNeededError
-        if waiting:
-            self.waiting[node] = gradients, waiting
-
-    def _take(self, found: Contribution, edge: Edge, region: Region) -> None:
-        if region.is_direct:
-            uses = self.uses[id(region)]
-            uses.append(_ordered(found, edge))
-            if len(uses) == len(region.crossings):
-                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
-            return
-        if region.is_simple and not self.consumer.in_order:
-            self.consumer.take(region.parameters[0], [found])
-            return
-        rows, node, number = _moved(rows_of(found), edge)
-        sums = self.arrived[id(region)]
-        sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
-
-    def finish(self) -> None:
-        """Ask the operations that have no closed form, then go down into the regions.
-
-        Only now: inside a backward pass, an operation computes only what that pass wants, and
-        another pass would meet its hooks.
-        """
-        for node, (gradients, waiting) in self.waiting.items():
-            indices = [edge.index for edge, _ in waiting]
-            found = _asked(node, gradients, self.plan.layouts[node], indices, self.n_samples)
-            for edge, region in waiting:
-                self._take(Dense(found[edge.index]), edge, region)
-        for region in self.plan.regions:
-            if id(region) in self.uses:  # some of its uses play no part
-                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
-            sums = self.arrived.pop(id(region), None)
-            if not sums:
-                continue
-            leaves = {key: leaf_of(key[0]) for key in sums}
-            extra = {
-                leaf: sums[key].reshape(len(sums[key]), -1)
-                for key, leaf in leaves.items()
-                if leaf is not None
-            }
-            inside = [key for key, leaf in leaves.items() if leaf is None]
-            take_rows(
-                self.consumer,
-                [GradientEdge(*key) for key in inside],
-                [sums[key].view(-1, *shape_of(*key)) for key in inside],
-                region.parameters,
-                extra,
-            )
-
-
-def _ordered(found: Contribution, edge: Edge) -> Contribution:
-    """Return what a crossing gives to the parameter that its input is, perhaps transposed."""
-    node = edge.node
-    while leaf_of(node) is None:
-        if not keeps_order(node):
-            found = turned(found, shape_of(node, 0))
-        ((node, _),) = node.next_functions
-    return found
-
-
-def _moved(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
-    """Carry rows past operations that only move entries, so that uses of one tensor meet."""
-    node, number = edge.node, edge.number
-    rows = rows.view(-1, *shape_of(node, number))
-    while name_of(node) in MOVES - {"Transpose", "Permute"}:
-        if name_of(node) == "T":
-            rows = rows.transpose(-1, -2) if rows.ndim == 3 else rows
-        ((node, number),) = node.next_functions
-        rows = rows.reshape(-1, *shape_of(node, number))
-    return rows, node, number
-
-
-def _asked(
-    node: Node,
-    gradients: dict[int, Tensor],
-    layouts: dict[int, int],
-    indices: list[int],
-    n_samples: int,
-) -> dict[int, Tensor]:
-    """Differentiate one operation for every row on its own.
-
-    Returns:
-        For each of the inputs ``indices``, shape (C, B, *shape).
-    """
-    call: Callable[..., Any] = node.apply if is_function(node) else node
-    n_outputs = len(node._input_metadata)
-    gradient = next(iter(gradients.values()))
-    n_each = len(gradient)
-    found: dict[int, list[Tensor]] = {index: [] for index in indices}
-    for i in range(n_each):
-        for sample in range(n_samples):
-            own: list[Tensor | None] = [None] * n_outputs
-            if is_function(node):
-                # They get zeros for outputs without a gradient, unlike the others.
-                own = [gradient.new_zeros(m.shape, dtype=m.dtype) for m in node._input_metadata]
-            for number, of_all in gradients.items():
-                alone = torch.zeros_like(of_all[i], memory_format=torch.contiguous_format)
-                cut = (-1, n_samples, layouts[number])
-                alone.view(cut)[:, sample] = of_all[i].reshape(cut)[:, sample]
-                own[number] = alone
-            answers = call(*own)
-            answers = answers if isinstance(answers, tuple) else (answers,)
-            for edge_index, rows in found.items():
-                answer = answers[edge_index]
-                shape = shape_of(*node.next_functions[edge_index])
-                # Sums over what was repeated are the caller's business, as in autograd itself.
-                rows.append(
-                    gradient.new_zeros(shape) if answer is None else answer.sum_to_size(shape)
-                )
-    return {
-        index: torch.stack(rows).unflatten(0, (n_each, n_samples)) for index, rows in found.items()
-    }
-
-
-def take_split(
-    consumer: Consumer,
-    output: GradientEdge,
-    gradients: Tensor | None,
-    plan: Plan,
-    n_samples: int,
-    *,
-    keep_graph: bool,
-) -> None:
-    """Hand over the gradients of samples that are independent.
-
-    Args:
-        consumer: Takes them, rows (c, b).
-        output: Where the pass starts.
-        gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
-            None for one row where the pass starts at the sum of all entries.
-        plan: For the output.
-        n_samples: B.
-        keep_graph: Whether another pass may follow. If not, what operations have saved goes as the
-            pass goes down, unless it is known to be needed afterwards.
-
-    Raises:
-        GraphNeededError: If the graph was not kept, but is needed.
-    """
-    keep_graph |= any(not has_form(e) for found in plan.crossings.values() for e, _ in found)
-    gathered = _Pass(plan, consumer, n_samples, keep_graph)
-
-    def present(found: list[Tensor | None]) -> dict[int, Tensor]:
-        return {number: tensor for number, tensor in enumerate(found) if tensor is not None}
-
-    def watch(node: Node) -> Callable[[Any], None]:
-        def hook(found: Any) -> None:
-            show(found, lambda rows: gathered.visit(node, present(rows)))
-
-        return hook
-
-    stops = [(node, number) for node in plan.last for number in plan.layouts[node]]
-
-    def at_stops(found: list[Tensor | None]) -> None:
-        by_node: dict[Node, dict[int, Tensor]] = defaultdict(dict)
-        for (node, number), rows in zip(stops, found, strict=True):
-            if rows is not None:
-                by_node[node][number] = rows
-        for node, rows in by_node.items():
-            gathered.visit(node, rows)
-
-    with hooked(node.register_prehook(watch(node)) for node in plan.inner):
-        backward(
-            [output],
-            None if gradients is None else [gradients],
-            [GradientEdge(*stop) for stop in stops],
-            at_stops,
-            keep_graph,
-        )
-    gathered.finish()
+    """An operation without a closed form must be differentiated again, but its graph is gone."""
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
     """Hand over the gradients of each entry of an output, in row-major order.
 
     Args:
-        consumer: Takes them.
-        output: Of any shape, with a graph, which stays.
+        consumer: Takes the gradients.
+        output: Any shape, with a graph, which stays.
         parameters: What to differentiate with respect to.
     """
     edge = get_gradient_edge(output)
@@ -240,10 +44,10 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 
 
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
-    """Find out how one pass serves all samples.
+    """Plan how one pass serves all samples.
 
     Args:
-        output: With a graph, and at least two samples along ``dim``.
+        output: A tensor with a graph, and at least two samples along ``dim``.
         parameters: What to differentiate with respect to.
         dim: The dimension along which samples are independent.
 
@@ -271,10 +75,10 @@ def by_samples(
     """Hand over gradients by one pass; rows run over the other dimensions, then the samples.
 
     Args:
-        consumer: Takes them.
-        output: With a graph.
-        plan: Of this output and dimension.
-        dim: The samples'.
+        consumer: Takes the gradients.
+        output: A tensor with a graph.
+        plan: From ``plan_of``, for this output and dimension.
+        dim: The dimension of the samples.
         keep_graph: Whether the graph must stay; it takes the memory of the activations.
 
     Raises:
@@ -284,12 +88,201 @@ def by_samples(
     n_samples = output.shape[dim]
     n_each = output.numel() // n_samples
     if n_each == 1:
-        # Of a sum torch makes the gradient itself. To compare the shape of one that it is given, it
+        # torch makes the gradient of a sum itself. To compare the shape of one that it is given, it
         # imports sympy, which takes longer than a small job's passes.
         with torch.enable_grad():
             total = get_gradient_edge(output.sum())
-        take_split(consumer, total, None, plan, n_samples, keep_graph=keep_graph)
+        _take_split(consumer, total, None, plan, n_samples, keep_graph=keep_graph)
         return
     rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
     rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
-    take_split(consumer, get_gradient_edge(output), rows, plan, n_samples, keep_graph=keep_graph)
+    _take_split(consumer, get_gradient_edge(output), rows, plan, n_samples, keep_graph=keep_graph)
+
+
+def _take_split(
+    consumer: Consumer,
+    output: GradientEdge,
+    gradients: Tensor | None,
+    plan: Plan,
+    n_samples: int,
+    *,
+    keep_graph: bool,
+) -> None:
+    """Run the pass and hand over rows (c, b).
+
+    Args:
+        consumer: Takes the gradients.
+        output: Where the pass starts.
+        gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
+            None for one row where the pass starts at the sum of all entries.
+        plan: The plan for the output.
+        n_samples: B.
+        keep_graph: Whether another pass may follow. If not, what operations have saved goes as the
+            pass goes down, unless it is known to be needed afterwards.
+    """
+    keep_graph |= any(not has_form(e) for pairs in plan.crossings.values() for e, _ in pairs)
+    gathered = _Pass(plan, consumer, n_samples, keep_graph)
+
+    def watch(node: Node) -> Callable[[Any], None]:
+        def visit(rows: list[Tensor | None]) -> None:
+            gathered.visit(node, {i: row for i, row in enumerate(rows) if row is not None})
+
+        return lambda outputs: show(outputs, visit)
+
+    stops = [(node, number) for node in plan.last for number in plan.layouts[node]]
+
+    def at_stops(arrived: list[Tensor | None]) -> None:
+        by_node: dict[Node, dict[int, Tensor]] = defaultdict(dict)
+        for (node, number), rows in zip(stops, arrived, strict=True):
+            if rows is not None:
+                by_node[node][number] = rows
+        for node, rows in by_node.items():
+            gathered.visit(node, rows)
+
+    with hooked(node.register_prehook(watch(node)) for node in plan.inner):
+        backward(
+            [output],
+            None if gradients is None else [gradients],
+            [GradientEdge(*stop) for stop in stops],
+            at_stops,
+            keep_graph,
+        )
+    gathered.finish()
+
+
+class _Pass:
+    """What one backward pass gathers; it dies with the call."""
+
+    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int, is_kept: bool):
+        self.plan, self.consumer, self.n_samples = plan, consumer, n_samples
+        self.is_kept = is_kept  # the graph, after the pass
+        # Earlier uses of parameters that are used more than once.
+        self.uses: dict[int, list[Contribution]] = defaultdict(list)
+        # Crossings without a closed form, with the gradients of the outputs.
+        self.waiting: dict[Node, tuple[dict[int, Tensor], list[tuple[Edge, Region]]]] = {}
+        # For regions with operations in them: rows at the tensors where they arrive.
+        self.arrived: dict[int, dict[tuple[Node, int], Tensor]] = defaultdict(dict)
+
+    def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
+        """Take the gradients of a node's outputs, shape (C, *shape)."""
+        layouts = self.plan.layouts[node]
+        waiting = []
+        for edge, region in self.plan.crossings[node]:
+            contribution = closed_form(edge, gradients, layouts, self.n_samples)
+            if contribution is None:
+                waiting.append((edge, region))
+            else:
+                self._take(contribution, edge, region)
+        if waiting and not self.is_kept:
+            raise GraphNeededError
+        if waiting:
+            self.waiting[node] = gradients, waiting
+
+    def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
+        if region.is_direct:
+            uses = self.uses[id(region)]
+            uses.append(_to_parameter(contribution, edge))
+            if len(uses) == len(region.crossings):
+                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
+            return
+        if region.is_simple and not self.consumer.in_order:
+            self.consumer.take(region.parameters[0], [contribution])
+            return
+        rows, node, number = _past_moves(contribution.whole(), edge)
+        sums = self.arrived[id(region)]
+        sums[node, number] = sums[node, number] + rows if (node, number) in sums else rows
+
+    def finish(self) -> None:
+        """Differentiate the operations that have no closed form, then go down into the regions.
+
+        Only now: inside a backward pass, an operation computes only what that pass wants, and
+        another pass would meet its hooks.
+        """
+        for node, (gradients, waiting) in self.waiting.items():
+            indices = [edge.index for edge, _ in waiting]
+            layouts = self.plan.layouts[node]
+            by_input = _by_operation(node, gradients, layouts, indices, self.n_samples)
+            for edge, region in waiting:
+                self._take(Dense(by_input[edge.index]), edge, region)
+        for region in self.plan.regions:
+            if id(region) in self.uses:  # some of its uses play no part
+                self.consumer.take(region.parameters[0], self.uses.pop(id(region)))
+            sums = self.arrived.pop(id(region), None)
+            if not sums:
+                continue
+            leaves = {key: leaf_of(key[0]) for key in sums}
+            extra = {
+                leaf: sums[key].reshape(len(sums[key]), -1)
+                for key, leaf in leaves.items()
+                if leaf is not None
+            }
+            inside = [key for key, leaf in leaves.items() if leaf is None]
+            take_rows(
+                self.consumer,
+                [GradientEdge(*key) for key in inside],
+                [sums[key].view(-1, *shape_of(*key)) for key in inside],
+                region.parameters,
+                extra,
+            )
+
+
+def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
+    """Return the contribution to the parameter behind an input, which may be its transpose."""
+    node = edge.node
+    while leaf_of(node) is None:
+        if not keeps_order(node):
+            contribution = transposed(contribution, shape_of(node, 0))
+        ((node, _),) = node.next_functions
+    return contribution
+
+
+def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
+    """Carry rows past operations that only move entries, so that uses of one tensor meet."""
+    node, number = edge.node, edge.number
+    rows = rows.view(-1, *shape_of(node, number))
+    while name_of(node) in MOVES - {"Transpose", "Permute"}:
+        if name_of(node) == "T":
+            rows = rows.transpose(-1, -2) if rows.ndim == 3 else rows
+        ((node, number),) = node.next_functions
+        rows = rows.reshape(-1, *shape_of(node, number))
+    return rows, node, number
+
+
+def _by_operation(
+    node: Node,
+    gradients: dict[int, Tensor],
+    layouts: dict[int, int],
+    indices: list[int],
+    n_samples: int,
+) -> dict[int, Tensor]:
+    """Differentiate one operation for every row on its own.
+
+    Returns:
+        For each of the inputs ``indices``, shape (C, B, *shape).
+    """
+    call: Callable[..., Any] = node.apply if is_function(node) else node
+    n_outputs = len(node._input_metadata)
+    gradient = next(iter(gradients.values()))
+    n_each = len(gradient)
+    rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}
+    for i in range(n_each):
+        for sample in range(n_samples):
+            own: list[Tensor | None] = [None] * n_outputs
+            if is_function(node):
+                # They get zeros for outputs without a gradient, unlike the others.
+                own = [gradient.new_zeros(m.shape, dtype=m.dtype) for m in node._input_metadata]
+            for number, all_rows in gradients.items():
+                alone = torch.zeros_like(all_rows[i], memory_format=torch.contiguous_format)
+                cut = (-1, n_samples, layouts[number])
+                alone.view(cut)[:, sample] = all_rows[i].reshape(cut)[:, sample]
+                own[number] = alone
+            answers = call(*own)
+            answers = answers if isinstance(answers, tuple) else (answers,)
+            for index, rows in rows_of.items():
+                answer = answers[index]
+                shape = shape_of(*node.next_functions[index])
+                # The caller sums over what was repeated, as autograd itself does.
+                rows.append(
+                    gradient.new_zeros(shape) if answer is None else answer.sum_to_size(shape)
+                )
+    return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}

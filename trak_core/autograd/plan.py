@@ -1,10 +1,10 @@
-"""Where one sample's gradients can be told apart, and where they cannot any more.
+"""Plan how far one backward pass can tell samples apart, and where it takes their gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``layout``) or *shared*: a parameter, what is computed from parameters alone, or the
-result of an operation that isn't known. One backward pass serves all samples as far as tensors are
-split. An edge from a split output to a shared input is a *crossing*: there the gradient of each
-sample is formed, or its inner products by a closed form.
+sample, see ``graph``) or *shared*: a parameter, a function of parameters alone, or the result of an
+unknown operation. One backward pass serves all samples as far as tensors are split. An edge from a
+split output to a shared input is a *crossing*: there the gradient of each sample is formed, or its
+inner products by a closed form.
 """
 
 from collections import defaultdict
@@ -25,11 +25,11 @@ _CUTS = {"Split", "SplitWithSizes", "Unbind"}
 
 
 def keeps_order(node: Node) -> bool:
-    """Whether an operation that only moves entries leaves their row-major order as it is."""
+    """Whether an operation that only moves entries keeps their row-major order."""
     return name_of(node) not in _TURNS or len(shape_of(node, 0)) < 2
 
 
-def is_turn(node: Node) -> bool:
+def _transposes(node: Node) -> bool:
     """Whether an operation transposes a matrix."""
     if len(shape_of(node, 0)) != 2:
         return False
@@ -40,15 +40,15 @@ def is_turn(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """Shared nodes that hang together, with the parameters below them.
+    """A connected set of shared nodes, with the parameters below them.
 
     Attributes:
         crossings: The edges that lead into it.
         parameters: Its parameters.
-        is_direct: There is one parameter, and what a crossing leads to is that parameter, perhaps
+        is_direct: There is one parameter, and each crossing leads to that parameter itself, perhaps
             transposed or in another shape.
         is_simple: Every crossing leads, through operations that only move entries, to entries of
-            one parameter that no other crossing leads to: each contributes for itself.
+            one parameter that no other crossing leads to. Their contributions don't overlap.
     """
 
     crossings: list[Edge] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Plan:
     Attributes:
         layouts: For each split node, the layouts of the outputs that are used.
         crossings: For each split node, its crossings, with their region.
-        regions: All of them.
+        regions: All regions.
         inner: Split nodes with crossings above other such nodes.
-        last: Those above no others; the backward pass need not go further.
+        last: Split nodes with crossings above no others, where the backward pass can end.
     """
 
     layouts: dict[Node, dict[int, int]]
@@ -76,7 +76,7 @@ class Plan:
     last: list[Node]
 
     def arrivals(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return where gradients arrive as rows: the operations' names, and the tensors' shapes."""
+        """Return names of operations and shapes of tensors where gradients arrive as rows."""
         return [
             (name_of(edge.user), shape_of(edge.node, edge.number))
             for region in self.regions
@@ -89,7 +89,7 @@ def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) 
     """Find layouts, crossings and regions.
 
     Args:
-        graph: From the roots to the parameters.
+        graph: The graph from the roots to the parameters.
         roots: Layouts of the outputs that the backward pass starts from.
         n_samples: B, at least 2.
 
@@ -121,13 +121,13 @@ def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) 
 def _layouts(
     graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int
 ) -> dict[Node, dict[int, int]]:
-    """Go down once; users come before what they use, so that all of them have spoken by then."""
-    found: dict[Node, dict[int, Layout]] = defaultdict(dict)
+    """Visit nodes in topological order, users first, so that every user has set its layout."""
+    layouts: dict[Node, dict[int, Layout]] = defaultdict(dict)
     for (node, number), layout in roots.items():
-        found[node][number] = layout
+        layouts[node][number] = layout
     split: dict[Node, dict[int, int]] = {}
     for node in graph.order:
-        outputs = found.pop(node, {})
+        outputs = layouts.pop(node, {})
         known = {number: layout for number, layout in outputs.items() if layout is not None}
         is_split = len(known) == len(outputs) > 0 and node not in graph.parameters
         if is_split:
@@ -136,32 +136,32 @@ def _layouts(
             answers: set[Layout] = {None}
             if is_split:
                 answers = {input_layout(edge, n, s, n_samples) for n, s in known.items()}
-            before = found[edge.node]
+            before = layouts[edge.node]
             if edge.number in before:
                 answers.add(before[edge.number])
-            # Users that disagree mix samples: below, entries belong to none of them alone.
+            # Users that disagree mix samples: no entry below belongs to one sample alone.
             before[edge.number] = answers.pop() if len(answers) == 1 else None
     return split
 
 
 def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Node, Region]:
-    """Join shared nodes that hang together."""
-    joined: dict[Node, Node] = {}
+    """Join connected shared nodes (union-find)."""
+    parent: dict[Node, Node] = {}
 
     def head(node: Node) -> Node:
-        while joined.setdefault(node, node) is not node:
-            node = joined[node]
+        while parent.setdefault(node, node) is not node:
+            node = parent[node]
         return node
 
     for edge in below:
-        joined[head(edge.user)] = head(edge.node)
+        parent[head(edge.user)] = head(edge.node)
     regions: dict[Node, Region] = defaultdict(Region)
     arrivals = {(edge.node, edge.number) for edge in (*below, *crossings)}
     for edge in crossings:
         regions[head(edge.node)].crossings.append(edge)
     for node, parameter in graph.parameters.items():
         regions[head(node)].parameters.append(parameter)
-    region_of = {node: regions[head(node)] for node in list(joined)}
+    region_of = {node: regions[head(node)] for node in list(parent)}
     n_edges: dict[int, int] = defaultdict(int)
     n_arrivals: dict[int, int] = defaultdict(int)
     for edge in (*below, *crossings):
@@ -174,6 +174,6 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
         once = n_edges[id(region)] == n_arrivals[id(region)]
         alone = len(region.parameters) == 1
         region.is_simple &= moves and once and alone
-        keeps = is_parameter or (name_of(node) in MOVES and (keeps_order(node) or is_turn(node)))
-        region.is_direct &= keeps and alone
+        keeps = name_of(node) in MOVES and (keeps_order(node) or _transposes(node))
+        region.is_direct &= alone and (is_parameter or keeps)
     return region_of

@@ -1,14 +1,13 @@
-"""Per-sample gradients of a model output, handed over parameter by parameter, never as a whole.
+"""Compute per-sample gradients of a model output, parameter by parameter, never as a whole.
 
 The layout of the whole project is fixed here: a gradient has one coordinate a parameter entry, the
 parameters in ``named_parameters`` order, each row-major. A batch is differentiated by one backward
-pass (``gradients_at_once``), or sample by sample where a model's graph can't be read; what comes
-goes to a consumer, ``models.projected`` for one.
+pass (``gradients_at_once``), or sample by sample where a model's graph can't be read. Gradients go
+to a consumer as they come, for instance to ``trak_core.model.features``.
 """
 
 from trak_core.gradients.batch import Batch, Samples, Shapes, as_batch, call, joined, shapes_of
-from trak_core.gradients.checks import check_labels, check_samples_apart, count_classes
-from trak_core.gradients.memory import (
+from trak_core.gradients.batch_size import (
     MemoryByLength,
     Room,
     SampleMemory,
@@ -17,16 +16,21 @@ from trak_core.gradients.memory import (
     sample_memory,
     samples_that_fit,
 )
-from trak_core.gradients.methods import (
-    GradientMethod,
+from trak_core.gradients.checks import (
     check_finite,
     check_finite_gramian,
+    check_labels,
+    check_samples_apart,
+    count_classes,
     explain_not_finite,
+    refuse_not_finite,
+)
+from trak_core.gradients.methods import (
+    GradientMethod,
     formed_gradients,
     gradient_method,
     gradients_at_once,
     gradients_one_by_one,
-    refuse_not_finite,
     why_not_at_once,
 )
 from trak_core.gradients.per_sample import (

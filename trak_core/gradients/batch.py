@@ -1,4 +1,4 @@
-"""Batches of samples: take them apart, pad and join texts, call the model, know its rounding."""
+"""Split samples into inputs and labels, pad and join texts, and call a model with them."""
 
 import math
 import sysconfig
@@ -25,10 +25,10 @@ class Batch:
         args: The model's positional arguments.
         kwargs: Its named arguments.
         labels: Shape (batch, ...); ones where the model output needs no label.
-        lengths: Tokens of each text, shape (batch,), where shorter ones are padded on the right;
+        lengths: Tokens of each text, shape (batch,), if shorter texts are padded on the right;
             else None.
-        along: Names of the inputs (see ``tensors``) that are padded with the labels: those with a
-            row a token, in the second dimension.
+        along: Names of the inputs (see ``tensors``) that are padded with the labels, because their
+            second dimension is the token.
     """
 
     args: tuple[Tensor, ...]
@@ -42,21 +42,21 @@ class Batch:
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
-        """Return the batch with a function applied to every tensor, which keeps lengths true."""
+        """Apply ``function`` to every tensor; it must not change sequence lengths."""
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
         lengths = None if self.lengths is None else function(self.lengths)
         args = tuple(map(function, self.args))
         return Batch(args, kwargs, function(self.labels), lengths, self.along)
 
-    def rows(self, which: slice | Tensor) -> "Batch":
+    def rows(self, rows: slice | Tensor) -> "Batch":
         """Return some of the samples, padded no further than the longest of them."""
-        chosen = self.mapped(lambda tensor: tensor[which])
+        chosen = self.mapped(lambda tensor: tensor[rows])
         if chosen.lengths is None or not len(chosen):
             return chosen
         return chosen.cut(int(chosen.lengths.max()))
 
     def cut(self, length: int) -> "Batch":
-        """Return texts that have ``lengths`` without the tokens from ``length`` on."""
+        """Cut texts that have ``lengths`` to at most ``length`` tokens."""
         assert self.lengths is not None
         inputs = {
             name: tensor[:, :length] if name in self.along else tensor
@@ -68,38 +68,38 @@ class Batch:
     def with_inputs(
         self, inputs: Mapping[str, Tensor], labels: Tensor, lengths: Tensor | None
     ) -> "Batch":
-        """Return a batch whose inputs are told apart in the same way; see ``tensors``."""
+        """Return a batch with other inputs, named and ordered as by ``tensors``."""
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
         return Batch(tuple(tensors[:n_args]), kwargs, labels, lengths, self.along)
 
     def given_to(self, model: nn.Module) -> object:
-        """Return what the model returns; it gets copies, for it may write into its inputs."""
+        """Call the model with copies of the inputs, because it may write into them."""
         kwargs = {name: tensor.clone() for name, tensor in self.kwargs.items()}
         return model(*(tensor.clone() for tensor in self.args), **kwargs)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the inputs with their names, for messages."""
+        """Yield the inputs with their names."""
         yield from ((f"argument {i}", tensor) for i, tensor in enumerate(self.args))
         yield from self.kwargs.items()
 
 
-# A tuple of positional arguments, the labels last; named arguments and `labels`; or told apart.
+# Positional arguments and, last, the labels; named arguments and `labels`; or a batch.
 Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 
 
 def as_batch(samples: Samples, output: ModelOutput) -> Batch:
-    """Tell inputs and labels apart.
+    """Split samples into inputs and labels.
 
-    Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``: padding is
-    never predicted.
+    Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``, because
+    padding is never predicted.
 
     Args:
         samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
-            its named arguments and ``labels``. Without labels if ``output.label_ndim`` is None. Or
-            a batch, returned as it is.
-        output: The model output.
+            its named arguments and ``labels``. Without labels if ``output.label_ndim`` is None. A
+            batch is returned unchanged.
+        output: The model output f.
 
     Returns:
         The batch, on the samples' device.
@@ -151,29 +151,31 @@ def joined(batches: Sequence[Batch]) -> Batch:
     """Return the samples of several batches as one.
 
     Texts that have ``lengths`` are padded on the right: their labels with ``IGNORED``, inputs along
-    the tokens with 0, which is a token of every vocabulary and what an ``attention_mask`` leaves
-    out.
+    the tokens with 0, which is a token of every vocabulary and is left out by an
+    ``attention_mask``.
 
     Args:
         batches: At least one, with the same inputs; all with lengths, or none.
 
     Returns:
-        Their samples, one after another.
+        The samples, one after another.
     """
     first = batches[0]
-    longest = None if first.lengths is None else max(one.labels.shape[1] for one in batches)
-    inputs = [dict(one.tensors()) for one in batches]
-    together = {
-        name: _joined([of_one[name] for of_one in inputs], longest if name in first.along else None)
-        for name in inputs[0]
+    longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
+    each = [dict(batch.tensors()) for batch in batches]
+    inputs = {
+        name: _padded_cat(
+            [tensors[name] for tensors in each], longest if name in first.along else None
+        )
+        for name in each[0]
     }
-    labels = _joined([one.labels for one in batches], longest, IGNORED)
-    lengths = [one.lengths for one in batches if one.lengths is not None]
-    return first.with_inputs(together, labels, torch.cat(lengths) if lengths else None)
+    labels = _padded_cat([batch.labels for batch in batches], longest, IGNORED)
+    lengths = [batch.lengths for batch in batches if batch.lengths is not None]
+    return first.with_inputs(inputs, labels, torch.cat(lengths) if lengths else None)
 
 
-def _joined(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
-    """Put tensors (samples, ...) together, with ``longest`` rows of each sample if it is given."""
+def _padded_cat(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) -> Tensor:
+    """Concatenate tensors (samples, ...); pad each sample to ``longest`` rows if it is given."""
     if longest is None:
         return torch.cat(list(tensors))
     padded = []
@@ -185,11 +187,11 @@ def _joined(tensors: Sequence[Tensor], longest: int | None, filling: int = 0) ->
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the shapes of some samples have in common.
+    """Shapes that some samples share.
 
     Attributes:
-        lengths: The number of tokens of each text; empty where a label is not one a token.
-        along: Names of the inputs that have as many rows in each of the samples.
+        lengths: Tokens of each text; empty if labels are not one a token.
+        along: Names of the inputs with a row a token in each of the samples.
     """
 
     lengths: list[int]
@@ -197,22 +199,22 @@ class Shapes:
 
     @property
     def differ(self) -> bool:
-        """Whether texts differ in length, so that they have to be padded."""
+        """Whether texts differ in length, and so must be padded."""
         return len(set(self.lengths)) > 1
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Compare the shapes of samples, one after another.
 
-    Texts, samples with a label a token, may differ in the first dimension of their labels and of
-    all inputs that have as many rows: those can be padded. Whatever else must be the same.
+    Texts are samples with a label a token. They may differ in the first dimension of their labels
+    and of all inputs with as many rows, because those can be padded. All else must be the same.
 
     Args:
         samples: Each with its id, as a batch of one.
-        output: The model output.
+        output: The model output f.
 
     Returns:
-        The texts' lengths, and which inputs go with them.
+        The texts' lengths, and the inputs with a row a token.
 
     Raises:
         InputError: If samples have other inputs, or shapes that no padding makes the same; it names
@@ -249,30 +251,26 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
         }
         odd = [name for name in shapes if name not in same | along]
         if odd:
-            _refuse(odd[0], (first_id, first), (sample_id, shapes), output)
+            _refuse(odd[0], (first_id, first), (sample_id, shapes), output=output)
     return Shapes(lengths, frozenset(along - {"labels"}))
 
 
 def _refuse(
-    name: str,
-    one: tuple[object, dict[str, tuple[int, ...]]],
-    other: tuple[object, dict[str, tuple[int, ...]]],
-    output: ModelOutput,
+    name: str, *samples: tuple[object, dict[str, tuple[int, ...]]], output: ModelOutput
 ) -> None:
+    is_text = output.label_ndim == 1
     found = [
         f"{shapes[name]} in sample {sample_id}"
-        + (f", which has labels of shape {shapes['labels']}" if output.label_ndim == 1 else "")
-        for sample_id, shapes in (one, other)
+        + (f", which has labels of shape {shapes['labels']}" if is_text else "")
+        for sample_id, shapes in samples
     ]
-    may_differ = (
-        "the same shapes in every sample but for the number of tokens, the first dimension of "
-        "`labels` and of each input with a row a token"
-        if output.label_ndim == 1
-        else "the same shapes in every sample"
+    exception = (
+        ", except the number of tokens, the first dimension of `labels` and of each input with a "
+        "row a token"
     )
     raise InputError(
-        f"Samples must have {may_differ}. Found for {name}: {'; '.join(found)}. Bring them to one "
-        "shape.",
+        f"Samples must have the same shapes in every sample{exception if is_text else ''}. Found "
+        f"for {name}: {'; '.join(found)}. Bring them to one shape.",
         code="gradients.different_shapes",
     )
 
@@ -328,33 +326,29 @@ def _last_line(error: BaseException) -> str:
 _TF32 = 2.0**-10
 
 
-def floats(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
-    leaves = pytree.tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
 def rounding(model: nn.Module, batch: Batch) -> float:
     """Return how far two ways to compute the same may differ, relative to the largest number.
 
     That is the square root of the unit roundoff of the coarsest numbers that any layer returns
     (autocast may make them coarser than weights and outputs): far above what rounding adds up to,
-    far below what a wrong computation gives.
-
-    Args:
-        model: Run once, in the mode it is in.
-        batch: A few samples.
+    far below what a wrong computation gives. The model runs once, in the mode it is in.
     """
-    epsilons = [torch.finfo(p.dtype).eps for p in floats(list(model.parameters()))]
-    devices = {p.device.type for p in model.parameters()}
+    parameters = list(model.parameters())
+    epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
 
-    def look(module: nn.Module, args: Any, result: Any) -> None:
-        epsilons.extend(torch.finfo(tensor.dtype).eps for tensor in floats(result))
+    def note(module: nn.Module, args: Any, result: Any) -> None:
+        epsilons.extend(torch.finfo(tensor.dtype).eps for tensor in _floats(result))
 
     with ExitStack() as stack, torch.no_grad():
         for module in model.modules():
-            stack.callback(module.register_forward_hook(look).remove)
+            stack.callback(module.register_forward_hook(note).remove)
         batch.given_to(model)
-    if "cuda" in devices:
+    if any(p.is_cuda for p in parameters):
         epsilons.append(_TF32)
     return math.sqrt(max(epsilons))
+
+
+def _floats(tree: Any) -> list[Tensor]:
+    """Return the floating-point tensors in nested containers."""
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

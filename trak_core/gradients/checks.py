@@ -1,9 +1,10 @@
-"""Refuse models that mix the samples of a batch, and labels that no such model can have."""
+"""Refuse models that mix samples, labels that don't fit a model, and gradients with NaN."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -11,107 +12,16 @@ from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
 from trak_core.gradients.batch import Batch, Samples, as_batch, call, rounding
-from trak_core.gradients.per_sample import in_evaluation_mode
+from trak_core.gradients.consumers import Magnitude
+from trak_core.gradients.methods import gradients_one_by_one
+from trak_core.gradients.per_sample import PerSample, in_evaluation_mode
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
 
+# Samples of a batch that are compared.
 _SAMPLES = 8
-# A module's call: its name, what went in and what came out, both as tensors a sample.
+_LABEL_SHAPES = ("one number a sample", "one token a position", "one class a pixel")
+# A module's call: its name, its arguments and its result, both as tensors with a row a sample.
 _Call = tuple[str, list[Tensor], list[Tensor]]
-
-
-def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return f of each sample of a batch, and the largest size of what the model returned."""
-    outputs = output.read(batch.given_to(model))
-    if len(outputs) != len(batch):
-        raise InputError(
-            f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
-            f"{len(batch)}.",
-            code="gradients.model_rows",
-        )
-    pairs = zip(outputs, batch.labels, strict=True)
-    sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
-    return torch.stack([output.value(x, label) for x, label in pairs]), sizes
-
-
-def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
-    """Return the tensors in nested containers that have one row a sample."""
-    leaves = pytree.tree_leaves(tree)
-    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
-    return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
-
-
-def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
-    """Run the model and record its modules.
-
-    Returns:
-        Their calls, inner before outer; and the module in which it failed, None if it did not.
-    """
-    calls: list[_Call] = []
-    inside: list[str] = []
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            label = f"{name or 'the model itself'} ({type(module).__name__})"
-
-            def enter(*_: Any, label: str = label) -> None:
-                inside.append(label)
-
-            def leave(_: Any, args: Any, kwargs: Any, result: Any) -> None:
-                given = _tensors((args, kwargs), len(batch))
-                calls.append((inside.pop(), given, _tensors(result, len(batch))))
-
-            handles = [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, with_kwargs=True),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
-        try:
-            batch.given_to(model)
-        except (RuntimeError, ValueError, TypeError, IndexError):
-            return calls, inside[-1]
-    return calls, None
-
-
-def _differ(found: list[Tensor], expected: list[Tensor], allowed: float) -> bool:
-    for a, b in zip(found, expected, strict=False):
-        if a.shape != b.shape:
-            return True
-        if a.is_floating_point():
-            size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
-            if not torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True):
-                return True
-        elif not torch.equal(a, b):
-            return True
-    return False
-
-
-def _first_difference(found: Iterable[_Call], expected: Iterable[_Call], allowed: float) -> str:
-    """Name the first module whose result differs, or the code before it."""
-    for (name, given, result), (_, given_alone, result_alone) in zip(found, expected, strict=False):
-        if _differ(given, given_alone, allowed):
-            return f"the code that calls {name}"
-        if _differ(result, result_alone, allowed):
-            return name
-    return "the code of the model itself"
-
-
-def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
-    """Return the layer in which a batch's first sample differs from itself alone."""
-    alone, failed = _calls(model, _alone(batch, 0))
-    if failed is not None:
-        return failed
-    together, _ = _calls(model, batch)
-
-    def first_rows(tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor[:1] for tensor in tensors]
-
-    rows = ((name, first_rows(given), first_rows(result)) for name, given, result in together)
-    return _first_difference(rows, alone, allowed)
-
-
-def _alone(batch: Batch, i: int) -> Batch:
-    """Return one sample as it is in the batch, padding and all."""
-    return batch.mapped(lambda tensor: tensor[i : i + 1])
 
 
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
@@ -119,8 +29,8 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 
     Args:
         model: On the samples' device. Used in evaluation mode, and left as it was.
-        output: The model output.
-        samples: See ``as_batch``; the first eight count, and of a single one nothing is checked.
+        output: The model output f.
+        samples: As ``as_batch`` takes them; the first eight are compared, a single one is not.
 
     Raises:
         InputError: If f of a sample depends on the others, or changes from call to call; it names
@@ -167,11 +77,11 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
 def _check_padding(
     model: nn.Module, output: ModelOutput, batch: Batch, padded: Tensor, tolerance: Tensor
 ) -> None:
-    """Compare f of padded texts with f of the texts as they are."""
+    """Compare f of padded texts with f of the texts without padding."""
     parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
-    as_it_is = torch.cat([value for value, _ in parts])
-    if not _close(padded, as_it_is, tolerance):
-        difference = float((padded - as_it_is).abs().nan_to_num(torch.inf).max())
+    unpadded = torch.cat([value for value, _ in parts])
+    if not _close(padded, unpadded, tolerance):
+        difference = float((padded - unpadded).abs().nan_to_num(torch.inf).max())
         raise InputError(
             "The model output of a text must not depend on padding: texts of different lengths are "
             f"padded on the right. Found that f differs by up to {difference:.2g} between texts "
@@ -181,12 +91,103 @@ def _check_padding(
         )
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: Tensor) -> bool:
-    both_bad = ~found.isfinite() & ~expected.isfinite()
-    return bool((both_bad | ((found - expected).abs() <= tolerance)).all())
+def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return f of each sample of a batch, and the largest absolute value of its model's returns."""
+    outputs = output.read(batch.given_to(model))
+    if len(outputs) != len(batch):
+        raise InputError(
+            f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
+            f"{len(batch)}.",
+            code="gradients.model_rows",
+        )
+    pairs = zip(outputs, batch.labels, strict=True)
+    sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
+    return torch.stack([output.value(x, label) for x, label in pairs]), sizes
 
 
-_SHAPES = ("one number a sample", "one token a position", "one class a pixel")
+def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
+    both_bad = ~a.isfinite() & ~b.isfinite()
+    return bool((both_bad | ((a - b).abs() <= tolerance)).all())
+
+
+def _alone(batch: Batch, i: int) -> Batch:
+    """Return one sample as it is in the batch, padding and all."""
+    return batch.mapped(lambda tensor: tensor[i : i + 1])
+
+
+def _likely_layer(model: nn.Module, batch: Batch, allowed: float) -> str:
+    """Return the layer in which a batch's first sample differs from itself alone."""
+    alone, failed = _calls(model, _alone(batch, 0))
+    if failed is not None:
+        return failed
+    together, _ = _calls(model, batch)
+    first_rows = (
+        (name, [tensor[:1] for tensor in arguments], [tensor[:1] for tensor in result])
+        for name, arguments, result in together
+    )
+    return _first_difference(first_rows, alone, allowed)
+
+
+def _first_difference(calls: Iterable[_Call], others: Iterable[_Call], allowed: float) -> str:
+    """Name the first module whose result differs, or the code before it."""
+    for (name, *mine), (_, *theirs) in zip(calls, others, strict=False):
+        if _differ(mine[0], theirs[0], allowed):
+            return f"the code that calls {name}"
+        if _differ(mine[1], theirs[1], allowed):
+            return name
+    return "the code of the model itself"
+
+
+def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool:
+    for a, b in zip(tensors, others, strict=False):
+        if a.shape != b.shape:
+            return True
+        if a.is_floating_point():
+            size = float(b.abs().nan_to_num().max()) if b.numel() else 0.0
+            if not torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True):
+                return True
+        elif not torch.equal(a, b):
+            return True
+    return False
+
+
+def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
+    """Run the model and record the calls of its modules, inner before outer.
+
+    Returns:
+        The calls; and the module in which the model failed, None if it did not.
+    """
+    calls: list[_Call] = []
+    inside: list[str] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            label = f"{name or 'the model itself'} ({type(module).__name__})"
+
+            def enter(*_: Any, label: str = label) -> None:
+                inside.append(label)
+
+            def leave(_: Any, args: Any, kwargs: Any, result: Any) -> None:
+                arguments = _tensors((args, kwargs), len(batch))
+                calls.append((inside.pop(), arguments, _tensors(result, len(batch))))
+
+            handles = [
+                module.register_forward_pre_hook(enter),
+                module.register_forward_hook(leave, with_kwargs=True),
+            ]
+            for handle in handles:
+                stack.callback(handle.remove)
+        try:
+            batch.given_to(model)
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return calls, inside[-1]
+    return calls, None
+
+
+def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
+    """Return the tensors in nested containers that have one row a sample."""
+    leaves = pytree.tree_leaves(tree)
+    rows = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    return [leaf.detach().clone() for leaf in rows if len(leaf) == n_rows]
 
 
 def count_classes(
@@ -196,8 +197,8 @@ def count_classes(
 
     Args:
         model: On ``device``.
-        output: The model output.
-        samples: See ``as_batch``.
+        output: The model output f.
+        samples: As ``as_batch`` takes them, on any device.
         device: Where to run.
 
     Returns:
@@ -222,7 +223,7 @@ def count_classes(
 
 
 def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
-    """Refuse what a model returned for one sample if it doesn't fit a label of this shape."""
+    """Refuse a model's return for one sample if it doesn't fit a label of this shape."""
     try:
         value = output.value(outputs, label)
         found = f"{tuple(value.shape)}" if value.ndim else None
@@ -243,10 +244,10 @@ def check_labels(
     """Refuse labels that the model cannot have been trained with.
 
     Args:
-        labels: Of the samples, shape (batch, ...).
-        output: The model output they are for.
+        labels: Shape (batch, ...).
+        output: The model output f.
         n_classes: From ``count_classes``.
-        sample_ids: The samples' ids, for the message.
+        sample_ids: Ids of the samples, for the message.
 
     Raises:
         InputError: If labels have the wrong shape; if a class is not an integer from 0 to
@@ -257,7 +258,7 @@ def check_labels(
         return
     if labels.ndim != 1 + output.label_ndim:
         raise InputError(
-            f"A label must be {_SHAPES[output.label_ndim]}. Found labels of shape "
+            f"A label must be {_LABEL_SHAPES[output.label_ndim]}. Found labels of shape "
             f"{tuple(labels.shape)}.",
             code="gradients.label_shape",
         )
@@ -291,3 +292,114 @@ def check_labels(
                 f"one after its first token. Found none in sample {sample_ids[empty[0]]}.",
                 code="gradients.empty_label",
             )
+
+
+def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
+    """Refuse NaN or infinity in whole gradients.
+
+    Args:
+        result: The gradients and outputs of a batch.
+        sample_ids: Ids of the samples, for the message.
+
+    Raises:
+        InputError: If there is any; it names the samples and the parameters.
+    """
+    bad = {
+        name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
+        for name, block in result.gradients.items()
+    }
+    dtypes = {block.dtype for block in result.gradients.values()}
+    _refuse_bad(~torch.isfinite(result.outputs), bad, dtypes, sample_ids)
+
+
+def explain_not_finite(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    sample_ids: Sequence[object],
+) -> None:
+    """Differentiate a batch once more, slowly, to say where NaN or infinity comes from.
+
+    It takes what ``gradients_one_by_one`` takes, and the samples' ids for the message.
+
+    Raises:
+        InputError: If a gradient is not finite; it names the samples and the parameters.
+    """
+    batch = as_batch(samples, output)
+    magnitude = Magnitude.zeros(parameters, len(batch))
+    outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
+    bad = {name: ~torch.isfinite(largest) for name, largest in magnitude.rows.items()}
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    _refuse_bad(~torch.isfinite(outputs), bad, dtypes, sample_ids)
+
+
+def _refuse_bad(
+    bad: Tensor,
+    by_parameter: Mapping[str, Tensor],
+    dtypes: Collection[torch.dtype],
+    sample_ids: Sequence[object],
+) -> None:
+    names = ["the model output itself"] if bad.any() else []
+    for name, rows in by_parameter.items():
+        if rows.any():
+            names.append(name)
+            bad = bad | rows
+    if names:
+        bad_ids = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
+        overflow = (
+            " float16 ends at 65504: bfloat16 or float32 weights reach further."
+            if torch.float16 in dtypes
+            else ""
+        )
+        raise InputError(
+            "Per-sample gradients must be finite. Found NaN or infinity for the samples "
+            f"{_first_eight(bad_ids)} in {_first_eight(names)}. Look for bad values "
+            f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
+            code="gradients.not_finite",
+        )
+
+
+def _first_eight(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:8])) + (" and more" if len(names) > 8 else "")
+
+
+def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
+    """Refuse numbers that are not finite.
+
+    Args:
+        sample_ids: Ids of the samples they belong to.
+        numbers: Their name, at the beginning of a sentence.
+
+    Raises:
+        InputError: Always; it names the samples.
+    """
+    bad_ids = list(dict.fromkeys(map(str, sample_ids)))
+    raise InputError(
+        f"{numbers} must be finite. Found NaN or infinity for the samples {_first_eight(bad_ids)}. "
+        "Look for bad values in these samples and in the checkpoint; an infinite score would hide "
+        "them.",
+        code="gradients.values_not_finite",
+    )
+
+
+def check_finite_gramian(
+    gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
+) -> None:
+    """Refuse a Gramian with NaN or infinity: a bad gradient fills its whole row or column.
+
+    Args:
+        gramian: Inner products of gradients, shape (n, m).
+        row_ids: Ids of the n samples.
+        ids: Ids of the m samples.
+
+    Raises:
+        InputError: If there is any; it names the samples.
+    """
+    bad = ~np.isfinite(gramian)
+    if bad.any():
+        rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
+        if not (rows or columns):  # too large for each other alone
+            rows = np.flatnonzero(bad.any(axis=1)).tolist()
+        bad_ids = [row_ids[i] for i in rows] + [ids[i] for i in columns]
+        refuse_not_finite(bad_ids, "Inner products of gradients")

@@ -1,173 +1,138 @@
-"""What takes per-sample gradients, parameter by parameter: whole ones, or a short digest."""
+"""Take per-sample gradients parameter by parameter: form them, or keep a short digest."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Consumer, Contribution, summed_parts, whole
+from trak_core.autograd.contributions import PIECE, Consumer, Contribution, summed_parts
 
 
 class SampleConsumer(Consumer, Protocol):
     """Takes the gradients of a batch, one row a sample."""
 
     def of(self, samples: slice) -> Self:
-        """Return what takes the gradients of some of the samples, into the same place."""
+        """Return a consumer that takes the gradients of some samples, into the same tensors."""
         ...
 
     def finish(self) -> None:
-        """Add up what was held back; nothing more comes."""
+        """Add up what was held back, because no gradient comes any more."""
         ...
 
 
-class Formed:
-    """Whole gradients.
+class _Rows(ABC):
+    """A sample consumer with one tensor a parameter.
 
     Attributes:
-        gradients: Names to tensors (batch, *shape); zeros where nothing came.
+        rows: Names of parameters to tensors (batch, ...); zeros where no gradient came.
     """
-
-    in_order: ClassVar[bool] = True
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]):
-        """Keep where they go."""
-        self._parameters, self.gradients = parameters, dict(gradients)
-        self._names = {id(p): name for name, p in parameters.items()}
-
-    @classmethod
-    def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
-        """Return zeros for so many samples."""
-        rows = {name: p.new_zeros((n_samples, *p.shape)) for name, p in parameters.items()}
-        return cls(parameters, rows)
-
-    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """See ``Consumer``."""
-        rows = self.gradients[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
-        for first, part in summed_parts(uses, PIECE):
-            rows[:, first : first + part.shape[1]] += part
-
-    def of(self, samples: slice) -> Self:
-        """See ``SampleConsumer``."""
-        rows = {name: block[samples] for name, block in self.gradients.items()}
-        return type(self)(self._parameters, rows)
-
-    def finish(self) -> None:
-        """See ``SampleConsumer``; nothing is held back."""
-
-    def empty(self) -> Self:
-        """See ``Consumer``."""
-        zeros = {name: torch.zeros_like(block) for name, block in self.gradients.items()}
-        return type(self)(self._parameters, zeros)
-
-    def add(self, other: Self) -> None:
-        """See ``Consumer``."""
-        for name, block in self.gradients.items():
-            block += other.gradients[name]
-
-
-class Digest:
-    """A random combination of each gradient's entries, row by row: what tells two gradients apart.
-
-    A parameter is read as a matrix of its first dimension and all others; every row gives its
-    product with one random vector.
-
-    Attributes:
-        rows: Of each parameter, shape (batch, rows of the matrix), float32 or float64.
-    """
-
-    in_order: ClassVar[bool] = True
-
-    def __init__(self, parameters: Sequence[Tensor], rows: Sequence[Tensor]):
-        """Keep where they go."""
-        self._parameters, self.rows = parameters, list(rows)
-        self._numbers = {id(p): i for i, p in enumerate(parameters)}
-
-    @classmethod
-    def zeros(cls, parameters: Sequence[Tensor], n_samples: int) -> Self:
-        """Return zeros for so many samples."""
-        sizes = [p.shape[0] if p.ndim else 1 for p in parameters]
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
-        return cls(
-            parameters,
-            [
-                p.new_zeros((n_samples, size), dtype=dtype)
-                for p, size, dtype in zip(parameters, sizes, wide, strict=True)
-            ],
-        )
-
-    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """See ``Consumer``."""
-        if not parameter.numel():
-            return
-        i = self._numbers[id(parameter)]
-        total = self.rows[i]
-        n = total.shape[1]
-        width = parameter.numel() // max(1, n)
-        vector = torch.randn(width, generator=torch.Generator().manual_seed(i))
-        vector = vector.to(total.device, total.dtype)
-        uses = [use if use.matrix == (n, width) else whole(use) for use in uses]
-        for first, part in summed_parts(uses, PIECE):
-            rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
-            total[:, first // width : first // width + rows.shape[1]] += rows
-
-    def of(self, samples: slice) -> Self:
-        """See ``SampleConsumer``."""
-        return type(self)(self._parameters, [rows[samples] for rows in self.rows])
-
-    def finish(self) -> None:
-        """See ``SampleConsumer``; nothing is held back."""
-
-    def empty(self) -> Self:
-        """See ``Consumer``."""
-        return type(self)(self._parameters, [torch.zeros_like(rows) for rows in self.rows])
-
-    def add(self, other: Self) -> None:
-        """See ``Consumer``."""
-        for rows, more in zip(self.rows, other.rows, strict=True):
-            rows += more
-
-
-class Magnitude:
-    """The largest size of each gradient's entries, which is not finite where one of them isn't.
-
-    Attributes:
-        rows: Names of parameters to shape (batch,).
-    """
-
-    in_order: ClassVar[bool] = False
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):
-        """Keep where they go."""
         self._parameters, self.rows = parameters, dict(rows)
         self._names = {id(p): name for name, p in parameters.items()}
 
     @classmethod
     def zeros(cls, parameters: Mapping[str, nn.Parameter], n_samples: int) -> Self:
-        """Return zeros for so many samples."""
-        return cls(parameters, {name: p.new_zeros(n_samples) for name, p in parameters.items()})
+        """Return zeros for ``n_samples`` samples."""
+        return cls(parameters, {name: cls._zeros(p, n_samples) for name, p in parameters.items()})
+
+    @staticmethod
+    @abstractmethod
+    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
+        """Return the tensor of one parameter."""
+
+    @staticmethod
+    @abstractmethod
+    def _add(total: Tensor, more: Tensor) -> None:
+        """Add one tensor to another, in place."""
+
+    def of(self, samples: slice) -> Self:
+        return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
+
+    def empty(self) -> Self:
+        zeros = {name: torch.zeros_like(x) for name, x in self.rows.items()}
+        return type(self)(self._parameters, zeros)
+
+    def add(self, other: Self) -> None:
+        for name, total in self.rows.items():
+            self._add(total, other.rows[name])
+
+    def finish(self) -> None:
+        return  # nothing is held back
+
+
+class Formed(_Rows):
+    """Whole gradients, (batch, *shape) each."""
+
+    in_order: ClassVar[bool] = True
+
+    @staticmethod
+    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
+        return parameter.new_zeros((n_samples, *parameter.shape))
+
+    @staticmethod
+    def _add(total: Tensor, more: Tensor) -> None:
+        total += more
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """See ``Consumer``."""
+        rows = self.rows[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
+        for first, part in summed_parts(uses, PIECE):
+            rows[:, first : first + part.shape[1]] += part
+
+
+class Digest(_Rows):
+    """A random combination of each gradient's entries, row by row, to compare gradients by.
+
+    A parameter is read as a matrix of its first dimension by all others; every row of the matrix
+    gives its product with one random vector. Shape (batch, rows of the matrix), float32 or float64.
+    """
+
+    in_order: ClassVar[bool] = True
+
+    @staticmethod
+    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
+        shape = n_samples, parameter.shape[0] if parameter.ndim else 1
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return parameter.new_zeros(shape, dtype=dtype)
+
+    @staticmethod
+    def _add(total: Tensor, more: Tensor) -> None:
+        total += more
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        if not parameter.numel():
+            return
+        name = self._names[id(parameter)]
+        total = self.rows[name]
+        n = total.shape[1]
+        width = parameter.numel() // max(1, n)
+        seed = list(self.rows).index(name)
+        vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+        vector = vector.to(total.device, total.dtype)
+        uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
+        for first, part in summed_parts(uses, PIECE):
+            rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
+            total[:, first // width : first // width + rows.shape[1]] += rows
+
+
+class Magnitude(_Rows):
+    """The largest absolute entry of each gradient, (batch,); not finite where an entry isn't."""
+
+    in_order: ClassVar[bool] = False
+
+    @staticmethod
+    def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
+        return parameter.new_zeros(n_samples)
+
+    @staticmethod
+    def _add(total: Tensor, more: Tensor) -> None:
+        torch.maximum(total, more, out=total)
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
             return
         largest = self.rows[self._names[id(parameter)]]
         for _, part in summed_parts(uses, PIECE):
             torch.maximum(largest, part.abs().amax(dim=1), out=largest)
-
-    def of(self, samples: slice) -> Self:
-        """See ``SampleConsumer``."""
-        return type(self)(self._parameters, {name: one[samples] for name, one in self.rows.items()})
-
-    def finish(self) -> None:
-        """See ``SampleConsumer``; nothing is held back."""
-
-    def empty(self) -> Self:
-        """See ``Consumer``."""
-        zeros = {name: torch.zeros_like(one) for name, one in self.rows.items()}
-        return type(self)(self._parameters, zeros)
-
-    def add(self, other: Self) -> None:
-        """See ``Consumer``."""
-        for name, one in self.rows.items():
-            torch.maximum(one, other.rows[name], out=one)

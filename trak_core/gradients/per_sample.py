@@ -1,4 +1,4 @@
-"""Per-sample values: which parameters count, how f is differentiated, what stands beside it."""
+"""Hold per-sample values, select the parameters, and set a model up to be differentiated."""
 
 import contextlib
 import fnmatch
@@ -24,14 +24,14 @@ def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class PerSample:
-    """What one batch gives under one checkpoint, with its gradients as a whole.
+    """Whole gradients and the other values of a batch under one checkpoint.
 
     Attributes:
         gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
         outputs: f, shape (batch,).
         predictions: Shape (batch,).
         loss_weights: Q, shape (batch,).
-        curvature: W, shape (batch,); None where the output has none.
+        curvature: W, shape (batch,); None where the model output has none.
     """
 
     gradients: dict[str, Tensor]
@@ -46,7 +46,7 @@ class PerSample:
         return columns if self.curvature is None else [*columns, self.curvature]
 
     def blocks(self) -> list[Tensor]:
-        """Return the gradients where they are, one (batch, entries) block a parameter."""
+        """Return the gradients, one (batch, entries) block a parameter, without a copy."""
         return as_blocks(self.gradients.values())
 
 
@@ -66,7 +66,7 @@ def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tu
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
-    """Put together gradients with f and what ``beside_gradient`` gives, in that order."""
+    """Combine gradients with f and the values of ``beside_gradient``, in that order."""
     outputs, predictions, loss_weights, *curvature = columns
     return PerSample(
         gradients, outputs, predictions, loss_weights, curvature[0] if curvature else None
@@ -77,9 +77,9 @@ def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSa
 def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
     """Run with the model in evaluation mode.
 
-    Dropout is off and BatchNorm uses its stored statistics, whatever mode the model was in; that
-    mode is restored. The inference kernels that torch's transformer layers take when only other
-    layers are differentiated are off: they leave no graph to read.
+    Dropout is off and BatchNorm uses its stored statistics; afterwards each module has its own mode
+    again. The inference kernels of torch's transformer layers, taken when only other layers are
+    differentiated, are off because they leave no graph to read.
     """
     training = [module for module in model.modules() if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
@@ -95,10 +95,7 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def graph_to(model: nn.Module, parameters: Iterable[nn.Parameter]) -> Generator[None, None, None]:
-    """Run with a graph to these parameters alone.
-
-    Others are left out while it runs: what only they need would be kept for nothing.
-    """
+    """Run with a graph to these parameters alone, so that nothing is saved for the others."""
     chosen = {id(parameter) for parameter in parameters}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
     try:
@@ -121,11 +118,7 @@ def differentiating(
 
 
 def check_graph(values: Tensor) -> None:
-    """Refuse a model output that no parameter leads to.
-
-    Raises:
-        InputError: If it has no graph.
-    """
+    """Refuse a model output that depends on no parameter."""
     if not values.requires_grad:
         raise InputError(
             "The model output must depend on a parameter that is differentiated. Found none that "
@@ -143,7 +136,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     and ``*layers.0.*``, where only adapters are trained, that layer's adapter alone.
 
     Args:
-        model: Of frozen parameters, those that are returned have ``requires_grad`` from then on.
+        model: Its frozen parameters have ``requires_grad`` from then on if they are returned.
         patterns: Shell-style patterns (``layer4.*``) of full parameter names; None takes all that
             have ``requires_grad``.
 
@@ -183,8 +176,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
 
 def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter]) -> list[str]:
     for names in (trainable, list(named)):
-        if found := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
-            return found
+        if matching := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
+            return matching
     shown = list(named)[:8] + (["..."] if len(named) > 8 else [])
     raise InputError(
         "Every pattern under `parameters` must match the name of a parameter. Found "
@@ -205,13 +198,10 @@ def n_params(parameters: dict[str, nn.Parameter]) -> int:
 def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
     """Return f, prediction, loss weight and, if there is one, curvature of each sample.
 
-    Args:
-        model: On the batch's device. Used in evaluation mode, and left as it was.
-        output: The model output f.
-        samples: The batch, see ``as_batch``.
+    The model is used in evaluation mode, on the batch's device, and left as it was.
 
     Returns:
-        Tensors of shape (batch,), as ``PerSample.columns`` gives them with the gradients.
+        The tensors of ``PerSample.columns``, shape (batch,) each.
     """
     batch = as_batch(samples, output)
     with in_evaluation_mode(model), torch.no_grad():

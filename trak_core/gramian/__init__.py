@@ -1,4 +1,4 @@
-"""Inner products of gradients, exactly and without the gradients."""
+"""Compute exact inner products of gradients without the gradients."""
 
 from trak_core.gramian.engine import Engine, cross_gramian, train_gramian
 

@@ -1,4 +1,4 @@
-"""The Gramian J J^T of a Jacobian without the Jacobian, and inner products of gradients.
+"""Compute the Gramian J J^T of a Jacobian without the Jacobian.
 
 ``Engine`` reads a graph that the caller has made. ``train_gramian`` and ``cross_gramian`` run a
 model on blocks of samples; n x n is their only large object, because two blocks are in the model at
@@ -23,111 +23,29 @@ from trak_core.gradients import Batch, Samples, as_batch, graph_to, joined
 from trak_core.model_outputs.model_output import ModelOutput
 
 
-@dataclass(frozen=True, slots=True)
-class _Products:
-    """Adds up inner products, parameter by parameter.
-
-    Attributes:
-        gramian: Shape (rows, rows).
-    """
-
-    gramian: Tensor
-    in_order: ClassVar[bool] = False
-
-    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """Add the products of the gradients with respect to a parameter."""
-        if len(uses) == 1:
-            uses[0].add_to(self.gramian)
-            return
-        for _, rows in summed_parts(uses, PIECE):
-            add_product(self.gramian, rows)
-
-    def empty(self) -> Self:
-        """Return zeros."""
-        return type(self)(torch.zeros_like(self.gramian))
-
-    def add(self, other: Self) -> None:
-        """Add another Gramian."""
-        self.gramian.add_(other.gramian)
-
-
-def parameter_gramian(
-    output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
-) -> Tensor:
-    """Return J J^T, J the Jacobian of an output with respect to parameters.
-
-    Args:
-        output: Real numbers with a graph, of any shape [m1, ..., mk]; the graph stays.
-        parameters: Leaves of graphs; one that is given twice counts once.
-        batch_dim: The dimension of the output along which samples are independent, or None.
-
-    Returns:
-        Shape [m1, ..., mk, mk, ..., m1], the output's dtype, on its device.
-
-    Raises:
-        InputError: If the output has no graph, or no dimension ``batch_dim``.
-        MixedSamplesError: If an operation takes statistics over independent samples.
-        RuntimeError: If an operation of the graph cannot be differentiated.
-    """
-    if not (isinstance(output, Tensor) and output.requires_grad):
-        found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
-        raise InputError(
-            "The output must be a tensor with a graph, that is with requires_grad. "
-            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
-            code="gramian.no_graph",
-        )
-    n = output.numel()
-    order = list(range(output.ndim))
-    gramian = output.detach().new_zeros(n, n)
-    products = _Products(gramian)
-    with torch.no_grad():
-        dim = None if batch_dim is None else _checked_dim(output, batch_dim)
-        plan = None if dim is None else plan_of(output, parameters, dim)
-        if dim is None or plan is None:
-            by_rows(products, output, parameters)
-        else:
-            by_samples(products, output, plan, dim, keep_graph=True)
-            order.append(order.pop(dim))
-    shape = [output.shape[dim] for dim in order]
-    back = [order.index(dim) for dim in range(output.ndim)]
-    ahead = [output.ndim + dim for dim in reversed(back)]
-    return gramian.view(shape + shape).permute(back + ahead)
-
-
-def _checked_dim(output: Tensor, batch_dim: int) -> int:
-    if not -output.ndim <= batch_dim < output.ndim:
-        raise InputError(
-            f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
-            f"{tuple(output.shape)}. Give one output or loss a sample, with "
-            'reduction="none" for instance, or leave batch_dim out.',
-            code="gramian.batch_dim",
-        )
-    return batch_dim % output.ndim
-
-
 class Engine:
     """Computes J J^T, J the Jacobian of an output with respect to the parameters of modules.
 
-    The engine reads the computation graph that a forward pass has left. It hangs nothing on the
-    modules, keeps nothing from one call to the next, and leaves the graph as it was, for
-    ``output.backward(weights)`` for instance. Nobody's ``.grad`` changes. The Gramian is that of
-    the forward pass that was made, dropout and all.
+    The engine reads the computation graph that a forward pass has left. It adds no hooks to the
+    modules, keeps no state between calls, and leaves the graph as it was, so that
+    ``output.backward(weights)`` works afterwards. No ``.grad`` changes. The Gramian belongs to the
+    forward pass that was made, with its dropout.
 
     With ``batch_dim`` one backward pass serves all samples as far as the graph says which entries
-    of a tensor belong to which sample. Where a parameter comes in, the inner products of the
-    samples' gradients come from the saved inputs and the gradients of the outputs: for linear
-    layers, convolutions, embeddings, normalisation layers, and parameters that are added or
-    multiplied. Any other operation is differentiated once for each sample, and what lies below an
-    operation that the engine cannot see through, a recurrent layer say, as without ``batch_dim``;
-    that takes longer, but the result is the same.
+    of a tensor belong to which sample. For linear layers, convolutions, embeddings, normalisation
+    layers, and parameters that are added or multiplied, the saved inputs and the gradients of the
+    outputs give the inner products of the samples' gradients. Any other operation is differentiated
+    once for each sample. Below an operation that hides the samples, such as a recurrent layer, the
+    engine computes as without ``batch_dim``. That takes longer and gives the same result.
 
-    Without it all rows of the Jacobian go through the graph at a time, parameter by parameter.
+    Without ``batch_dim`` all rows of the Jacobian go through the graph together, parameter by
+    parameter.
 
     Args:
-        modules: Their parameters, and those of their children, count if ``requires_grad``. None may
-            be part of another.
+        modules: Their parameters, and those of their children, are differentiated if they have
+            ``requires_grad``. No module may be part of another.
         batch_dim: The dimension of the output along which samples are independent: the entries of
-            sample b depend on sample b of the data alone. None if there is none.
+            sample b depend on sample b of the data alone. None if there is no such dimension.
 
     Raises:
         InputError: If there is no module, or if one is part of another.
@@ -143,11 +61,10 @@ class Engine:
                 [ 2.,  1.]])
 
     Source: Quinton and Rey, "Jacobian Descent for Multi-Objective Optimization", arXiv 2406.16232,
-    section 6, for what the Gramian is good for. The way it is computed here is our own.
+    section 6, on uses of the Gramian. The algorithm is our own.
     """
 
     def __init__(self, *modules: nn.Module, batch_dim: int | None = None):
-        """See the class."""
         if not modules:
             raise InputError(
                 "The engine needs at least one module. Found none.", code="gramian.no_module"
@@ -216,17 +133,18 @@ def train_gramian(
 ) -> np.ndarray:
     """Return K = J J^T, J the gradients of f at all samples, shape (n, p).
 
-    Each pair of blocks takes one pass through the model, so that the fewer blocks the faster: take
-    the largest that memory allows. How samples are cut changes the result by rounding only.
+    Each pair of blocks takes one pass through the model. Choose the largest blocks that memory
+    allows, because fewer blocks are faster. How samples are cut into blocks changes the result by
+    rounding only.
 
     Args:
         model: In evaluation mode, on the blocks' device. Unchanged.
-        parameters: From ``select_parameters``.
+        parameters: Those to differentiate, from ``select_parameters``.
         output: The model output f.
-        blocks: At least one, of at least one sample each.
+        blocks: At least one, of at least one sample each, as ``as_batch`` takes them.
 
     Returns:
-        Shape (n, n), float64, exactly symmetric; n x n numbers are in memory.
+        Shape (n, n), float64, exactly symmetric.
 
     Raises:
         InputError: If there are no samples, or if the model mixes them.
@@ -252,12 +170,7 @@ def cross_gramian(
 ) -> np.ndarray:
     """Return K_t = J J_t^T between the gradients of f at train samples and at targets.
 
-    Args:
-        model: As for ``train_gramian``.
-        parameters: As for ``train_gramian``.
-        output: The model output f.
-        train_blocks: Blocks of the n train samples.
-        target_blocks: Blocks of the m targets.
+    The n train samples and the m targets come in blocks, as for ``train_gramian``.
 
     Returns:
         Shape (n, m), float64.
@@ -305,3 +218,78 @@ def _gramian_of(
             code="gramian.mixing_model",
         ) from None
     return gramian.to("cpu", torch.float64).numpy()
+
+
+def parameter_gramian(
+    output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
+) -> Tensor:
+    """Return J J^T, J the Jacobian of an output with respect to parameters.
+
+    Args:
+        output: Real numbers with a graph, of any shape [m1, ..., mk]; the graph stays.
+        parameters: Leaves of graphs; a parameter that is given twice counts once.
+        batch_dim: The dimension of the output along which samples are independent, or None.
+
+    Returns:
+        Shape [m1, ..., mk, mk, ..., m1], the output's dtype, on its device.
+
+    Raises:
+        InputError: If the output has no graph, or no dimension ``batch_dim``.
+        MixedSamplesError: If an operation takes statistics over independent samples.
+        RuntimeError: If an operation of the graph cannot be differentiated.
+    """
+    if not (isinstance(output, Tensor) and output.requires_grad):
+        found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
+        raise InputError(
+            "The output must be a tensor with a graph, that is with requires_grad. "
+            f"Found {found}. Call the modules outside of torch.no_grad(), and don't detach.",
+            code="gramian.no_graph",
+        )
+    n = output.numel()
+    order = list(range(output.ndim))
+    gramian = output.detach().new_zeros(n, n)
+    products = _Products(gramian)
+    with torch.no_grad():
+        dim = None if batch_dim is None else _checked_dim(output, batch_dim)
+        plan = None if dim is None else plan_of(output, parameters, dim)
+        if dim is None or plan is None:
+            by_rows(products, output, parameters)
+        else:
+            by_samples(products, output, plan, dim, keep_graph=True)
+            order.append(order.pop(dim))
+    shape = [output.shape[dim] for dim in order]
+    back = [order.index(dim) for dim in range(output.ndim)]
+    ahead = [output.ndim + dim for dim in reversed(back)]
+    return gramian.view(shape + shape).permute(back + ahead)
+
+
+def _checked_dim(output: Tensor, batch_dim: int) -> int:
+    if not -output.ndim <= batch_dim < output.ndim:
+        raise InputError(
+            f"The output must have the dimension batch_dim = {batch_dim}. Found an output of shape "
+            f"{tuple(output.shape)}. Give one output or loss a sample, with "
+            'reduction="none" for instance, or leave batch_dim out.',
+            code="gramian.batch_dim",
+        )
+    return batch_dim % output.ndim
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """Adds up inner products in ``gramian``, shape (rows, rows), parameter by parameter."""
+
+    gramian: Tensor
+    in_order: ClassVar[bool] = False
+
+    def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
+        if len(uses) == 1:
+            uses[0].add_to(self.gramian)
+            return
+        for _, rows in summed_parts(uses, PIECE):
+            add_product(self.gramian, rows)
+
+    def empty(self) -> Self:
+        return type(self)(torch.zeros_like(self.gramian))
+
+    def add(self, other: Self) -> None:
+        self.gramian.add_(other.gramian)

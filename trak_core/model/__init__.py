@@ -1,1 +1,1 @@
-"""A study's model under one checkpoint, on one device."""
+"""Load the study's model under one checkpoint, and compute features and predictions with it."""

@@ -1,4 +1,4 @@
-"""Where a job computes: what the config says, and one GPU for one process."""
+"""Find the device that a config names, and take one GPU for this process."""
 
 import os
 import tempfile
@@ -14,28 +14,27 @@ _LOOK_SECONDS = 1.0
 
 
 def takes_cuda(name: str) -> bool:
-    """Return whether the device that a config names is CUDA; ``auto`` is where torch finds one.
+    """Return whether the device that a config names is CUDA; ``auto`` is CUDA if torch finds it.
 
     Raises:
-        InputError: If ``cuda`` is asked for and there is none; no other device takes its place.
+        InputError: If the config names ``cuda`` and there is none; no other device takes its place.
     """
-    found = torch.cuda.is_available()
-    if name == "cuda" and not found:
+    is_available = torch.cuda.is_available()
+    if name == "cuda" and not is_available:
         raise InputError(
             "compute.device is cuda, so torch must find a CUDA device. Found none: check "
             "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto."
         )
-    return name == "cuda" or (name == "auto" and found)
+    return name == "cuda" or (name == "auto" and is_available)
 
 
 def find_device(name: str) -> torch.device:
     """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
 
-    Of several GPUs the first is taken that no other job holds; if there is none, the job waits for
-    one.
+    A job takes the first GPU that no other job holds, and waits if all are held.
 
     Raises:
-        InputError: See ``takes_cuda``.
+        InputError: If it names ``cuda`` and there is none.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -46,15 +45,15 @@ def find_device(name: str) -> torch.device:
 
 
 def full_precision(device: torch.device) -> torch.device:
-    """Return the device, and have this process compute with all digits of its numbers there."""
+    """Return the device, and switch this process's convolutions there from TF32 to float32."""
     if device.type == "cuda":
-        # TF32, which torch allows convolutions there, has three digits: fewer than exact ones need.
+        # TF32 has three digits, fewer than exact scores need.
         torch.backends.cudnn.allow_tf32 = False
     return device
 
 
 def device_name(device: torch.device) -> str:
-    """Return what an artifact's provenance says of a device."""
+    """Return the name of a device for an artifact's provenance."""
     return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Project per-sample gradients piece by piece as they come: the features of samples."""
+"""Compute features by projecting per-sample gradients piece by piece, as they come."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
@@ -13,15 +13,16 @@ from trak_core.spec import ProjectionSpec, matrix_shape
 
 
 class Features:
-    """Adds up x R over the parameters, for one or several matrices R of one kind.
+    """A consumer of gradients that adds up x R over the parameters, for matrices R of one kind.
 
     The parameters lie side by side in the order they are given, each row-major. Gradients are
-    formed a part at a time, and small ones wait for each other, so that few calls project many; for
-    a tensor sketch their factors will do, where that is cheaper, and where entries aren't scaled.
+    formed a part at a time, and small parts wait, so that one call projects many. A tensor sketch
+    takes factors of gradients instead, where that is cheaper and entries aren't scaled.
 
     Attributes:
-        rows: Of each projection, shape (batch, proj_dim), float32, unscaled; without ``products``.
-        products: Of each projection, what was sketched by its factors; empty for other kinds.
+        rows: One tensor a projection, shape (batch, proj_dim), float32, unscaled; without
+            ``products``.
+        products: One sum a projection of what was sketched by factors; empty for other kinds.
     """
 
     in_order: ClassVar[bool] = True
@@ -34,23 +35,23 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ):
-        """Keep where they go."""
         self._parameters, self._projections, self._scales = parameters, projections, scales
         self.rows, self._threads = list(rows), threads
         self.products = [
-            OuterProducts(one, len(rows), rows.device)
-            for one, rows in zip(projections, self.rows, strict=True)
-            if one.kind.about.of_matrices
+            OuterProducts(projection, len(rows), rows.device)
+            for projection, rows in zip(projections, self.rows, strict=True)
+            if projection.kind.about.of_matrices
         ]
-        # First coordinate, and the number among those with entries.
+        # First coordinate, and the number among the parameters with entries.
         self._places: dict[int, tuple[int, int]] = {}
-        named = {} if scales is None else scales
-        self._scale_of = {id(parameters[name]): one.flatten() for name, one in named.items()}
+        self._scale_of = {
+            id(parameters[name]): scale.flatten() for name, scale in (scales or {}).items()
+        }
         offset = 0
         for number, parameter in enumerate(p for p in parameters.values() if p.numel()):
             self._places[id(parameter)] = offset, number
             offset += parameter.numel()
-        # What waits, by its first coordinate.
+        # Parts that wait, by their first coordinate.
         self._held: dict[int, Tensor] = {}
 
     @classmethod
@@ -62,21 +63,20 @@ class Features:
         threads: int,
         scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
-        """Return zeros for so many samples, on the parameters' device.
+        """Return zeros for ``n_samples`` samples, on the parameters' device.
 
         Args:
             parameters: Those to differentiate.
-            projections: Of one kind.
-            n_samples: How many.
-            threads: For the projection.
-            scales: By name, what to multiply each entry of the gradients by; None for nothing.
+            projections: One or several, of one kind.
+            n_samples: Number of samples.
+            threads: Threads of the projection.
+            scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
         """
         device = next(iter(parameters.values())).device
-        rows = [torch.zeros(n_samples, one.proj_dim, device=device) for one in projections]
+        rows = [torch.zeros(n_samples, spec.proj_dim, device=device) for spec in projections]
         return cls(parameters, projections, rows, threads, scales)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        """See ``Consumer``."""
         if not parameter.numel():
             return
         offset, number = self._places[id(parameter)]
@@ -95,7 +95,7 @@ class Features:
             self._held[offset + first] = part
 
     def _sketched(self, number: int, shape: tuple[int, int], use: Contribution) -> bool:
-        """Sketch a use by its factors if that is cheaper, and say so."""
+        """Sketch a use by its factors if that is cheaper; return whether it was."""
         if use.matrix != shape:
             return False
         if isinstance(use, Lookup):
@@ -104,16 +104,16 @@ class Features:
             return True
         if not isinstance(use, Outer):
             return False
-        n_samples, n_tokens, _ = use.left.shape
+        n_samples, n_tokens, _ = use.inputs.shape
         if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        left, right = use.left, use.right[0]
+        left, right = use.inputs, use.gradients[0]
         for sums in self.products:
-            sums.add_products(number, *((right, left) if use.is_turned else (left, right)))
+            sums.add_products(number, *((right, left) if use.is_transposed else (left, right)))
         return True
 
     def _project_held(self) -> None:
-        """Project what waits, as few runs of coordinates that follow one another."""
+        """Project the parts that wait, in few runs of consecutive coordinates."""
         run: list[Tensor] = []
         start = stop = 0
         for first in sorted(self._held):
@@ -135,29 +135,24 @@ class Features:
             )
 
     def finish(self) -> None:
-        """See ``SampleConsumer``."""
         self._project_held()
         for rows, sums in zip(self.rows, self.products, strict=False):
             rows += sums.total()
         self.products = []
 
     def of(self, samples: slice) -> Self:
-        """See ``SampleConsumer``."""
-        return self._with([one[samples] for one in self.rows])
+        return self._with([rows[samples] for rows in self.rows])
 
     def empty(self) -> Self:
-        """See ``Consumer``."""
-        return self._with([torch.zeros_like(one) for one in self.rows])
+        return self._with([torch.zeros_like(rows) for rows in self.rows])
 
     def _with(self, rows: Sequence[Tensor]) -> Self:
-        what = self._parameters, self._projections, rows, self._threads, self._scales
-        return type(self)(*what)
+        return type(self)(self._parameters, self._projections, rows, self._threads, self._scales)
 
     def add(self, other: Self) -> None:
-        """See ``Consumer``."""
         other.finish()
-        for one, more in zip(self.rows, other.rows, strict=True):
-            one += more
+        for rows, more in zip(self.rows, other.rows, strict=True):
+            rows += more
 
     def scaled(self) -> list[Tensor]:
         """Return the features, so that E<Rx, Ry> = <x, y>.
@@ -172,13 +167,13 @@ class Features:
 
 
 def projecting_device(name: str) -> torch.device:
-    """Return the device that a config names, with all that projecting on it needs.
+    """Return the device that a config names, after a check that projection works on it.
 
     Raises:
-        InputError: If there is none, or if numba-cuda is missing.
+        InputError: If there is no such device, or if numba-cuda is missing.
     """
     if takes_cuda(name):
-        # Only here: a machine without CUDA needs none. Better now than after a wait for a GPU.
+        # Imported here because only CUDA needs it; checked before the wait for a GPU.
         from trak_core.projection.cuda.machine import require_numba_cuda
 
         require_numba_cuda()

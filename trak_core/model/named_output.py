@@ -1,4 +1,4 @@
-"""The model output that a config names, under one checkpoint."""
+"""Make the model output that a config names, under one checkpoint."""
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +10,22 @@ from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.study.split import Split
 
-# Of the pairs that a pair is to stand out among: TRAK's own number, and the seed of their draw.
+# Number of contrast pairs for CLIP (TRAK uses 300), and the seed of their draw.
 N_OTHERS = 300
 OTHERS_SEED = 0
-# Says that pairs come without labels.
+# Reads pairs, which have no labels, before their embeddings are known.
 _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
 def _scale(model: nn.Module) -> float:
     """Return the factor of a CLIP model's inner products."""
-    found = [p for name, p in model.named_parameters() if name.split(".")[-1] == "logit_scale"]
-    if len(found) != 1 or found[0].numel() != 1:
+    scales = [p for name, p in model.named_parameters() if name.split(".")[-1] == "logit_scale"]
+    if len(scales) != 1 or scales[0].numel() != 1:
         raise InputError(
             "model_output clip needs a model with one parameter `logit_scale`, the logarithm of "
-            f"the factor of its inner products. Found {len(found)}."
+            f"the factor of its inner products. Found {len(scales)}."
         )
-    return found[0].detach().exp().item()
+    return scales[0].detach().exp().item()
 
 
 def model_output(
@@ -33,15 +33,15 @@ def model_output(
 ) -> ModelOutput:
     """Return a model output by its name.
 
-    Others to tell pairs apart from are drawn from the training pairs, uniformly and the same for
-    every checkpoint, and embedded under this checkpoint.
+    For an output that ``needs_pairs``, contrast pairs are drawn uniformly from the training pairs,
+    the same for every checkpoint, and embedded under this checkpoint.
 
     Args:
         name: A key of ``TABLE``.
-        model: With its weights, on ``device``.
-        pairs: Where to draw from; read only where the output's row ``needs_pairs``.
-        device: Where the model is.
-        n_others: How many to draw.
+        model: The model with its weights, on ``device``.
+        pairs: Training pairs; read only if the output ``needs_pairs``.
+        device: Device of the model.
+        n_others: Number of contrast pairs.
 
     Raises:
         InputError: If a model for pairs has no ``logit_scale`` or cannot take its samples.

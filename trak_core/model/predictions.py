@@ -1,4 +1,4 @@
-"""What a model says of samples without gradients: outputs, predictions, embeddings."""
+"""Compute outputs, predictions and embeddings of samples, and write their columns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,25 +19,25 @@ from trak_core.gradients import (
     in_evaluation_mode,
 )
 from trak_core.model.named_output import model_output
-from trak_core.model.sample_order import arranged
+from trak_core.model.sample_order import order_samples
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import FeaturesSpec
 from trak_core.study.split import Split
 from trak_core.study.study import TRAIN
 
 
-def explained(
+def outputs_and_predictions(
     model: nn.Module, output_name: str, train: Split, pool: Split, batch_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return f and prediction of every sample of the pool under one model."""
+    """Return f and prediction of every sample of the pool under one model, shape (n,) each."""
     device = next(model.parameters()).device
     output = model_output(output_name, model, train, device)
-    (samples,) = arranged([pool], model, output)
-    with samples.blaming_the_longest():
+    (samples,) = order_samples([pool], model, output)
+    with samples.naming_longest():
         first = samples.batch(0, 1).mapped(lambda tensor: tensor.to(device))
         n_classes = count_classes(model, output, first, device)
 
-    def of(start: int, stop: int) -> list[Tensor]:
+    def compute(start: int, stop: int) -> list[Tensor]:
         batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(device))
         check_labels(batch.labels, output, n_classes, samples.split.ids[start:stop])
         outputs = output.read(call(model, batch))
@@ -45,21 +45,18 @@ def explained(
         return [values.cpu(), vmap(output.prediction)(outputs, batch.labels).cpu()]
 
     with torch.no_grad(), in_evaluation_mode(model):
-        blocks = in_chunks(of, len(samples), samples.batches_of(batch_size))
-        found = [tensors for *_, tensors in samples.in_order(blocks)]
-    values, predictions = (torch.cat(parts).numpy() for parts in zip(*found, strict=True))
+        blocks = in_chunks(compute, len(samples), samples.batches_of(batch_size))
+        pairs = [tensors for *_, tensors in samples.in_order(blocks)]
+    values, predictions = (torch.cat(parts).numpy() for parts in zip(*pairs, strict=True))
     return values, predictions
 
 
-def embedded(model: nn.Module, batch: Batch) -> Tensor:
+def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
-    Dimensions between the first and the last, such as the tokens of a text, are averaged over;
-    of texts of different lengths their own tokens alone.
-
-    Args:
-        model: On the batch's device; used in evaluation mode and left as it was.
-        batch: The samples.
+    Dimensions between the first and the last, such as the tokens of a text, are averaged over,
+    without padding. The model is used in evaluation mode, on the batch's device, and left as it
+    was.
 
     Returns:
         Shape (batch, width), float32.
@@ -67,10 +64,10 @@ def embedded(model: nn.Module, batch: Batch) -> Tensor:
     Raises:
         InputError: If the model calls no such layer, or not with a row a sample.
     """
-    seen: list[Tensor] = []
+    last_inputs: list[Tensor] = []
 
     def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        seen[:] = [inputs[0].detach()]
+        last_inputs[:] = [inputs[0].detach()]
 
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
@@ -81,18 +78,19 @@ def embedded(model: nn.Module, batch: Batch) -> Tensor:
         for hook in hooks:
             hook.remove()
     lengths = batch.lengths
-    is_good = bool(seen) and seen[0].ndim >= 2 and len(seen[0]) == len(batch)
+    shape = last_inputs[0].shape if last_inputs else ()
+    is_good = len(shape) >= 2 and shape[0] == len(batch)
     if is_good and lengths is not None:
-        is_good = seen[0].shape[1:-1] in {(), batch.labels.shape[1:]}
+        is_good = shape[1:-1] in {(), batch.labels.shape[1:]}
     if not is_good:
-        found = f"one with inputs of shape {tuple(seen[0].shape)}" if seen else "none"
+        found = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
         raise InputError(
             "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
             "sample, or a token of texts that differ in length. "
             f"Found {found} for {len(batch)} samples. Leave embedding_cosine out of "
             "evaluation.baselines."
         )
-    rows = seen[0].float()
+    rows = last_inputs[0].float()
     if lengths is not None and rows.ndim > 2:
         counts = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
         return (rows * counts[..., None]).sum(dim=1) / lengths[:, None]
@@ -102,7 +100,7 @@ def embedded(model: nn.Module, batch: Batch) -> Tensor:
 def write_columns(
     writer: Writer, ids: Sequence[object], columns: Sequence[Tensor], spec: FeaturesSpec
 ) -> None:
-    """Write ids, label numbers and ``PerSample.columns``; of targets no loss weights."""
+    """Write ids, label numbers and ``PerSample.columns``; targets have no loss weights."""
     labels, outputs, predictions, weights, *curvature = (column.cpu() for column in columns)
     writer.vector("sample_ids", list(ids))
     writer.vector("labels", labels.numpy())
@@ -116,7 +114,7 @@ def write_columns(
 
 
 def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
-    """Say when most training samples are fitted so well that their scores all but vanish."""
+    """Warn if most training samples are fitted so well that their scores are near 0."""
     if not TABLE[model_output].weight_is_probability:
         return
     saturated = (loss_weights.abs() < 1e-3).float().mean().item()

@@ -1,4 +1,4 @@
-"""Put texts of similar length together for a job, and each result back in its place."""
+"""Order texts by length for a job, and put each result back in its place."""
 
 import inspect
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -19,20 +19,20 @@ _MASK = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
-    """Samples in the order in which they are taken.
+class OrderedSamples:
+    """Samples in the order in which a job takes them.
 
-    Where texts differ in length, each window of them begins with its longest, so that those of a
-    batch are of like length and little is padded. Else the order is the study's own.
+    If texts differ in length, each window of them begins with its longest, so that the texts of a
+    batch have similar lengths and little is padded. Otherwise the order is the study's own.
 
     Attributes:
         split: The samples, in this order.
-        output: The model output they are for.
-        rows: Where each belongs in the study's own order, shape (n,).
-        lengths: Tokens of each text; None where nothing has to be padded.
+        output: The model output f.
+        rows: Place of each sample in the study's own order, shape (n,).
+        lengths: Tokens of each text; None if nothing has to be padded.
         along: Names of the inputs with a row a token.
         makes_mask: Whether texts get an attention mask, of ones.
-        window: Samples that are ordered among themselves.
+        window: Number of samples that are ordered among themselves.
     """
 
     split: Split
@@ -48,11 +48,7 @@ class Arranged:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Read samples; texts of different lengths are padded on the right.
-
-        Args:
-            start: The first.
-            stop: One beyond the last.
+        """Read the samples from ``start`` to ``stop``; pad texts of different lengths on the right.
 
         Returns:
             The samples, on the CPU.
@@ -65,16 +61,16 @@ class Arranged:
         return joined([self._text(i) for i in range(start, stop)])
 
     def _text(self, i: int) -> Batch:
-        one = as_batch(self.split.batch(i, i + 1), self.output)
-        kwargs, along = one.kwargs, self.along
+        text = as_batch(self.split.batch(i, i + 1), self.output)
+        kwargs, along = text.kwargs, self.along
         if self.makes_mask:
-            kwargs = {**kwargs, _MASK: torch.ones(one.labels.shape, dtype=torch.int64)}
+            kwargs = {**kwargs, _MASK: torch.ones(text.labels.shape, dtype=torch.int64)}
             along = along | {_MASK}
-        lengths = torch.tensor([one.labels.shape[1]])
-        return Batch(one.args, kwargs, one.labels, lengths, along)
+        lengths = torch.tensor([text.labels.shape[1]])
+        return Batch(text.args, kwargs, text.labels, lengths, along)
 
     def few(self, n: int) -> list[int]:
-        """Return the places of some samples: the first ones; or the longest, the shortest, more."""
+        """Return ``n`` places: the first; or those of the longest, the shortest and other texts."""
         if self.lengths is None:
             return list(range(min(n, len(self))))
         by_length = np.argsort(self.lengths, kind="stable")[::-1]
@@ -82,30 +78,30 @@ class Arranged:
         return list(dict.fromkeys(by_length[[0, -1, *spread]].tolist()))[:n]
 
     @contextmanager
-    def blaming_the_longest(self) -> Generator[None, None, None]:
-        """Name the longest text in an error that may come of its length."""
+    def naming_longest(self) -> Generator[None, None, None]:
+        """Name the longest text in an error that its length may have caused."""
         if self.lengths is None:
             yield
             return
         longest = int(np.argmax(self.lengths))
-        with blaming(self.split.ids[longest], self.lengths[longest]):
+        with naming_text(self.split.ids[longest], self.lengths[longest]):
             yield
 
     def length(self, i: int) -> int:
-        """Return the tokens of the longest text from the i-th on to the end of its window."""
+        """Return the most tokens of a text from the i-th to the end of its window."""
         return 0 if self.lengths is None else self.lengths[i]
 
     def batches_of(self, most: int, room: Room | None = None) -> Callable[[int], int]:
-        """Return how many samples, from one on, to take together.
+        """Return a function from a batch's first sample to the number of samples in it.
 
         Args:
-            most: At most so many.
-            room: No more than fit; None for a forward pass alone, which is not measured.
+            most: The largest number.
+            room: Memory for them; None for a forward pass alone, which is not measured.
         """
 
         def at_once(start: int) -> int:
             fit = most if room is None else min(most, room.most(self.length(start)))
-            # No batch goes beyond a window.
+            # A batch ends with its window.
             return fit if self.lengths is None else min(fit, self.window - start % self.window)
 
         return at_once
@@ -113,14 +109,13 @@ class Arranged:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Put what was computed of samples back into the study's own order.
+        """Put results back into the study's own order.
 
         Args:
-            blocks: Start and stop of batches, in the order in which samples are taken, and tensors
-                with a row for each of them.
+            blocks: Start and stop of batches, in this order, and tensors with a row a sample.
 
         Yields:
-            The like, a window at a time where there are several.
+            Start, stop and tensors in the study's order, a window at a time.
         """
         if self.lengths is None:
             yield from blocks
@@ -136,8 +131,8 @@ class Arranged:
 
 
 @contextmanager
-def blaming(sample_id: object, length: int) -> Generator[None, None, None]:
-    """Name a text in an error that may come of its length."""
+def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
+    """Name a text in an error that its length may have caused."""
     try:
         yield
     except InputError as error:
@@ -148,29 +143,29 @@ def blaming(sample_id: object, length: int) -> Generator[None, None, None]:
         ) from error
 
 
-def arranged(
+def order_samples(
     splits: Sequence[Split], model: nn.Module, output: ModelOutput, window: int | None = None
-) -> list[Arranged]:
-    """Arrange the samples of splits which a job takes together.
+) -> list[OrderedSamples]:
+    """Order the samples of splits that a job takes together.
 
-    All texts are read once, for their lengths: memory must hold the longest. Other samples are not.
+    All texts are read once, for their lengths. Other samples are not read.
 
     Args:
         splits: The samples.
-        model: Whether it takes an attention mask counts.
-        output: The model output.
-        window: Samples to be ordered among themselves; None for all.
+        model: Texts get an attention mask if it takes one.
+        output: The model output f.
+        window: Number of samples that are ordered among themselves; None for all.
 
     Returns:
-        The samples of each split; of texts of different lengths, also where those of one split are
-        of one length, so that samples of different splits can be together.
+        The samples of each split. If any two texts differ in length, those of every split can be
+        padded, so that samples of different splits can share a batch.
 
     Raises:
         InputError: If texts have shapes that no padding makes the same.
     """
     if output.label_ndim != 1:
-        return [_as_they_are(split, output) for split in splits]
-    found = shapes_of(
+        return [_in_own_order(split, output) for split in splits]
+    shapes = shapes_of(
         (
             (split.ids[i], as_batch(split.batch(i, i + 1), output))
             for split in splits
@@ -178,18 +173,18 @@ def arranged(
         ),
         output,
     )
-    if not found.differ:
-        return [_as_they_are(split, output) for split in splits]
-    lengths, parts = found.lengths, []
+    if not shapes.differ:
+        return [_in_own_order(split, output) for split in splits]
+    lengths, parts = shapes.lengths, []
     for split in splits:
         own, lengths = lengths[: len(split.ids)], lengths[len(split.ids) :]
-        parts.append(_by_length(split, own, found.along, model, output, window or len(own)))
+        parts.append(_by_length(split, own, shapes.along, model, output, window or len(own)))
     return parts
 
 
-def _as_they_are(split: Split, output: ModelOutput) -> Arranged:
+def _in_own_order(split: Split, output: ModelOutput) -> OrderedSamples:
     n = len(split.ids)
-    return Arranged(split, output, np.arange(n), None, frozenset(), False, n)
+    return OrderedSamples(split, output, np.arange(n), None, frozenset(), False, n)
 
 
 def _by_length(
@@ -199,20 +194,20 @@ def _by_length(
     model: nn.Module,
     output: ModelOutput,
     window: int,
-) -> Arranged:
+) -> OrderedSamples:
     tokens = np.array(lengths)
     starts = range(0, len(tokens), window)
     rows = np.concatenate([
         start + np.argsort(-tokens[start : start + window], kind="stable") for start in starts
     ])
-    ordered = part_of(split, rows.tolist())
+    ordered = subset(split, rows.tolist())
     takes_mask = _MASK in inspect.signature(model.forward).parameters
-    one = as_batch(split.batch(0, 1), output)
-    makes_mask = takes_mask and not one.args and _MASK not in one.kwargs
-    return Arranged(ordered, output, rows, tokens[rows].tolist(), along, makes_mask, window)
+    first = as_batch(split.batch(0, 1), output)
+    makes_mask = takes_mask and not first.args and _MASK not in first.kwargs
+    return OrderedSamples(ordered, output, rows, tokens[rows].tolist(), along, makes_mask, window)
 
 
-def part_of(split: Split, rows: Sequence[int]) -> Split:
+def subset(split: Split, rows: Sequence[int]) -> Split:
     """Return some of the samples, in this order."""
     samples = Subset(split.samples, rows)  # pyright: ignore[reportArgumentType]
     ids = [split.ids[i] for i in rows]
@@ -220,13 +215,13 @@ def part_of(split: Split, rows: Sequence[int]) -> Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """Samples on one device, to be put together again and again.
+class StoredSamples:
+    """Samples in the memory of one device, for batches that are made again and again.
 
     Attributes:
         parts: A batch of one for each sample.
         ids: Their ids.
-        places: Where each belongs in the study's own order, shape (n,).
+        places: Place of each sample in the study's own order, shape (n,).
     """
 
     parts: list[Batch]
@@ -239,20 +234,20 @@ class Kept:
 
     @property
     def n_bytes(self) -> int:
-        """What the inputs take."""
+        """Size of the inputs."""
         return sum(tensor.nbytes for part in self.parts for _, tensor in part.tensors())
 
-    def rows(self, which: slice) -> Batch:
+    def rows(self, rows: slice) -> Batch:
         """Return some of the samples; texts are padded to the longest of them."""
-        return joined(self.parts[which])
+        return joined(self.parts[rows])
 
-    def take(self, which: Sequence[int]) -> "Kept":
-        """Return some of the samples, in this order, which is the order they belong in."""
-        ids = [self.ids[i] for i in which]
-        return Kept([self.parts[i] for i in which], ids, np.arange(len(ids)))  # pyright: ignore[reportArgumentType]
+    def take(self, rows: Sequence[int]) -> "StoredSamples":
+        """Return some of the samples; this order counts as the study's own."""
+        ids = [self.ids[i] for i in rows]
+        return StoredSamples([self.parts[i] for i in rows], ids, np.arange(len(ids)))  # pyright: ignore[reportArgumentType]
 
     def blocks(self, start: int, size: int) -> Iterator[tuple[slice, Batch]]:
-        """Yield blocks of samples and where they are, from one sample on."""
+        """Yield slices of ``size`` samples with their batches, from the sample ``start`` on."""
         for first in range(start, len(self), size):
             block = slice(first, first + size)
             yield block, self.rows(block)

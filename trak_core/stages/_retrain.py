@@ -19,7 +19,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from trak_core.artifacts import RETRAINED, create
-from trak_core.model.predictions import explained
+from trak_core.model.predictions import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -67,7 +67,7 @@ def retrain(
         # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
         data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
-        results.append(explained(model, spec.model_output, train, pool, batch_size))
+        results.append(outputs_and_predictions(model, spec.model_output, train, pool, batch_size))
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
     file_spec = spec.as_dict() | dict(more or {})
     rows = [int(numbers[subset]) for subset, _ in runs]

@@ -23,8 +23,8 @@ from trak_core.gradients import (
 )
 from trak_core.model.device import device_name, full_precision
 from trak_core.model.features import Features, compilers, projecting_device
-from trak_core.model.load import LoadedModel
-from trak_core.model.sample_order import Arranged, Kept
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.split import Split
 from trak_core.study.study import TRAIN
@@ -40,18 +40,18 @@ def _drawn(data: Split, n: int) -> Split:
     return data.take([data.ids[i] for i in sorted(order[:n].tolist())])
 
 
-def _at_once(loaded: LoadedModel, samples: Arranged, few: Batch, left_bytes: int) -> int:
+def _at_once(loaded: LoadedModel, samples: OrderedSamples, few: Batch, left_bytes: int) -> int:
     """Return how many samples to differentiate at once: their gradients are there three times."""
     copies_bytes = 3 * 4 * n_params(loaded.parameters)
     memory = loaded.memory(few)
     formed = memory.mapped(lambda sample: SampleMemory(sample.activation_bytes + copies_bytes, 0))
-    with samples.blaming_the_longest():
+    with samples.naming_longest():
         return formed.room(loaded.device, max(0, left_bytes // 2**20)).most(memory.longest)
 
 
 def compare_gradients(
     loaded: LoadedModel,
-    samples: Kept,
+    samples: StoredSamples,
     few: Batch,
     projections: Sequence[ProjectionSpec],
     at_once: int,
@@ -167,9 +167,9 @@ def compute_distortion(
     need = distortion_need(n_drawn, own.proj_dim, n_streams)
     need.check(memory_mb)
     print(f"{n_drawn} training samples, {own.n_params} parameters, {n_streams} streams on {where}")
-    (samples,) = loaded.arranged(_drawn(train, n_drawn))
+    (samples,) = loaded.ordered(_drawn(train, n_drawn))
     few, n_classes = loaded.few(samples)
-    kept = loaded.kept(samples)
+    kept = loaded.stored(samples)
     for part, sample_id in zip(kept.parts, kept.ids, strict=True):
         check_labels(part.labels, loaded.output, n_classes, [sample_id])
     left_bytes = memory_mb * 2**20 - need.fixed_bytes - kept.n_bytes

@@ -8,9 +8,9 @@ from torch import Tensor
 from trak_core.artifacts import EMBEDDINGS, create
 from trak_core.gradients import in_chunks
 from trak_core.model.device import device_name, find_device
-from trak_core.model.load import LoadedModel
-from trak_core.model.predictions import embedded
-from trak_core.model.sample_order import Arranged
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.predictions import embed_samples
+from trak_core.model.sample_order import OrderedSamples
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import software, with_progress
@@ -52,10 +52,10 @@ def compute_embeddings(
     with create(embeddings, EMBEDDINGS, file_spec, provenance) as writer:
         for key, name in (("train", TRAIN), ("targets", "targets")):
             split = loaded.study.split(name, None)
-            (samples,) = loaded.arranged(split, window=_WINDOW)
+            (samples,) = loaded.ordered(split, window=_WINDOW)
 
-            def computed(first: int, last: int, samples: Arranged = samples) -> list[Tensor]:
-                return [embedded(loaded.model, loaded.batch(samples, first, last)).cpu()]
+            def computed(first: int, last: int, samples: OrderedSamples = samples) -> list[Tensor]:
+                return [embed_samples(loaded.model, loaded.batch(samples, first, last)).cpu()]
 
             values = None
             blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))

@@ -12,9 +12,9 @@ from trak_core.errors import InputError
 from trak_core.gradients import check_labels, explain_not_finite, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import Features, compilers, projecting_device
-from trak_core.model.load import LoadedModel
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import write_columns
-from trak_core.model.sample_order import part_of
+from trak_core.model.sample_order import subset
 from trak_core.projection import NotFiniteError
 from trak_core.spec import FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels
@@ -113,10 +113,10 @@ def compute_features(
     )
     # Features of one window are in memory before they are written in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
-    (samples,) = loaded.arranged(part_of(data, range(start, stop)), window=window)
+    (samples,) = loaded.ordered(subset(data, range(start, stop)), window=window)
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few)
-    with samples.blaming_the_longest():
+    with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     chunk = min(batch_size, room.most(needed.longest))
     loaded.check_apart(few, chunk)

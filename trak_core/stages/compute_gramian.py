@@ -21,16 +21,18 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model.device import device_name, find_device, full_precision
-from trak_core.model.load import LoadedModel
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import write_columns
-from trak_core.model.sample_order import Arranged, Kept
+from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import FeaturesSpec
 from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress
 
 
-def _room(loaded: LoadedModel, looks: Sequence[tuple[Arranged, Kept]], left_mb: int) -> Room:
+def _room(
+    loaded: LoadedModel, looks: Sequence[tuple[OrderedSamples, StoredSamples]], left_mb: int
+) -> Room:
     """Check all labels, and return how many samples fit beside what is held."""
     seen = []
     for samples, kept in looks:
@@ -43,7 +45,7 @@ def _room(loaded: LoadedModel, looks: Sequence[tuple[Arranged, Kept]], left_mb: 
     largest = max(p.nbytes for p in loaded.parameters.values())
     needed = needed.mapped(lambda memory: replace(memory, gradient_bytes=largest))
     held = sum(kept.n_bytes for _, kept in looks)
-    with samples.blaming_the_longest():
+    with samples.naming_longest():
         room = needed.room(loaded.device, left_mb - held // 2**20)
     for _, _, few in seen:
         loaded.check_apart(few, room.most(needed.longest))
@@ -51,7 +53,10 @@ def _room(loaded: LoadedModel, looks: Sequence[tuple[Arranged, Kept]], left_mb: 
 
 
 def _gramian(
-    loaded: LoadedModel, train: Kept, targets: Kept | None, at_once: Callable[[int], int]
+    loaded: LoadedModel,
+    train: StoredSamples,
+    targets: StoredSamples | None,
+    at_once: Callable[[int], int],
 ) -> np.ndarray:
     """Return the Gramian, block of rows by block of rows; without targets, of train with itself."""
     what = loaded.model, loaded.parameters, loaded.output
@@ -76,7 +81,7 @@ def _gramian(
 
 
 def _columns(
-    loaded: LoadedModel, samples: Arranged, kept: Kept, at_once: Callable[[int], int]
+    loaded: LoadedModel, samples: OrderedSamples, kept: StoredSamples, at_once: Callable[[int], int]
 ) -> list[Tensor]:
     """Return label numbers, model outputs and what goes with them, in the study's order."""
 
@@ -135,8 +140,8 @@ def compute_gramian(
     need.check(memory_mb)
     where = device_name(loaded.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
-    arranged = loaded.arranged(*([data] if split == TRAIN else [own, data]))
-    looks = [(samples, loaded.kept(samples)) for samples in arranged]
+    ordered = loaded.ordered(*([data] if split == TRAIN else [own, data]))
+    looks = [(samples, loaded.stored(samples)) for samples in ordered]
     (samples, kept), (train, rows) = looks[0], looks[-1]
     room = _room(loaded, looks, memory_mb - need.fixed_bytes // 2**20)
     longest = 0 if split == TRAIN else samples.length(0)

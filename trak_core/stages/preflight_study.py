@@ -31,7 +31,7 @@ from trak_core.gradients import (
     shapes_of,
 )
 from trak_core.model.named_output import model_output as named_output
-from trak_core.model.sample_order import blaming
+from trak_core.model.sample_order import naming_text
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import Weighting
 from trak_core.study.checkpoints import check_checkpoint
@@ -69,7 +69,7 @@ def _check_split(
 
     if shapes_of(looked_at(), output).differ:
         ((sample_id, sample),) = longest
-        with blaming(sample_id, sample.labels.shape[1]):
+        with naming_text(sample_id, sample.labels.shape[1]):
             count_classes(model, output, sample, torch.device("cpu"))
 
 
@@ -201,7 +201,7 @@ def preflight_study(
             _check_weighting(weighting, model_output, output)
             first = as_batch(split.batch(0, 1), output)
             is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
-            with blaming(split.ids[0], first.labels.numel()) if is_text else nullcontext():
+            with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
                 n_classes = count_classes(model, output, first, device)
             _check_split(split, model, output, n_classes)
             if study.has("describe"):

@@ -19,7 +19,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
-from trak_core.model.sample_order import Arranged, Kept, arranged
+from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import parameters_digest
@@ -29,7 +29,7 @@ from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import TRAIN, Study
 
-# Samples that are looked at before the expensive work.
+# Samples that are checked before the expensive work.
 _FEW = 8
 
 
@@ -38,14 +38,14 @@ class LoadedModel:
     """A model with a checkpoint's weights, on its device.
 
     Attributes:
-        study: Where its samples come from.
+        study: The study that brings the samples.
         model: The study's model.
         parameters: Those to differentiate.
         output: The model output f.
-        device: Where the model is.
+        device: Device of the model.
         checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
             files, and what else decides numbers.
-        scales: By name, what each entry of gradients is multiplied by; None for nothing.
+        scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
     """
 
     study: Study
@@ -65,14 +65,14 @@ class LoadedModel:
         Args:
             study_file: The study's Python file.
             checkpoint: File or folder with the weights.
-            spec: Its model output, patterns of parameters and preconditioner count here.
+            spec: Names the model output, the parameters and the preconditioner.
             device: Where to compute.
 
         Returns:
-            The model with its weights, and the samples' source.
+            The model with its weights, and its study.
 
         Raises:
-            InputError: If study or checkpoint are not what they must be.
+            InputError: If the study or the checkpoint doesn't fit.
         """
         study = Study.load(study_file)
         model = study.make_model()
@@ -90,41 +90,41 @@ class LoadedModel:
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         return cls(study, model, parameters, output, device, digests, scales)
 
-    def arranged(self, *splits: Split, window: int | None = None) -> list[Arranged]:
-        """Return the samples of splits in the order in which to take them; see ``arranged``."""
-        return arranged(splits, self.model, self.output, window)
+    def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
+        """Return the samples of splits in a job's order; see ``order_samples``."""
+        return order_samples(splits, self.model, self.output, window)
 
-    def batch(self, samples: Arranged, start: int, stop: int) -> Batch:
+    def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
         """Return the samples from ``start`` to ``stop`` on the model's device."""
         return samples.batch(start, stop).mapped(lambda tensor: tensor.to(self.device))
 
-    def kept(self, samples: Arranged) -> Kept:
-        """Read all samples, to be kept in memory on the model's device."""
+    def stored(self, samples: OrderedSamples) -> StoredSamples:
+        """Read all samples into memory on the model's device."""
         parts = [self.batch(samples, i, i + 1) for i in range(len(samples))]
-        return Kept(parts, samples.split.ids, samples.rows)
+        return StoredSamples(parts, samples.split.ids, samples.rows)
 
-    def few(self, samples: Arranged) -> tuple[Batch, int | None]:
-        """Take a few samples, of texts of different lengths the longest first, and check labels.
+    def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
+        """Read a few samples, the longest text first, and check their labels.
 
         Returns:
-            The samples, and how many classes a label may be of (see ``count_classes``).
+            The samples, and the number of classes (see ``count_classes``).
 
         Raises:
             InputError: If the model cannot take them, or cannot have been trained with such labels.
         """
         places = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in places])
-        with samples.blaming_the_longest():
+        with samples.naming_longest():
             n_classes = count_classes(self.model, self.output, few, self.device)
         check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in places])
         return few, n_classes
 
     def memory(self, few: Batch) -> MemoryByLength:
-        """Measure what differentiating a sample takes, by a few of them."""
+        """Measure the memory that differentiating a sample takes."""
         return memory_by_length(self.model, self.parameters, self.output, few)
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Make sure that samples don't count for each other, of as many as will be together.
+        """Check that samples of a batch of ``at_once`` don't influence each other.
 
         Raises:
             InputError: If they do; it names the layer.
@@ -132,13 +132,13 @@ class LoadedModel:
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a file says of itself: all that decides its numbers.
+        """Return the spec that a file stores: all that decides its numbers.
 
         Args:
-            spec: From the config.
-            projection: What becomes of the gradients.
+            spec: Spec of the features, from the config.
+            projection: Spec of the projection, or of another use of the gradients.
         """
-        found = spec.as_dict() | {
+        file_spec = spec.as_dict() | {
             "projection": dict(projection),
             "parameters_digest": parameters_digest({
                 n: p.shape for n, p in self.parameters.items()
@@ -146,5 +146,5 @@ class LoadedModel:
             "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
         if TABLE[spec.model_output].needs_pairs:
-            found["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
-        return found
+            file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
+        return file_spec
