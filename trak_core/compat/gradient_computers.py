@@ -44,11 +44,7 @@ from trak_core.spec import ProjectionSpec
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """Return the parameters to differentiate, in the model's order.
-
-    Raises:
-        InputError: If a name is not one of the model's parameters.
-    """
+    """Return the parameters to differentiate, in the model's order."""
     parameters = dict(model.named_parameters())
     if grad_wrt is None:
         return parameters
@@ -57,15 +53,16 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
     if unknown or not names:
         raise InputError(
             "`grad_wrt` must name parameters of the model, at least one. Found "
-            f"{', '.join(unknown) or 'none'}; the model has {', '.join(parameters)}."
+            f"{', '.join(unknown) or 'none'}; the model has {', '.join(parameters)}.",
+            code="compat.grad_wrt",
         )
     return {name: value for name, value in parameters.items() if name in names}
 
 
 # A method, and its model, parameters, model output and samples.
-_Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
-_Differentiated = tuple[GradientMethod, _Arguments]
-
+_Differentiated = tuple[
+    GradientMethod, tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+]
 # Tasks whose f is exactly ``CLASSIFICATION``; their subclasses may compute something else.
 _ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
 
@@ -126,11 +123,14 @@ def check_gradients(
 ) -> None:
     """Refuse gradients that are NaN or infinite; the error names samples and parameters.
 
-    Gradients are names to (B, *shape), or one tensor (B, p), of the parameters in ``shapes``.
+    Gradients are names to (B, *shape), or one tensor (B, p), of the parameters in ``shapes`` if it
+    has their size.
     """
     if isinstance(gradients, Tensor):
         sizes = [size.numel() for size in shapes.values()]
-        gradients = dict(zip(shapes, gradients.split(sizes, dim=1), strict=True))
+        is_whole = gradients.shape[1:] == (sum(sizes),)
+        parts = gradients.split(sizes, dim=1) if is_whole else [gradients]
+        gradients = dict(zip(shapes if is_whole else ["gradients"], parts, strict=True))
     nothing = torch.zeros(len(rows), device=next(iter(gradients.values())).device)
     check_finite(PerSample(dict(gradients), nothing, nothing, nothing, None), rows.tolist())
 
@@ -225,7 +225,8 @@ class FunctionalGradientComputer(_OfChosenParameters):
                 "`torch.func.vmap` must be able to run the task's get_output and the model. Found "
                 f"that it cannot ({reason}). Give TRAKer "
                 "`gradient_computer=IterativeGradientComputer`, which calls get_output with a "
-                "batch of one and with weights and buffers None."
+                "batch of one and with weights and buffers None.",
+                code="compat.vmap",
             ) from error
 
     def _for_classification(self, batch: Sequence[Tensor]) -> _Differentiated | None:
