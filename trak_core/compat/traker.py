@@ -411,7 +411,7 @@ class TRAKer:
                 "A checkpoint must be loaded for scoring first. Found none: call "
                 "`traker.start_scoring_checkpoint` before scoring (`traker.load_checkpoint` is for "
                 "featurizing).",
-                code="compat.no_experiment",
+                code="compat.no_scoring",
             )
         model_id, exp_name, num_targets = self._scoring
         if not self.saver.model_ids[model_id]["is_finalized"]:
