@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, Net, checkpoints, featurize, images, scored, tracer
+from compat_models import M, N, Net, checkpoints, featurize, finalized, images, scored, tracer
 from refused import refused
 
 from trak_core.compat.gradient_computers import (
@@ -195,9 +195,7 @@ def test_batches_that_do_not_fit_the_model(batch, message, loaded):
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
 def test_labels_are_named_by_their_place(computer, tmp_path):
-    traker = tracer(tmp_path, gradient_computer=computer)
-    featurize(traker)
-    traker.finalize_features()
+    traker = finalized(tmp_path, gradient_computer=computer)
     traker.start_scoring_checkpoint("mine", STATE, 0, M)
     for label in (-1, 4):
         with pytest.raises(InputError, match=f"{label} in sample 2"):
@@ -241,9 +239,8 @@ def test_finalizing_what_is_not_there(loaded, tmp_path):
     assert isinstance(caught.value, ModelIDException)
 
 
-def test_experiments(loaded):
-    featurize(loaded)
-    loaded.finalize_features()
+def test_experiments(tmp_path):
+    loaded = finalized(tmp_path)
     with refused("compat.unknown_experiment", "'other'", "none"):
         loaded.finalize_scores("other")
     for name in ("", "a/b", 3):

@@ -22,7 +22,7 @@ from trak_core.compat.projectors import vectorize
 from trak_core.errors import InputError
 from trak_core.model_outputs.clip import drawn_pairs
 
-transformers = pytest.importorskip("transformers", reason="the extra `test` brings it")
+models = pytest.importorskip("models", reason="the extra `test` brings transformers")
 
 
 def assert_finite(scores, shape):
@@ -76,65 +76,23 @@ def test_clip_needs_other_pairs_first(tmp_path, monkeypatch):
         traker.featurize((torch.randn(4, 6), torch.randn(4, 5)), num_samples=4)
 
 
-class Block(nn.Module):
-    def __init__(self, ins, outs, stride):
-        super().__init__()
-        self.conv1 = nn.Conv2d(ins, outs, 3, stride, 1, bias=False)
-        self.bn1, self.bn2 = nn.BatchNorm2d(outs), nn.BatchNorm2d(outs)
-        self.conv2 = nn.Conv2d(outs, outs, 3, 1, 1, bias=False)
-        self.relu = nn.ReLU(inplace=True)
-        skip = nn.Conv2d(ins, outs, 1, stride, bias=False), nn.BatchNorm2d(outs)
-        self.downsample = nn.Sequential(*skip) if stride > 1 or ins != outs else nn.Identity()
-
-    def forward(self, x):
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += self.downsample(x)
-        return self.relu(out)
-
-
-def resnet():
-    """Like torchvision's: in-place operations, BatchNorm, strides, pooling."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        Block(8, 8, 1),
-        Block(8, 16, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 4),
-    )
-
-
 def test_a_residual_network_with_batchnorm(tmp_path):
-    model = resnet()
-    with torch.no_grad():
-        model(torch.randn(32, 3, 6, 6))
-    data = images(40), images(5, seed=1)
+    model = models.resnet()
+    data = [(models.images(n, seed=n), models.classes(n, seed=n)) for n in (40, 5)]
     _, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, proj_dim=16)
     assert_finite(scores, (40, 5))
     assert not model.training
 
 
-TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-def bert_batch(n, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, 50, (n, 7), generator=generator)
-    mask = (torch.arange(7) < torch.randint(2, 8, (n, 1), generator=generator)).long()
-    labels = torch.randint(3, (n,), generator=generator)
-    return ids * mask, torch.randint(2, (n, 7), generator=generator), mask, labels
-
-
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
 def test_bert_as_transformers_makes_it(computer, tmp_path):
-    sizes = {"vocab_size": 50, "max_position_embeddings": 16, "num_labels": 3}
-    config = transformers.BertConfig(**TINY, **sizes, intermediate_size=24)
-    model = transformers.BertForSequenceClassification(config)
+    def batch(n):
+        ids, mask = models.texts(n, seed=n)
+        return ids, models.classes(*ids.shape, n_classes=2), mask, models.classes(n, seed=n)
+
+    model = models.bert()
     given = {"task": "text_classification", "proj_dim": 8, "gradient_computer": computer}
-    data = bert_batch(24, 0), bert_batch(3, 1)
+    data = batch(24), batch(3)
     traker, scores = walk(model, [model.state_dict()], *data, save_dir=tmp_path, batch=12, **given)
     assert_finite(scores, (24, 3))
     assert traker.num_params_for_grad == sum(p.numel() for p in model.parameters())
@@ -156,10 +114,9 @@ class NextToken(AbstractModelOutput):
 
 
 def test_gpt2_with_a_model_output_of_ones_own(tmp_path):
-    tokens = {"vocab_size": 40, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**TINY, **tokens))
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randint(40, (n, 6), generator=generator),) for n in (20, 3)]
+    model = models.gpt2()
+    model.config.pad_token_id = None  # its check for padding has no vmap rule
+    data = [models.texts(n, seed=n)[:1] for n in (20, 3)]
     given = {"task": NextToken(), "save_dir": tmp_path, "proj_dim": 8}
     traker, scores = walk(model, [model.state_dict()], *data, **given)
     assert_finite(scores, (20, 3))
@@ -173,13 +130,7 @@ def test_clip_as_transformers_makes_it(tmp_path):
     class OpenClip(nn.Module):
         def __init__(self):
             super().__init__()
-            sizes = {**TINY, "num_hidden_layers": 1, "intermediate_size": 16}
-            text = {**sizes, "vocab_size": 30, "max_position_embeddings": 8, "eos_token_id": 29}
-            towers = {
-                "text_config": text,
-                "vision_config": {**sizes, "image_size": 8, "patch_size": 4},
-            }
-            self.clip = transformers.CLIPModel(transformers.CLIPConfig(**towers, projection_dim=8))
+            self.clip = models.clip()
 
         def forward(self, image, text):
             out = self.clip(pixel_values=image, input_ids=text)
@@ -187,15 +138,9 @@ def test_clip_as_transformers_makes_it(tmp_path):
 
     model = OpenClip().eval()
 
-    def pairs(n, seed):
-        generator = torch.Generator().manual_seed(seed)
-        texts = torch.randint(1, 28, (n, 6), generator=generator)
-        texts[:, -1] = 29
-        return torch.randn(n, 3, 8, 8, generator=generator), texts
-
+    data = [(models.images(n, seed=n), models.texts(n, seed=n)[0]) for n in (24, 3)]
     task = CLIPModelOutput(simulated_batch_size=10)
-    task.get_embeddings(model, [pairs(24, 0)], batch_size=24, embedding_dim=8)
-    data = pairs(24, 0), pairs(3, 1)
+    task.get_embeddings(model, data[:1], batch_size=24, embedding_dim=8)
     _, scores = walk(model, [model.state_dict()], *data, task=task, save_dir=tmp_path, proj_dim=8)
     assert_finite(scores, (24, 3))
 
@@ -235,56 +180,39 @@ def test_one_pass_gives_what_vmap_gives(monkeypatch):
         torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
 
 
-class _Writing(nn.Linear):
-    """Writes into its input."""
+class _Linear(nn.Linear):
+    def __init__(self, call):
+        super().__init__(3, 4)
+        self.call = call
 
     def forward(self, x):
-        x *= 2
-        return super().forward(x)
+        return self.call(super().forward, x)
 
 
-class _Branching(nn.Linear):
-    """Takes one of two ways, by the sample's values."""
-
-    def forward(self, x):
-        y = super().forward(x)
-        return y**2 if x.sum() > 0 else -y
-
-
-class _Number(nn.Linear):
-    """Takes a number out of a tensor."""
-
-    def forward(self, x):
-        return super().forward(x) * (1 + abs(x.sum().item()))
+WRITING = "writes into its input"
+CALLS = {
+    WRITING: lambda linear, x: linear(x.mul_(2)),
+    "branches by its values": lambda linear, x: linear(x) ** 2 if x.sum() > 0 else -linear(x),
+    "takes a number out": lambda linear, x: linear(x) * (1 + abs(x.sum().item())),
+    "draws random numbers": lambda linear, x: linear(x) + 0 * torch.rand(4),
+}
 
 
-class _Random(nn.Linear):
-    """Draws random numbers."""
-
-    def forward(self, x):
-        return super().forward(x) + 0 * torch.rand(4)
-
-
-class _Failing(nn.Linear):
-    """Fails whoever differentiates it."""
-
-    def forward(self, x):
-        raise RuntimeError("no such layer")
+def test_a_failure_of_the_model_stays_what_it_is():
+    model, batch = _Linear(lambda linear, x: linear(x[:, :2])), (torch.ones(6, 3), torch.zeros(6))
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        FunctionalGradientComputer(model, _Subclass(), device="cpu").compute_per_sample_grad(batch)
 
 
-@pytest.mark.parametrize("kind", [_Writing, _Branching, _Number, _Random, _Failing])
-def test_where_vmap_cannot_go_the_error_names_the_iterative_computer(kind):
+@pytest.mark.parametrize("call", CALLS)
+def test_where_vmap_cannot_go_the_error_names_the_iterative_computer(call):
     torch.manual_seed(0)
-    model, batch = kind(3, 4), (torch.randn(6, 3), torch.arange(6) % 4)
+    model, batch = _Linear(CALLS[call]), (torch.randn(6, 3), torch.arange(6) % 4)
     by_vmap = FunctionalGradientComputer(model, _Subclass(), device="cpu")
-    if kind is _Failing:
-        with pytest.raises(RuntimeError, match="no such layer"):
-            by_vmap.compute_per_sample_grad(batch)
-        return
     one_by_one = IterativeGradientComputer(model, _Subclass(), device="cpu")
     expected = one_by_one.compute_per_sample_grad([t.clone() for t in batch])
     assert expected.shape == (6, 16)
-    if kind is _Writing:
+    if call == WRITING:
         gradients = vectorize(by_vmap.compute_per_sample_grad(batch), device="cpu")
         torch.testing.assert_close(gradients, expected)
     else:

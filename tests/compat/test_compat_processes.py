@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, featurize, featurized, scored, tracer
+from compat_models import M, N, featurize, finalized, scored, tracer
 from compat_worker import BATCH, work
 from refused import refused
 from workspace import REPOSITORY
@@ -132,7 +132,7 @@ def test_a_kill_while_finalizing_leaves_no_finished_features(alone, tmp_path):
 
 def test_many_processes_score_from_one_finished_store(start, tmp_path):
     folder = tmp_path / "store"
-    featurized(folder).finalize_features()
+    finalized(folder)
     before = (folder / "0/features.mmap").stat().st_mtime_ns
     finish([start("score", folder, number, 3) for number in range(3)])
     traker = tracer(folder)

@@ -13,6 +13,7 @@ from compat_models import (
     checkpoints,
     featurize,
     featurized,
+    finalized,
     images,
     scored,
     tracer,
@@ -51,8 +52,7 @@ def test_scoring_before_finalizing_says_what_is_missing(tmp_path):
 
 
 def test_allow_skip_skips_and_names_what_it_left_out(tmp_path):
-    traker = featurized(tmp_path, (0, 1))
-    traker.finalize_features()
+    traker = finalized(tmp_path, (0, 1))
     scored(traker)
     alone = np.array(traker.finalize_scores("mine", model_ids=[0]))
     with refused("compat.unusable", "model id 1", "targets are not scored"):
@@ -113,11 +113,9 @@ class Slow(FunctionalGradientComputer):
 @pytest.mark.parametrize("half", [False, True])
 def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
     trakers = [
-        featurized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
+        finalized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
         for kind in (Slow, FunctionalGradientComputer)
     ]
-    for traker in trakers:
-        traker.finalize_features()
     slow, fast = (scored(traker).saver.current_store for traker in trakers)
     bound = 1e-3 if half else 1e-5
     for name in ("grads", "out_to_loss", "mine_grads"):
@@ -147,8 +145,7 @@ def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeyp
 
 
 def test_an_existing_folder_is_never_wiped(tmp_path):
-    traker = featurized(tmp_path)
-    traker.finalize_features()
+    traker = finalized(tmp_path)
     scores = np.array(scored(traker).finalize_scores("mine"))
     again = featurized(tmp_path, load_from_save_dir=False)
     assert again.saver.current_store["is_featurized"].all()
@@ -158,8 +155,7 @@ def test_an_existing_folder_is_never_wiped(tmp_path):
 
 
 def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_path):
-    traker = featurized(tmp_path, (0, 1))
-    traker.finalize_features()
+    traker = finalized(tmp_path, (0, 1))
     scores = np.array(scored(traker).finalize_scores("mine", model_ids=[0]))
     scored(traker, (1,))
     assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), scores)
@@ -169,16 +165,14 @@ def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_pat
 
 
 def test_another_lambda_finalizes_again(tmp_path):
-    featurized(tmp_path).finalize_features()
-    scored(tracer(tmp_path))
+    scored(finalized(tmp_path))
     traker = tracer(tmp_path, lambda_reg=1.0)
     with refused("compat.unusable", "model id 0", "lambda_reg 0.0", "1.0"):
         traker.finalize_scores("mine")
     traker.finalize_features()
-    found = np.array(traker.saver.current_store["features"])
-    afresh = featurized(tmp_path / "afresh", lambda_reg=1.0)
-    afresh.finalize_features()
-    assert np.array_equal(found, afresh.saver.current_store["features"])
+    features = np.array(traker.saver.current_store["features"])
+    afresh = finalized(tmp_path / "afresh", lambda_reg=1.0)
+    assert np.array_equal(features, afresh.saver.current_store["features"])
     assert json.loads((tmp_path / "id_0.json").read_text())["0"]["lambda_reg"] == 1.0
 
 
@@ -194,8 +188,7 @@ def test_another_lambda_needs_the_gradients(tmp_path):
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 @pytest.mark.parametrize("proj_dim", [7, 12])
 def test_small_projections_on_any_spelling_of_the_cpu(device, proj_dim, tmp_path):
-    traker = featurized(tmp_path, device=device, proj_dim=proj_dim)
-    traker.finalize_features()
+    traker = finalized(tmp_path, device=device, proj_dim=proj_dim)
     assert scored(traker).finalize_scores("mine").shape == (N, M)
     assert isinstance(traker.projector, BasicProjector)
     assert traker.projector.proj_type == "rademacher"
@@ -207,14 +200,8 @@ def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
 
     class Refusing(torch.autograd.Function):
         generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
+        forward = staticmethod(lambda x: x.clone())
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
 
         @staticmethod
         def backward(ctx, g):
@@ -239,12 +226,12 @@ def test_half_precision_sums_and_solves_in_full(tmp_path):
     inverse = torch.linalg.inv(xtx.double() + 1e-3 * torch.eye(2))
     expected = grads.double() @ (inverse / inverse.abs().mean())
     assert torch.allclose(computer.get_x_xtx_inv(grads, xtx).double(), expected)
-    traker = featurized(tmp_path, use_half_precision=True, lambda_reg=1e-6)
-    traker.finalize_features()
-    scores = scored(traker).finalize_scores("mine")
-    full = featurized(tmp_path / "full", lambda_reg=1e-6)
-    full.finalize_features()
-    expected = scored(full).finalize_scores("mine")
+    scores, expected = (
+        scored(
+            finalized(tmp_path / f"{half}", use_half_precision=half, lambda_reg=1e-6)
+        ).finalize_scores("mine")
+        for half in (True, False)
+    )
     assert scores.dtype == np.float32
     assert np.abs(scores - expected).max() <= 2e-2 * np.abs(expected).max()
 
@@ -255,8 +242,8 @@ def test_the_matrix_is_a_function_of_seed_model_id_row_and_column_alone():
     grads = {"a": torch.randn(5, 10, 10), "b": torch.randn(5, 200)}
     flat = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
 
-    def close(found, expected):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+    def close(features, expected):
+        assert torch.allclose(features, expected, rtol=1e-5, atol=1e-4)
 
     for kind in ("rademacher", "normal"):
         whole = BasicProjector(p, k, 3, kind, "cpu")
@@ -291,13 +278,12 @@ def test_misspelt_arguments_are_errors(tmp_path):
 
 
 def test_the_single_block_score_computer_honours_lambda(tmp_path):
-    given = {"score_computer": BasicSingleBlockScoreComputer, "lambda_reg": 0.5}
-    for name, arguments in (("single", given), ("blocks", {"lambda_reg": 0.5})):
-        traker = featurized(tmp_path / name, **arguments)
-        traker.finalize_features()
-        scored(traker).finalize_scores("mine")
-    single, blocks = (np.load(tmp_path / f"{n}/scores/mine.mmap") for n in ("single", "blocks"))
-    np.testing.assert_allclose(single, blocks, rtol=1e-5)
+    single, blocks = (
+        scored(finalized(tmp_path / kind.__name__, score_computer=kind, lambda_reg=0.5))
+        for kind in (BasicSingleBlockScoreComputer, BasicScoreComputer)
+    )
+    expected = blocks.finalize_scores("mine")
+    np.testing.assert_allclose(single.finalize_scores("mine"), expected, rtol=1e-5)
     plain = BasicSingleBlockScoreComputer(torch.float32, "cpu")
     assert plain.get_xtx(torch.eye(3)).shape == (3, 3)
 

@@ -127,6 +127,12 @@ def featurized(folder, model_ids=(0,), **arguments):
     return traker
 
 
+def finalized(folder, model_ids=(0,), **arguments):
+    traker = featurized(folder, model_ids, **arguments)
+    traker.finalize_features()
+    return traker
+
+
 def scored(traker, model_ids=(0,), name="mine"):
     for model_id in model_ids:
         state = checkpoints(Net, model_id + 1)[model_id]
