@@ -185,10 +185,19 @@ class _OfChosenParameters(AbstractGradientComputer):
         self.logger = logging.getLogger("GradientComputer")
         self.load_model_params(model)
 
+    # Arguments of functional calls; None where a task calls the model itself.
+    func_weights: dict[str, nn.Parameter] | None = None
+    func_buffers: dict[str, Tensor] | None = None
+
     def load_model_params(self, model: nn.Module) -> None:
         """Take the parameters that the model has now."""
         self.model = model
         self._chosen = chosen_parameters(model, self.grad_wrt)
+
+    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return Q of each sample, shape (B, 1)."""
+        model = self.model, self.func_weights, self.func_buffers
+        return self.modelout_fn.get_out_to_loss_grad(*model, batch)
 
 
 class FunctionalGradientComputer(_OfChosenParameters):
@@ -258,8 +267,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
         Gradients that are not finite raise an error, which names samples by ``rows``.
         """
         differentiated = self._for_classification(batch)
-        temperature = getattr(self.modelout_fn, "loss_temperature", 1)
-        if differentiated is None or temperature != 1:
+        if differentiated is None or getattr(self.modelout_fn, "loss_temperature", 1) != 1:
             return None
         method, given = differentiated
         sums = Features.zeros(self._chosen, [projection], len(rows), torch.get_num_threads())
@@ -271,12 +279,6 @@ class FunctionalGradientComputer(_OfChosenParameters):
         if not sums.rows[0].isfinite().all():
             explain_not_finite(*given, rows.tolist())
         return [sums.rows[0], loss_weights[:, None]]
-
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
-        return self.modelout_fn.get_out_to_loss_grad(
-            self.model, self.func_weights, self.func_buffers, batch
-        )
 
 
 class IterativeGradientComputer(_OfChosenParameters):
@@ -304,7 +306,3 @@ class IterativeGradientComputer(_OfChosenParameters):
         value = _Value(self.model, self.modelout_fn, functional=False)
         formed = formed_gradients(gradients_one_by_one, value, self._chosen, _VALUE, tuple(batch))
         return vectorize(formed.gradients, device=self.model_params[0].device)
-
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
-        return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)

@@ -38,7 +38,7 @@ class AssertedError(InputError, AssertionError):
     """The original asserts this, so scripts may catch an ``AssertionError``."""
 
 
-def write_json(path: Path, content: Any) -> None:
+def _write_json(path: Path, content: Any) -> None:
     """Write a JSON file, which appears when it is whole."""
     with written_whole(path) as partial:
         partial.write_text(json.dumps(content), encoding="utf-8")
@@ -121,9 +121,9 @@ class AbstractSaver(ABC):
         self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
         with self.locked():
             if not self.metadata_file.exists():
-                write_json(self.metadata_file, self.metadata)
+                _write_json(self.metadata_file, self.metadata)
             if not self.experiments_file.exists():
-                write_json(self.experiments_file, {})
+                _write_json(self.experiments_file, {})
             stored = json.loads(self.metadata_file.read_text())
             for name, value in self.metadata.items():
                 if stored.get(name) != value:
@@ -134,11 +134,8 @@ class AbstractSaver(ABC):
                         code="compat.other_settings",
                     )
             self.refresh()
-        finalized = [m for m, state in self.model_ids.items() if state["is_finalized"]]
-        self.logger.info(
-            f"{self.save_dir}: model IDs {sorted(self.model_ids)}, of which finalized "
-            f"{sorted(finalized)}; experiments {sorted(self.experiments)}."
-        )
+        model_ids, experiments = sorted(self.model_ids), sorted(self.experiments)
+        self.logger.info(f"{self.save_dir}: model IDs {model_ids}; experiments {experiments}.")
 
     def refresh(self) -> None:
         """Read what other processes have added, if ``load_from_save_dir`` allows it."""
@@ -230,10 +227,7 @@ class MmapSaver(AbstractSaver):
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Make the store of a new model id; with the flag, go on with one that exists.
-
-        A ``ModelIDException`` refuses one that exists, or left features behind.
-        """
+        """Make the store of a new model id; with the flag, go on with one that exists."""
         if self.is_registered(model_id):
             if not _allow_featurizing_already_registered:
                 raise ModelIDException(
@@ -264,7 +258,7 @@ class MmapSaver(AbstractSaver):
         state["is_featurized"] = int(done)
         if done or not already_exists:
             path = self.save_dir / f"id_{self.current_model_id}.json"
-            write_json(path, {self.current_model_id: state})
+            _write_json(path, {self.current_model_id: state})
 
     def _train_maps(self, model_id: int) -> dict[str, _Map]:
         folder = self.save_dir / str(model_id)
@@ -311,7 +305,7 @@ class MmapSaver(AbstractSaver):
                     "scores_path": str(self.save_dir / f"scores/{exp_name}.mmap"),
                     "scores_finalized": 0,
                 }
-                write_json(self.experiments_file, experiments)
+                _write_json(self.experiments_file, experiments)
             elif known["num_targets"] != num_targets:
                 raise InputError(
                     f"An experiment has one set of targets. Found {num_targets} targets for "
@@ -362,7 +356,7 @@ class MmapSaver(AbstractSaver):
         with self.locked():
             experiments = json.loads(self.experiments_file.read_text())
             experiments[exp_name]["scores_finalized"] = 1
-            write_json(self.experiments_file, experiments)
+            _write_json(self.experiments_file, experiments)
             self.experiments |= experiments
 
     def del_grads(self, model_id: int, target: bool = False) -> None:

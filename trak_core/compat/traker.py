@@ -87,15 +87,11 @@ class TRAKer:
     Attributes:
         save_dir: The folder, absolute.
         saver: Its reader and writer; ``saver.current_store`` has the arrays.
-        projector: From gradients to features of size ``proj_dim``.
-        gradient_computer: From batches to gradients.
-        score_computer: From features to scores.
-        task: The model output.
+        projector, gradient_computer, score_computer, task: The four steps.
         num_params: Entries of all of the model's parameters.
         num_params_for_grad: Entries of those that are differentiated, p.
         normalize_factor: sqrt(p), which divides projected gradients.
         dtype: How features are stored.
-        device: As given.
         scores: The result of the last ``finalize_scores``.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023; the conventions are
@@ -312,14 +308,12 @@ class TRAKer:
     ) -> None:
         """Compute gradients and loss weights of training samples, where they are missing.
 
+        Numbers that are not finite, or too large for float16, are refused.
+
         Args:
             batch: What the task takes, stacked along the first dimension.
             inds: Positions of the samples in the training set; or
             num_samples: How many there are: they follow those of the last call.
-
-        Raises:
-            InputError: If no checkpoint is loaded (an ``AssertionError`` too), if the arguments
-                don't go together, or if the numbers are not finite or too large for float16.
         """
         if not isinstance(self.ckpt_loaded, int):
             raise AssertedError(
