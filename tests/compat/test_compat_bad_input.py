@@ -218,13 +218,15 @@ def test_gradients_that_are_not_finite_are_named(computer, tmp_path):
         traker.featurize(PAIR, inds=[3, 4])
 
 
-def test_float16_that_overflows_or_loses_a_sample(tmp_path):
+@pytest.mark.parametrize(
+    ("size", "code"), [(1e7, "float16"), (1e-12, "float16"), (np.nan, "not_finite")]
+)
+def test_what_float16_cannot_hold_is_named(size, code, tmp_path):
     traker = tracer(tmp_path, use_half_precision=True)
-    for size in (1e7, 1e-12):
-        traker.projector.project = lambda grads, model_id, size=size: torch.full((2, 12), size)
-        traker.load_checkpoint(STATE, 0)
-        with refused("compat.float16", "samples 7, 8"):
-            traker.featurize(PAIR, inds=[7, 8])
+    traker.projector.project = lambda grads, model_id: torch.full((2, 12), size)
+    traker.load_checkpoint(STATE, 0)
+    with refused(f"compat.{code}", "samples 7, 8"):
+        traker.featurize(PAIR, inds=[7, 8])
 
 
 def test_finalizing_what_is_not_there(loaded, tmp_path):
