@@ -1,7 +1,5 @@
 """Every public name of the original, its small functions, and the installation check."""
 
-import ast
-import graphlib
 import inspect
 import warnings
 from pathlib import Path
@@ -45,35 +43,25 @@ def theirs():
         return pytest.importorskip("trak", reason="with the extra `test`, as `make test` has it")
 
 
-def test_modules_stand_in_an_order():
-    """Counting imports inside functions as well: those only hide that two modules are one."""
-    files = {f"trak_core.compat.{p.stem}": p for p in Path(ours.__file__).parent.glob("*.py")}
-    del files["trak_core.compat.__init__"]
-    below = {}
-    for name, path in files.items():
-        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
-        imported = {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-        below[name] = files.keys() & (imported | {node.module for node in nodes})
-    order = list(graphlib.TopologicalSorter(below).static_order())
-    assert order.index("trak_core.compat.savers") < order.index("trak_core.compat.traker")
-    assert not [name for name in below if "trak_core.compat.utils" in below[name]]
+def test_nothing_inside_imports_the_small_functions():
+    for path in Path(ours.__file__).parent.glob("*.py"):
+        assert "compat.utils import" not in path.read_text() or path.stem == "__init__"
 
 
 def parameters(callable_):
     """Names and defaults, of a function or of what a class is made with."""
     variadic = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    found = inspect.signature(callable_).parameters.values()
-    return {p.name: p.default for p in found if p.kind not in variadic}
+    taken = inspect.signature(callable_).parameters.values()
+    return {p.name: p.default for p in taken if p.kind not in variadic}
 
 
 @pytest.mark.parametrize(("module", "name"), PAIRS)
 def test_every_name_takes_the_arguments_of_the_original(module, name, theirs):
-    found = getattr(getattr(ours, module), name)
-    expected = getattr(getattr(theirs, module), name)
-    if not callable(found) or name in {"ModelIDException", "ProjectionType"}:
-        assert sorted(found) == sorted(expected) if module != "savers" else found
+    value, expected = (getattr(getattr(package, module), name) for package in (ours, theirs))
+    if not callable(value) or name in {"ModelIDException", "ProjectionType"}:
+        assert sorted(value) == sorted(expected) if module != "savers" else value
         return
-    own, original = parameters(found), parameters(expected)
+    own, original = parameters(value), parameters(expected)
     # Ours may have more; theirs come first and in order, as positional arguments do.
     assert list(own)[: len(original)] == list(original)
     for argument, default in original.items():
@@ -90,28 +78,26 @@ def test_methods_take_the_arguments_of_the_original(name, theirs):
 
 def test_small_functions_are_theirs(theirs):
     torch.manual_seed(0)
+    own, original = ours.utils, theirs.utils
     for model in (Net(), Text()):
         for batch_size in (2**32 // 700, 2**20, 8):
-            found = ours.utils.get_parameter_chunk_sizes(model, batch_size)
-            assert found == theirs.utils.get_parameter_chunk_sizes(model, batch_size)
-        assert ours.utils.get_num_params(model) == theirs.utils.get_num_params(model)
+            sizes = original.get_parameter_chunk_sizes(model, batch_size)
+            assert own.get_parameter_chunk_sizes(model, batch_size) == sizes
+        assert own.get_num_params(model) == original.get_num_params(model)
         names = list(model.state_dict())
         for i in range(len(names)):
-            found = ours.utils.is_not_buffer(i, names)
-            assert found == theirs.utils.is_not_buffer(i, names)
+            assert own.is_not_buffer(i, names) == original.is_not_buffer(i, names)
     grads = {"a": torch.randn(3, 2, 2), "b": torch.randn(3), "c": torch.randn(3, 5)}
-    expected = theirs.utils.vectorize(grads, device="cpu")
-    assert torch.equal(ours.utils.vectorize(grads, device="cpu"), expected)
-    into = torch.empty(3, 10)
-    assert torch.equal(ours.utils.vectorize(grads, into, device="cpu"), expected)
-    assert torch.equal(into, expected)
+    expected, into = original.vectorize(grads, device="cpu"), torch.empty(3, 10)
+    for vectors in (own.vectorize(grads, device="cpu"), own.vectorize(grads, into), into):
+        assert torch.equal(vectors, expected)
     values = [p.detach() for p in Net().parameters()]
-    vector = theirs.utils.parameters_to_vector(values)
-    assert torch.equal(ours.utils.parameters_to_vector(values), vector)
+    vector = original.parameters_to_vector(values)
+    assert torch.equal(own.parameters_to_vector(values), vector)
     x, y = torch.randn(7, 3), torch.randn(4, 3)
-    assert torch.allclose(ours.utils.get_matrix_mult(x, y), x @ y.T)
-    assert torch.allclose(ours.utils.get_matrix_mult_blockwise(x, y, torch.float32, 2), x @ y.T)
-    assert ours.utils.get_output_memory(x, y, torch.float16) == 7 * 4 * 2
+    assert torch.allclose(own.get_matrix_mult(x, y), x @ y.T)
+    assert torch.allclose(own.get_matrix_mult_blockwise(x, y, torch.float32, 2), x @ y.T)
+    assert own.get_output_memory(x, y, torch.float16) == 7 * 4 * 2
 
 
 @pytest.mark.parametrize("use_fast_jl", [True, False])
@@ -124,16 +110,16 @@ def test_the_installation_check_says_what_it_checked(use_fast_jl, capsys):
 
 
 def test_what_users_call_on_projectors():
-    single = BasicSingleBlockProjector(20, 5, 0, "rademacher", "cpu", model_id=2)
+    given = {"seed": 0, "proj_type": "rademacher", "device": "cpu", "model_id": 2}
+    single = BasicSingleBlockProjector(20, 5, **given)
     matrix = single.proj_matrix.clone()
     assert set(matrix.unique().tolist()) == {-1.0, 1.0}
     single.free_memory()
     assert not hasattr(single, "proj_matrix")
     single.generate_sketch_matrix()
     assert torch.equal(single.proj_matrix, matrix)
-    blocks = BasicProjector(20, 5, 0, "rademacher", "cpu", block_size=2, model_id=2)
+    blocks, parts = BasicProjector(20, 5, **given, block_size=2), []
     blocks.get_generator_states()
-    parts = []
     for state in blocks.generator_states:
         blocks.generate_sketch_matrix(state)
         parts.append(blocks.proj_matrix)
@@ -189,15 +175,9 @@ class RamSaver(AbstractSaver):
 
 
 def test_a_saver_of_ones_own(tmp_path):
-    given = {
-        "model": Net(),
-        "states": checkpoints(Net, 1),
-        "train": images(30),
-        "targets": images(4, seed=1),
-        "proj_dim": 8,
-    }
-    made, scores = walk(ours, save_dir=tmp_path / "ram", saver=RamSaver, **given)
-    _, expected = walk(ours, save_dir=tmp_path / "files", **given)
+    study = Net(), checkpoints(Net, 1), images(30), images(4, seed=1)
+    traker, scores = walk(*study, save_dir=tmp_path / "ram", saver=RamSaver, proj_dim=8)
+    _, expected = walk(*study, save_dir=tmp_path / "files", proj_dim=8)
     assert np.array_equal(scores, expected)
-    assert made.saver.saved == "mine"
+    assert traker.saver.saved == "mine"
     assert not list((tmp_path / "ram").glob("*/*.mmap"))

@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from compat_models import M, N, Net, checkpoints, images, tracer, walk
+from compat_models import M, N, Net, checkpoints, featurized, images, walk
 
-import trak_core.compat as trak
+from trak_core.compat.projectors import NoOpProjector
 from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
 
 TRAIN, TARGETS, STATES = images(N), images(M, seed=1), checkpoints(Net, 2)
@@ -39,10 +39,10 @@ def oracle(g, t):
     return pinv.T @ t.T / np.abs(pinv @ pinv.T).mean()
 
 
-def close(found, expected, tolerance):
-    assert found.shape == expected.shape
-    assert np.isfinite(found).all()
-    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+def close(scores, expected, tolerance):
+    assert scores.shape == expected.shape
+    assert np.isfinite(scores).all()
+    assert np.abs(scores - expected).max() <= tolerance * np.abs(expected).max()
 
 
 CASES = {
@@ -60,8 +60,8 @@ def test_scores_are_those_of_the_pseudo_inverse(case, computer):
     g = CASES[case]
     t = integers(6, 7, g.shape[1])
     with singular(np.linalg.matrix_rank(g), g.shape[1], len(g)):
-        found = scores_of(computer(torch.float32, "cpu"), g, t)
-    close(found, oracle(g, t), 1e-6)
+        scores = scores_of(computer(torch.float32, "cpu"), g, t)
+    close(scores, oracle(g, t), 1e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -95,41 +95,32 @@ def test_where_there_is_an_inverse_nothing_changes(n, lambda_reg):
 def test_a_lambda_below_rounding_is_lambda_0():
     g, t = CASES["fewer samples than dimensions"], integers(6, 7, 30)
     with singular(9, 30, 9):
-        found = scores_of(BasicScoreComputer(torch.float32, "cpu", lambda_reg=1e-14), g, t)
-    close(found, oracle(g, t), 1e-6)
+        scores = scores_of(BasicScoreComputer(torch.float32, "cpu", lambda_reg=1e-14), g, t)
+    close(scores, oracle(g, t), 1e-6)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e15])
 def test_finite_features_of_any_size_give_finite_scores(size):
     g, t = size * CASES["fewer samples than dimensions"], integers(6, 7, 30)
     with singular(9 if size else 0, 30, 9):
-        found = scores_of(BasicScoreComputer(torch.float32, "cpu"), g, t)
-    assert np.isfinite(found).all()
-    assert found.any() == (size > 0)
+        scores = scores_of(BasicScoreComputer(torch.float32, "cpu"), g, t)
+    assert np.isfinite(scores).all()
+    assert scores.any() == (size > 0)
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("n", [1, 5, 20])
 def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
     """A first try of the original's users: a handful of samples, and more dimensions than that."""
-    train, targets = images(n), images(M, seed=1)
     with singular(n, 512, n):
-        made, scores = walk(
-            trak,
-            Net(),
-            STATES,
-            train,
-            targets,
-            save_dir=tmp_path,
-            proj_dim=512,
-            use_half_precision=half,
-        )
+        given = {"save_dir": tmp_path, "proj_dim": 512, "use_half_precision": half}
+        traker, scores = walk(Net(), STATES, images(n), TARGETS, **given)
     assert scores.shape == (n, M)
     expected, weights = [], []
     for model_id in range(len(STATES)):
-        made.saver.load_current_store(model_id)
-        made.saver.load_current_store(model_id, "mine", M)
-        store = made.saver.current_store
+        traker.saver.load_current_store(model_id)
+        traker.saver.load_current_store(model_id, "mine", M)
+        store = traker.saver.current_store
         g, t = (np.array(store[key], dtype=np.float64) for key in ("grads", "mine_grads"))
         expected.append(oracle(g, t))
         weights.append(np.array(store["out_to_loss"], dtype=np.float64))
@@ -140,10 +131,9 @@ def test_a_few_samples_and_many_dimensions(n, half, tmp_path):
 def test_targets_that_are_training_samples_explain_themselves(tmp_path):
     """With as many directions as samples G pinv(G^T G) G^T is the identity."""
     with singular(8, 64, 8):
-        made, scores = walk(
-            trak, Net(), STATES[:1], images(8), images(8), save_dir=tmp_path, proj_dim=64
-        )
-    identity = scores / made.saver.current_store["out_to_loss"]
+        data = images(8), images(8)
+        traker, scores = walk(Net(), STATES[:1], *data, save_dir=tmp_path, proj_dim=64)
+    identity = scores / traker.saver.current_store["out_to_loss"]
     close(identity / identity[0, 0], np.eye(8), 1e-4)
 
 
@@ -151,39 +141,28 @@ def test_targets_that_are_training_samples_explain_themselves(tmp_path):
 def test_more_dimensions_than_parameters(half, tmp_path):
     """The rank is the number of parameters, whatever float16 makes of the rows; and with it the
     projection drops out: G pinv(G^T G) T^T is what there is without one."""
-    given = {
-        "model": Net(),
-        "states": STATES[:1],
-        "train": TRAIN,
-        "targets": TARGETS,
-        "grad_wrt": ["bn1.weight"],
-        "use_half_precision": half,
-    }
+    study = Net(), STATES[:1], TRAIN, TARGETS
+    given = {"grad_wrt": ["bn1.weight"], "use_half_precision": half}
     with singular(8, 24):
-        _, found = walk(trak, save_dir=tmp_path / "wide", proj_dim=24, **given)
-    none = trak.projectors.NoOpProjector(device="cpu")
-    _, expected = walk(trak, save_dir=tmp_path / "none", projector=none, **given)
-    close(found / np.abs(found).max(), expected / np.abs(expected).max(), 2e-2 if half else 1e-3)
+        _, scores = walk(*study, save_dir=tmp_path / "wide", proj_dim=24, **given)
+    none = NoOpProjector(device="cpu")
+    _, expected = walk(*study, save_dir=tmp_path / "none", projector=none, **given)
+    close(scores / np.abs(scores).max(), expected / np.abs(expected).max(), 2e-2 if half else 1e-3)
 
 
 def test_the_warning_says_what_to_set_and_setting_it_ends_it(tmp_path):
-    def featurized(**arguments):
-        made = tracer(tmp_path, proj_dim=N + 10, use_half_precision=True, **arguments)
-        made.load_checkpoint(STATES[0], 0)
-        made.featurize(TRAIN, num_samples=N)
-        return made
-
-    made = featurized()
+    given = {"proj_dim": N + 10, "use_half_precision": True}
+    traker = featurized(tmp_path, **given)
     with pytest.warns(UserWarning, match="no inverse") as caught:
-        made.finalize_features()
-    assert made.saver.model_ids[0]["is_finalized"] == 1
+        traker.finalize_features()
+    assert traker.saver.model_ids[0]["is_finalized"] == 1
     (warning,) = caught
     assert warning.filename == __file__
     text = str(warning.message)
     assert "or a proj_dim well below the number of training samples and of parameters" in text
-    grads = made.saver.current_store["grads"].astype(np.float64)
+    grads = traker.saver.current_store["grads"].astype(np.float64)
     usual = float(re.search(r"Set lambda_reg above 0, (\S+) say", text).group(1))
     assert abs(usual / (2 * (grads**2).sum(1).mean()) - 1) < 0.5
     # Finalized already: nothing is computed, so nothing is said.
-    made.finalize_features()
-    featurized(lambda_reg=usual).finalize_features()
+    traker.finalize_features()
+    featurized(tmp_path, lambda_reg=usual, **given).finalize_features()

@@ -5,7 +5,20 @@ import json
 import numpy as np
 import pytest
 import torch
-from compat_models import CLASSES, M, N, Net, checkpoints, images, tracer
+from compat_models import (
+    CLASSES,
+    M,
+    N,
+    Net,
+    checkpoints,
+    featurize,
+    featurized,
+    finalized,
+    images,
+    scored,
+    tracer,
+)
+from refused import refused
 
 from trak_core.compat import gradient_computers
 from trak_core.compat.gradient_computers import (
@@ -19,99 +32,77 @@ from trak_core.compat.projectors import (
     ChunkedCudaProjector,
     CudaProjector,
 )
-from trak_core.compat.savers import ModelIDException
 from trak_core.compat.score_computers import BasicScoreComputer, BasicSingleBlockScoreComputer
-from trak_core.errors import InputError
 
-TRAIN, TARGETS = images(N), images(M, seed=1)
-STATES = checkpoints(Net, 2)
-
-
-def featurized(folder, model_ids=(0,), **arguments):
-    made = tracer(folder, **arguments)
-    for model_id in model_ids:
-        made.load_checkpoint(STATES[model_id], model_id)
-        made.featurize(TRAIN, num_samples=N)
-    return made
-
-
-def scored(made, model_ids=(0,), name="mine"):
-    for model_id in model_ids:
-        made.start_scoring_checkpoint(name, STATES[model_id], model_id, num_targets=M)
-        made.score(TARGETS, num_samples=M)
-    return made
+TRAIN, TARGETS, STATES = images(N), images(M, seed=1), checkpoints(Net, 2)
 
 
 def test_scoring_before_finalizing_says_what_is_missing(tmp_path):
-    made = featurized(tmp_path)
-    made.start_scoring_checkpoint("mine", STATES[0], 0, num_targets=M)
-    with pytest.raises(ModelIDException, match="call `finalize_features` first"):
-        made.score(TARGETS, num_samples=M)
-    with pytest.raises(ModelIDException, match="not finalized: call `finalize_features`"):
-        made.finalize_scores("mine")
-    made.finalize_features()
-    with pytest.raises(ModelIDException, match=r"0, 1, 2, 3, 4, 5 are not scored: call `score`"):
-        made.finalize_scores("mine")
-    made.score(TARGETS, num_samples=M)
-    assert np.isfinite(made.finalize_scores("mine")).all()
+    traker = featurized(tmp_path)
+    traker.start_scoring_checkpoint("mine", STATES[0], 0, num_targets=M)
+    with refused("compat.not_finalized", "model id 0"):
+        traker.score(TARGETS, num_samples=M)
+    with refused("compat.unusable", "model id 0", "features are not finalized"):
+        traker.finalize_scores("mine")
+    traker.finalize_features()
+    with refused("compat.unusable", "model id 0", "targets 0, 1, 2, 3, 4, 5"):
+        traker.finalize_scores("mine")
+    traker.score(TARGETS, num_samples=M)
+    assert np.isfinite(traker.finalize_scores("mine")).all()
 
 
 def test_allow_skip_skips_and_names_what_it_left_out(tmp_path):
-    made = featurized(tmp_path, (0, 1))
-    made.finalize_features()
-    scored(made)
-    alone = np.array(made.finalize_scores("mine", model_ids=[0]))
-    with pytest.raises(ModelIDException, match=r"model id 1: its targets are not scored"):
-        made.finalize_scores("mine")
+    traker = finalized(tmp_path, (0, 1))
+    scored(traker)
+    alone = np.array(traker.finalize_scores("mine", model_ids=[0]))
+    with refused("compat.unusable", "model id 1", "targets are not scored"):
+        traker.finalize_scores("mine")
     with pytest.warns(UserWarning, match=r"Left out .*'mine': model id 1: its targets are not"):
-        assert np.array_equal(made.finalize_scores("mine", allow_skip=True), alone)
+        assert np.array_equal(traker.finalize_scores("mine", allow_skip=True), alone)
 
 
 def test_checkpoints_nobody_asked_for_are_left_out_when_unfinished(tmp_path):
-    made = featurized(tmp_path, (0, 1))
-    made.finalize_features(model_ids=[0])
-    scored(made)
+    traker = featurized(tmp_path, (0, 1))
+    traker.finalize_features(model_ids=[0])
+    scored(traker)
     with pytest.warns(UserWarning, match="model id 1: its features are not finalized"):
-        made.finalize_scores("mine")
-    with pytest.raises(ModelIDException, match="model id 1: its features are not finalized"):
-        made.finalize_scores("mine", model_ids=[0, 1])
+        traker.finalize_scores("mine")
+    with refused("compat.unusable", "model id 1", "features are not finalized"):
+        traker.finalize_scores("mine", model_ids=[0, 1])
 
 
-def test_only_what_is_missing_of_a_batch_is_computed(tmp_path, monkeypatch):
+def test_only_what_is_missing_of_a_batch_is_computed(tmp_path):
     whole = featurized(tmp_path / "whole").saver.current_store["grads"]
-    made = tracer(tmp_path / "parts")
-    made.load_checkpoint(STATES[0], 0)
-    made.featurize([t[5:12] for t in TRAIN], inds=np.arange(5, 12))
+    traker = tracer(tmp_path / "parts")
+    traker.load_checkpoint(STATES[0], 0)
+    traker.featurize([t[5:12] for t in TRAIN], inds=np.arange(5, 12))
     computed = []
-    compute = made.gradient_computer.compute_per_sample_grad
-    monkeypatch.setattr(
-        made.gradient_computer,
-        "compute_per_sample_grad",
-        lambda batch: computed.append(len(batch[0])) or compute(batch),
+    compute = traker.gradient_computer.compute_per_sample_grad
+    traker.gradient_computer.compute_per_sample_grad = lambda batch: (
+        computed.append(len(batch[0])) or compute(batch)
     )
-    made.featurize([t[:16] for t in TRAIN], num_samples=16)
-    made.featurize([t[:16] for t in TRAIN], inds=torch.arange(16))
-    made.featurize([t[16:] for t in TRAIN], num_samples=N - 16)
+    traker.featurize([t[:16] for t in TRAIN], num_samples=16)
+    traker.featurize([t[:16] for t in TRAIN], inds=torch.arange(16))
+    traker.featurize([t[16:] for t in TRAIN], num_samples=N - 16)
     assert computed == [9, N - 16]
-    np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
-    assert made.saver.model_ids[0]["is_featurized"] == 1
+    np.testing.assert_allclose(traker.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
+    assert traker.saver.model_ids[0]["is_featurized"] == 1
 
 
 @pytest.mark.parametrize("method", ["compute_per_sample_grad", "project_at_once"])
 def test_a_batch_too_large_for_memory_is_halved(tmp_path, monkeypatch, capsys, method):
     whole = featurized(tmp_path / "whole").saver.current_store["grads"]
-    made = tracer(tmp_path / "halves")
-    compute = getattr(made.gradient_computer, method)
+    traker = tracer(tmp_path / "halves")
+    compute = getattr(traker.gradient_computer, method)
 
     def limited(batch, *others):
         if len(batch[0]) > 12:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return compute(batch, *others)
 
-    monkeypatch.setattr(made.gradient_computer, method, limited)
-    made.load_checkpoint(STATES[0], 0)
-    made.featurize(TRAIN, num_samples=N)
-    np.testing.assert_allclose(made.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(traker.gradient_computer, method, limited)
+    featurize(traker)
+    np.testing.assert_allclose(traker.saver.current_store["grads"], whole, rtol=1e-4, atol=1e-5)
     assert "out of memory; going on with 10 samples" in capsys.readouterr().out
 
 
@@ -121,13 +112,11 @@ class Slow(FunctionalGradientComputer):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
-    made = [
-        featurized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
+    trakers = [
+        finalized(tmp_path / kind.__name__, gradient_computer=kind, use_half_precision=half)
         for kind in (Slow, FunctionalGradientComputer)
     ]
-    for traker in made:
-        traker.finalize_features()
-    slow, fast = (scored(traker).saver.current_store for traker in made)
+    slow, fast = (scored(traker).saver.current_store for traker in trakers)
     bound = 1e-3 if half else 1e-5
     for name in ("grads", "out_to_loss", "mine_grads"):
         assert np.abs(slow[name]).max() > 0
@@ -135,29 +124,29 @@ def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
 
 
 def test_a_method_that_was_replaced_is_called(tmp_path):
-    made = tracer(tmp_path)
-    made.task.get_out_to_loss_grad = lambda model, weights, buffers, batch: torch.full((N, 1), 0.5)
-    made.load_checkpoint(STATES[0], 0)
-    made.featurize(TRAIN, num_samples=N)
-    assert (made.saver.current_store["out_to_loss"] == 0.5).all()
+    traker = tracer(tmp_path)
+    traker.task.get_out_to_loss_grad = lambda model, weights, buffers, batch: torch.full(
+        (N, 1), 0.5
+    )
+    featurize(traker)
+    assert (traker.saver.current_store["out_to_loss"] == 0.5).all()
 
 
 def test_a_batch_takes_one_forward_pass_and_forms_no_gradients(tmp_path, monkeypatch):
-    made = tracer(tmp_path)
-    made.load_checkpoint(STATES[0], 0)
+    traker = tracer(tmp_path)
+    traker.load_checkpoint(STATES[0], 0)
     # The first batch of a checkpoint is looked at besides.
-    made.featurize([t[:10] for t in TRAIN], num_samples=10)
+    traker.featurize([t[:10] for t in TRAIN], num_samples=10)
     monkeypatch.setattr(gradient_computers, "formed_gradients", None)
     calls = []
-    made.model.register_forward_hook(lambda model, inputs, output: calls.append(len(output)))
-    made.featurize([t[10:] for t in TRAIN], num_samples=N - 10)
+    traker.model.register_forward_hook(lambda model, inputs, output: calls.append(len(output)))
+    traker.featurize([t[10:] for t in TRAIN], num_samples=N - 10)
     assert calls == [N - 10]
 
 
 def test_an_existing_folder_is_never_wiped(tmp_path):
-    made = featurized(tmp_path)
-    made.finalize_features()
-    scores = np.array(scored(made).finalize_scores("mine"))
+    traker = finalized(tmp_path)
+    scores = np.array(scored(traker).finalize_scores("mine"))
     again = featurized(tmp_path, load_from_save_dir=False)
     assert again.saver.current_store["is_featurized"].all()
     assert again.saver.model_ids[0]["is_finalized"] == 1
@@ -166,47 +155,43 @@ def test_an_existing_folder_is_never_wiped(tmp_path):
 
 
 def test_a_new_checkpoint_leaves_finished_scores_until_they_are_replaced(tmp_path):
-    made = featurized(tmp_path, (0, 1))
-    made.finalize_features()
-    scores = np.array(scored(made).finalize_scores("mine", model_ids=[0]))
-    scored(made, (1,))
+    traker = finalized(tmp_path, (0, 1))
+    scores = np.array(scored(traker).finalize_scores("mine", model_ids=[0]))
+    scored(traker, (1,))
     assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), scores)
-    both = made.finalize_scores("mine")
+    both = traker.finalize_scores("mine")
     assert np.array_equal(np.load(tmp_path / "scores/mine.mmap"), both)
     assert not np.allclose(both, scores)
 
 
 def test_another_lambda_finalizes_again(tmp_path):
-    featurized(tmp_path).finalize_features()
-    scored(tracer(tmp_path))
-    made = tracer(tmp_path, lambda_reg=1.0)
-    with pytest.raises(ModelIDException, match=r"with lambda_reg 0\.0, not 1\.0: call `finalize"):
-        made.finalize_scores("mine")
-    made.finalize_features()
-    found = np.array(made.saver.current_store["features"])
-    afresh = featurized(tmp_path / "afresh", lambda_reg=1.0)
-    afresh.finalize_features()
-    assert np.array_equal(found, afresh.saver.current_store["features"])
+    scored(finalized(tmp_path))
+    traker = tracer(tmp_path, lambda_reg=1.0)
+    with refused("compat.unusable", "model id 0", "lambda_reg 0.0", "1.0"):
+        traker.finalize_scores("mine")
+    traker.finalize_features()
+    features = np.array(traker.saver.current_store["features"])
+    afresh = finalized(tmp_path / "afresh", lambda_reg=1.0)
+    assert np.array_equal(features, afresh.saver.current_store["features"])
     assert json.loads((tmp_path / "id_0.json").read_text())["0"]["lambda_reg"] == 1.0
 
 
 def test_another_lambda_needs_the_gradients(tmp_path):
-    made = featurized(tmp_path)
-    made.finalize_features(del_grads=True)
+    traker = featurized(tmp_path)
+    traker.finalize_features(del_grads=True)
     assert not (tmp_path / "0/grads.mmap").exists()
-    made.finalize_features()
-    with pytest.raises(InputError, match=r"`del_grads`.* with 0\.0, not 1\.0"):
+    traker.finalize_features()
+    with refused("compat.no_gradients", "model id 0", "0.0", "1.0"):
         tracer(tmp_path, lambda_reg=1.0).finalize_features()
 
 
 @pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
 @pytest.mark.parametrize("proj_dim", [7, 12])
 def test_small_projections_on_any_spelling_of_the_cpu(device, proj_dim, tmp_path):
-    made = featurized(tmp_path, device=device, proj_dim=proj_dim)
-    made.finalize_features()
-    assert scored(made).finalize_scores("mine").shape == (N, M)
-    assert isinstance(made.projector, BasicProjector)
-    assert made.projector.proj_type == "rademacher"
+    traker = finalized(tmp_path, device=device, proj_dim=proj_dim)
+    assert scored(traker).finalize_scores("mine").shape == (N, M)
+    assert isinstance(traker.projector, BasicProjector)
+    assert traker.projector.proj_type == "rademacher"
 
 
 @pytest.mark.parametrize("computer", [FunctionalGradientComputer, IterativeGradientComputer])
@@ -215,14 +200,8 @@ def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
 
     class Refusing(torch.autograd.Function):
         generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x):
-            return x.clone()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
+        forward = staticmethod(lambda x: x.clone())
+        setup_context = staticmethod(lambda ctx, inputs, output: None)
 
         @staticmethod
         def backward(ctx, g):
@@ -233,9 +212,9 @@ def test_only_the_chosen_parameters_are_differentiated(computer, tmp_path):
             x = Refusing.apply(self.conv1.weight).sum() + self.conv2(self.conv1(x))
             return self.fc(x.mean((2, 3)))
 
-    made = featurized(tmp_path, model=Model(), grad_wrt=["fc.bias"], gradient_computer=computer)
-    assert made.num_params_for_grad == CLASSES
-    assert np.isfinite(made.saver.current_store["grads"]).all()
+    traker = featurized(tmp_path, model=Model(), grad_wrt=["fc.bias"], gradient_computer=computer)
+    assert traker.num_params_for_grad == CLASSES
+    assert np.isfinite(traker.saver.current_store["grads"]).all()
 
 
 def test_half_precision_sums_and_solves_in_full(tmp_path):
@@ -247,12 +226,12 @@ def test_half_precision_sums_and_solves_in_full(tmp_path):
     inverse = torch.linalg.inv(xtx.double() + 1e-3 * torch.eye(2))
     expected = grads.double() @ (inverse / inverse.abs().mean())
     assert torch.allclose(computer.get_x_xtx_inv(grads, xtx).double(), expected)
-    made = featurized(tmp_path, use_half_precision=True, lambda_reg=1e-6)
-    made.finalize_features()
-    scores = scored(made).finalize_scores("mine")
-    full = featurized(tmp_path / "full", lambda_reg=1e-6)
-    full.finalize_features()
-    expected = scored(full).finalize_scores("mine")
+    scores, expected = (
+        scored(
+            finalized(tmp_path / f"{half}", use_half_precision=half, lambda_reg=1e-6)
+        ).finalize_scores("mine")
+        for half in (True, False)
+    )
     assert scores.dtype == np.float32
     assert np.abs(scores - expected).max() <= 2e-2 * np.abs(expected).max()
 
@@ -263,8 +242,8 @@ def test_the_matrix_is_a_function_of_seed_model_id_row_and_column_alone():
     grads = {"a": torch.randn(5, 10, 10), "b": torch.randn(5, 200)}
     flat = torch.cat([g.flatten(1) for g in grads.values()], dim=1)
 
-    def close(found, expected):
-        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+    def close(features, expected):
+        assert torch.allclose(features, expected, rtol=1e-5, atol=1e-4)
 
     for kind in ("rademacher", "normal"):
         whole = BasicProjector(p, k, 3, kind, "cpu")
@@ -299,17 +278,16 @@ def test_misspelt_arguments_are_errors(tmp_path):
 
 
 def test_the_single_block_score_computer_honours_lambda(tmp_path):
-    given = {"score_computer": BasicSingleBlockScoreComputer, "lambda_reg": 0.5}
-    for name, arguments in (("single", given), ("blocks", {"lambda_reg": 0.5})):
-        made = featurized(tmp_path / name, **arguments)
-        made.finalize_features()
-        scored(made).finalize_scores("mine")
-    single, blocks = (np.load(tmp_path / f"{n}/scores/mine.mmap") for n in ("single", "blocks"))
-    np.testing.assert_allclose(single, blocks, rtol=1e-5)
+    single, blocks = (
+        scored(finalized(tmp_path / kind.__name__, score_computer=kind, lambda_reg=0.5))
+        for kind in (BasicSingleBlockScoreComputer, BasicScoreComputer)
+    )
+    expected = blocks.finalize_scores("mine")
+    np.testing.assert_allclose(single.finalize_scores("mine"), expected, rtol=1e-5)
     plain = BasicSingleBlockScoreComputer(torch.float32, "cpu")
     assert plain.get_xtx(torch.eye(3)).shape == (3, 3)
 
 
 def test_a_cuda_projector_needs_a_cuda_device():
-    with pytest.raises(ValueError, match="must have a CUDA device"):
+    with refused("compat.cuda_projector", "'cpu'"):
         CudaProjector(10, 5, 0, "rademacher", "cpu", 8)

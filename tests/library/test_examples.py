@@ -6,15 +6,21 @@ import importlib
 import pytest
 
 # Each has an example at least.
-MODULES = ("trak_core.gradients", "trak_core.gramian", "trak_core.projection", "trak_core.spec")
+MODULES = (
+    *("trak_core.gradients", "trak_core.gramian", "trak_core.projection", "trak_core.spec"),
+    *(f"trak_core.compat.{name}" for name in ("gradient_computers", "modelout_functions")),
+    *(f"trak_core.compat.{name}" for name in ("projectors", "score_computers", "traker", "utils")),
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
     module = importlib.import_module(name)
     runner = doctest.DocTestRunner()
-    for public in module.__all__:
-        for example in doctest.DocTestFinder().find(getattr(module, public), public, globs={}):
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
+    for public in getattr(module, "__all__", own):
+        value = getattr(module, public)
+        for example in doctest.DocTestFinder().find(value, public, globs={public: value}):
             runner.run(example)
     result = runner.summarize()
     assert result.attempted

@@ -1,5 +1,7 @@
 """Small models, data and the walk through TRAK's interface, for the tests of compat."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -62,6 +64,7 @@ def texts(n, seed=0):
 TASKS = {"image_classification": (Net, images), "text_classification": (Text, texts)}
 
 
+@functools.cache
 def checkpoints(make, count):
     """State dicts of untrained models, BatchNorm's statistics moved from where they start."""
     states = []
@@ -96,31 +99,52 @@ def injected(base, n_params, proj_dim, seed=0):
     return Injected()
 
 
+SETTINGS = {
+    "task": "image_classification",
+    "device": "cpu",
+    "logging_level": 100,
+    "use_half_precision": False,
+}
+
+
 def tracer(folder, **arguments):
     """Our TRAKer for ``Net``, with whatever a test sets anew."""
-    given = {
-        "model": Net(),
-        "task": "image_classification",
-        "train_set_size": N,
-        "save_dir": folder,
-        "device": "cpu",
-        "proj_dim": 12,
-        "logging_level": 100,
-        "use_half_precision": False,
-    }
+    given = {"model": Net(), "train_set_size": N, "save_dir": folder, "proj_dim": 12, **SETTINGS}
     return trak.TRAKer(**{**given, **arguments})
 
 
-def walk(package, model, states, train, targets, *, batch=16, **arguments):
+def featurize(traker, model_id=0, batch=N):
+    traker.load_checkpoint(checkpoints(Net, model_id + 1)[model_id], model_id)
+    for start in range(0, N, batch):
+        part = [t[start : start + batch] for t in images(N)]
+        traker.featurize(part, num_samples=len(part[0]))
+
+
+def featurized(folder, model_ids=(0,), **arguments):
+    traker = tracer(folder, **arguments)
+    for model_id in model_ids:
+        featurize(traker, model_id)
+    return traker
+
+
+def finalized(folder, model_ids=(0,), **arguments):
+    traker = featurized(folder, model_ids, **arguments)
+    traker.finalize_features()
+    return traker
+
+
+def scored(traker, model_ids=(0,), name="mine"):
+    for model_id in model_ids:
+        state = checkpoints(Net, model_id + 1)[model_id]
+        traker.start_scoring_checkpoint(name, state, model_id, num_targets=M)
+        traker.score(images(M, seed=1), num_samples=M)
+    return traker
+
+
+def walk(model, states, train, targets, *, package=trak, batch=16, **arguments):
     """Featurize, finalize, score under every checkpoint, as a notebook would."""
-    settings = {
-        "task": "image_classification",
-        "device": "cpu",
-        "use_half_precision": False,
-        "logging_level": 100,
-        **arguments,
-    }
-    tracer = package.TRAKer(model=model, train_set_size=len(train[0]), **settings)
+    given = {"train_set_size": len(train[0]), **SETTINGS, **arguments}
+    tracer = package.TRAKer(model=model, **given)
     for model_id, state in enumerate(states):
         tracer.load_checkpoint(state, model_id=model_id)
         for start in range(0, len(train[0]), batch):

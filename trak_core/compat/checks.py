@@ -12,19 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.compat.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
-from trak_core.compat.projectors import (
-    AbstractProjector,
-    BasicProjector,
-    ChunkedCudaProjector,
-    CudaProjector,
-    ProjectionType,
-    known_projection,
-)
+from trak_core.compat.projectors import AbstractProjector, known_projection
 from trak_core.compat.savers import AbstractSaver, AssertedError
 from trak_core.errors import InputError
 from trak_core.study.checkpoints import load_state_dict, state_dict_sha256
-
-Projector = AbstractProjector | ChunkedCudaProjector
 
 # What a model or task raises at a batch that it cannot take.
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
@@ -44,7 +35,8 @@ def integer(value: Any, name: str, low: int, high: int) -> int:
         number = None
     if number is None or isinstance(value, bool) or not low <= number < high:
         raise InputError(
-            f"`{name}` must be an integer, at least {low} and below {high}. Found {value!r}."
+            f"`{name}` must be an integer, at least {low} and below {high}. Found {value!r}.",
+            code="compat.integer",
         )
     return number
 
@@ -52,7 +44,10 @@ def integer(value: Any, name: str, low: int, high: int) -> int:
 def checked_lambda(lambda_reg: Any) -> float:
     """Return lambda as a number; NaN and negative ones would give scores without meaning."""
     if not (isinstance(lambda_reg, int | float) and 0 <= lambda_reg < math.inf):
-        raise InputError(f"`lambda_reg` must be a number, at least 0. Found {lambda_reg!r}.")
+        raise InputError(
+            f"`lambda_reg` must be a number, at least 0. Found {lambda_reg!r}.",
+            code="compat.lambda_reg",
+        )
     return float(lambda_reg)
 
 
@@ -64,42 +59,17 @@ def checked_task(task: AbstractModelOutput | str) -> AbstractModelOutput:
     if isinstance(task, str | type) or not all(hasattr(task, method) for method in methods):
         raise InputError(
             f"`task` must be one of {', '.join(TASK_TO_MODELOUT)}, or an instance with the methods "
-            f"of AbstractModelOutput. Found {task!r}."
+            f"of AbstractModelOutput. Found {task!r}.",
+            code="compat.task",
         )
     return task
 
 
-def checked_projector(
-    projector: Projector | None,
-    *,
-    n_params: int,
-    proj_dim: int | None,
-    seed: int,
-    max_batch_size: int,
-    device: str | torch.device,
-) -> tuple[Projector, int]:
-    """Return the projector with its proj_dim; without one, make a rademacher projection.
-
-    Raises:
-        InputError: If ``proj_dim`` is no size, or if there is no CUDA device where one is named.
-    """
-    if projector is not None:
-        # 0 is what a projector says that does not project.
-        return projector, projector.proj_dim or n_params
-    proj_dim, where = integer(proj_dim, "proj_dim", 1, 2**31), torch.device(device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            f"`device` is {str(where)!r}, so torch must find a CUDA device. Found none: give "
-            "device='cpu', or check `nvidia-smi` and that torch is a CUDA build."
-        )
-    common = (n_params, proj_dim, seed, ProjectionType.rademacher, where)
-    if where.type == "cuda":
-        return CudaProjector(*common, max_batch_size=max_batch_size), proj_dim
-    return BasicProjector(*common), proj_dim
-
-
 def store_metadata(
-    projector: Projector, proj_dim: int, train_set_size: int, parameters: Mapping[str, torch.Size]
+    projector: AbstractProjector,
+    proj_dim: int,
+    train_set_size: int,
+    parameters: Mapping[str, torch.Size],
 ) -> dict[str, Any]:
     """Return the settings that all who share a folder must agree in."""
     known = known_projection(projector, sum(size.numel() for size in parameters.values()), 0)
@@ -131,7 +101,10 @@ def put_weights(model: nn.Module, checkpoint: Mapping[str, Tensor], model_id: in
     """Load a state dict that fits into the model, and return the digest of the model's weights."""
     problem = _why_no_state_dict(checkpoint)
     if problem is not None:
-        raise InputError(f"`checkpoint` must be a state dict, names to tensors. Found {problem}.")
+        raise InputError(
+            f"`checkpoint` must be a state dict, names to tensors. Found {problem}.",
+            code="compat.state_dict",
+        )
     load_state_dict(model, checkpoint, f"model id {model_id}")
     return state_dict_sha256(model.state_dict())
 
@@ -143,7 +116,8 @@ def check_weights(saver: AbstractSaver, model_id: int, digest: str) -> None:
         raise InputError(
             "A model id stands for one checkpoint. Found other weights than those with which model "
             f"id {model_id} was featurized in {saver.save_dir}. Use a model id for each "
-            f"checkpoint; to start over, delete the folder {model_id} and id_{model_id}.json."
+            f"checkpoint; to start over, delete the folder {model_id} and id_{model_id}.json.",
+            code="compat.other_weights",
         )
 
 
@@ -155,13 +129,15 @@ def checked_batch(batch: Iterable[Tensor]) -> list[Tensor]:
         kinds = [type(tensor).__name__ for tensor in tensors]
         raise InputError(
             "A batch must be a tuple or list of tensors, as the task takes them (images and "
-            f"labels, say). Found {type(batch).__name__} of {listed(kinds) or 'nothing'}."
+            f"labels, say). Found {type(batch).__name__} of {listed(kinds) or 'nothing'}.",
+            code="compat.batch",
         )
     shapes = [tuple(tensor.shape) for tensor in tensors]
     if not all(shapes) or len({shape[0] for shape in shapes}) > 1 or shapes[0][0] == 0:
         raise InputError(
             "The tensors of a batch must have the same number of samples, at least one, as their "
-            f"first dimension. Found shapes {', '.join(map(str, shapes))}."
+            f"first dimension. Found shapes {', '.join(map(str, shapes))}.",
+            code="compat.batch_rows",
         )
     return tensors
 
@@ -176,12 +152,16 @@ def positions(
     """
     if (inds is None) == (num_samples is None):
         given = "neither" if inds is None else "both"
-        raise AssertedError(f"Give exactly one of `num_samples` and `inds`. Found {given}.")
+        raise AssertedError(
+            f"Give exactly one of `num_samples` and `inds`. Found {given}.",
+            code="compat.inds_or_num_samples",
+        )
     if inds is None:
         if integer(num_samples, "num_samples", 1, 2**63) != n_batch:
             raise InputError(
                 f"`num_samples` must be the batch's number of samples, {n_batch}. Found "
-                f"{num_samples}."
+                f"{num_samples}.",
+                code="compat.num_samples",
             )
         rows = np.arange(start, start + n_batch)
     else:
@@ -189,14 +169,16 @@ def positions(
         if rows.dtype.kind not in "iu" or len(rows) != n_batch or len(np.unique(rows)) != n_batch:
             raise InputError(
                 f"`inds` must hold a different integer for each of the batch's {n_batch} samples. "
-                f"Found {len(rows)} values of dtype {rows.dtype}: {listed(rows.tolist())}."
+                f"Found {len(rows)} values of dtype {rows.dtype}: {listed(rows.tolist())}.",
+                code="compat.inds",
             )
         rows = rows.astype(np.int64)
     outside = rows[(rows < 0) | (rows >= n_rows)]
     if len(outside):
         raise InputError(
             f"There are {n_rows} {noun}, so positions must be from 0 to {n_rows - 1}. Found "
-            f"{listed(outside.tolist())}. Sequential writing starts again with each checkpoint."
+            f"{listed(outside.tolist())}. Sequential writing starts again with each checkpoint.",
+            code="compat.position",
         )
     return rows
 
@@ -215,7 +197,8 @@ def stored(
         raise InputError(
             f"The {noun} must be finite. Found NaN or infinity for the samples "
             f"{listed(rows[~finite.numpy()].tolist())}. Look for bad values in these samples and "
-            "in the checkpoint."
+            "in the checkpoint.",
+            code="compat.not_finite",
         )
     narrow = wide.to(dtype)
     lost = ~torch.isfinite(narrow).all(dim=1)
@@ -225,7 +208,8 @@ def stored(
         raise InputError(
             f"The {noun} must lie between 6e-8 and 65504 to be stored as float16. Found sizes up "
             f"to {wide[lost].abs().max():.2g} for the samples "
-            f"{listed(rows[lost.numpy()].tolist())}. Set use_half_precision=False."
+            f"{listed(rows[lost.numpy()].tolist())}. Set use_half_precision=False.",
+            code="compat.float16",
         )
     return narrow.numpy()
 
@@ -242,5 +226,6 @@ def explain_refusals(batch: Sequence[Tensor]) -> Generator[None, None, None]:
         reason = (str(error).splitlines() or [""])[0]
         raise InputError(
             f"The task and the model must take the batch. They failed with tensors {shapes}: "
-            f"{type(error).__name__}: {reason}"
+            f"{type(error).__name__}: {reason}",
+            code="compat.model_call",
         ) from error

@@ -22,11 +22,7 @@ from trak_core.errors import InputError
 
 
 def checked_ids(saver: AbstractSaver, model_ids: Iterable[int] | None) -> list[int]:
-    """Return model ids of the store: the given ones, or all.
-
-    Raises:
-        ModelIDException: If one is not in the store, or if there is none.
-    """
+    """Return the given model ids, which must be in the store, or all that it has."""
     saver.refresh()
     chosen = sorted(saver.model_ids) if model_ids is None else [int(m) for m in model_ids]
     unknown = [m for m in chosen if not saver.is_registered(m)]
@@ -35,7 +31,8 @@ def checked_ids(saver: AbstractSaver, model_ids: Iterable[int] | None) -> list[i
             f"Model ids must be in {saver.save_dir}, at least one. Found "
             f"{f'no {listed(unknown)}' if unknown else 'none'}; it has "
             f"{listed(sorted(saver.model_ids)) or 'none'}. `load_checkpoint` and `featurize` make "
-            "them."
+            "them.",
+            code="compat.model_ids",
         )
     return chosen
 
@@ -49,15 +46,7 @@ def finalize_model(
     device: str | torch.device,
     dtype: torch.dtype,
 ) -> bool:
-    """Compute G K of one model id and store it, if the store has none with this lambda.
-
-    Returns:
-        True if it was computed.
-
-    Raises:
-        ModelIDException: If not all training samples are featurized.
-        InputError: If the gradients were deleted, or float16 is too small for the features.
-    """
+    """Compute and store G K of one model id; return False if the store has it for this lambda."""
     saver.load_current_store(model_id)
     # Counted again: a killed process may have left its last samples uncounted.
     saver.serialize_current_model_id_metadata()
@@ -66,7 +55,8 @@ def finalize_model(
         missing = np.flatnonzero(np.asarray(saver.current_store["is_featurized"]).ravel() == 0)
         raise ModelIDException(
             f"All training samples must be featurized first. Found {len(missing)} of model id "
-            f"{model_id} that are not: {listed(missing.tolist())}. Call `featurize` with them."
+            f"{model_id} that are not: {listed(missing.tolist())}. Call `featurize` with them.",
+            code="compat.not_featurized",
         )
     if state["is_finalized"] and state.get("lambda_reg") == lambda_reg:
         return False
@@ -74,7 +64,8 @@ def finalize_model(
         raise InputError(
             f"Another lambda_reg needs the gradients of model id {model_id}. Found them deleted "
             f"(`del_grads`), and its features finalized with {state.get('lambda_reg')}, not "
-            f"{lambda_reg}. Use that lambda_reg, or featurize under another model id."
+            f"{lambda_reg}. Use that lambda_reg, or featurize under another model id.",
+            code="compat.no_gradients",
         )
     # A kill from here on must not leave half of the features marked as finished.
     state["is_finalized"] = 0
@@ -82,17 +73,15 @@ def finalize_model(
     gradients = torch.as_tensor(np.asarray(saver.current_store["grads"]), device=device)
     xtx = score_computer.get_xtx(gradients)
     features = score_computer.get_x_xtx_inv(gradients, xtx)
-    rows = np.arange(len(features))
-    saver.current_store["features"][:] = stored(
-        features, dtype, rows, "finalized features", may_vanish=True
-    )
+    where = np.arange(len(features)), "finalized features"
+    saver.current_store["features"][:] = stored(features, dtype, *where, may_vanish=True)
     state |= {"is_finalized": 1, "lambda_reg": lambda_reg}
     saver.serialize_current_model_id_metadata()
     return True
 
 
-def _what_is_missing(
-    saver: AbstractSaver, model_id: int, exp_name: str, num_targets: int, lambda_reg: float
+def _why_unusable(
+    saver: AbstractSaver, model_id: int, exp_name: str, lambda_reg: float
 ) -> str | None:
     """Open a model id's arrays for an experiment, and say in words why its scores cannot count."""
     if not saver.model_ids[model_id]["is_finalized"]:
@@ -103,8 +92,7 @@ def _what_is_missing(
             f"its features are finalized with lambda_reg {known}, not {lambda_reg}: call "
             "`finalize_features`"
         )
-    saver.load_current_store(model_id, mode="r")
-    saver.load_current_store(model_id, exp_name, num_targets, mode="r")
+    _open(saver, model_id, exp_name)
     targets = saver.current_store[f"{exp_name}_grads"]
     if targets is None:
         return "its targets are not scored: call `start_scoring_checkpoint` and `score`"
@@ -114,34 +102,45 @@ def _what_is_missing(
     return None
 
 
+def _open(saver: AbstractSaver, model_id: int, exp_name: str) -> None:
+    """Open a model id's arrays for reading, and those of an experiment."""
+    saver.load_current_store(model_id, mode="r")
+    num_targets = saver.experiments[exp_name]["num_targets"]
+    saver.load_current_store(model_id, exp_name, num_targets, mode="r")
+
+
 def usable_ids(
     saver: AbstractSaver,
     exp_name: str,
-    num_targets: int,
-    model_ids: Sequence[int],
+    model_ids: Iterable[int] | None,
     *,
     lambda_reg: float,
     allow_skip: bool,
-    all_of_them: bool,
 ) -> list[int]:
     """Return the model ids that count in an experiment, and warn about the others.
 
-    Features that were finalized with another ``lambda_reg`` don't count. ``allow_skip`` leaves out
-    whatever cannot count. With ``all_of_them`` the user named no model ids, so unfinished features
-    may be left out.
-
-    Raises:
-        ModelIDException: If one cannot count and must not be left out, or if none is left.
+    ``allow_skip`` leaves out whatever cannot count. If no model ids are named, those whose features
+    are not finalized may be left out.
     """
-    reasons = {m: _what_is_missing(saver, m, exp_name, num_targets, lambda_reg) for m in model_ids}
+    chosen = checked_ids(saver, model_ids)
+    if exp_name not in saver.experiments:
+        raise InputError(
+            f"An experiment must be scored first. Found no {exp_name!r}; there are "
+            f"{listed(sorted(saver.experiments)) or 'none'}. Call `start_scoring_checkpoint` and "
+            "`score`.",
+            code="compat.unknown_experiment",
+        )
+    reasons = {m: _why_unusable(saver, m, exp_name, lambda_reg) for m in chosen}
     missing = {m: reason for m, reason in reasons.items() if reason is not None}
-    used = [m for m in model_ids if m not in missing]
+    used = [m for m in chosen if m not in missing]
     text = "; ".join(f"model id {m}: {reason}" for m, reason in missing.items())
     unfinished = all(not saver.model_ids[m]["is_finalized"] for m in missing)
-    if not used or (missing and not allow_skip and not (all_of_them and unfinished)):
+    may_skip = allow_skip or (model_ids is None and unfinished)
+    if not used or (missing and not may_skip):
         raise ModelIDException(
             f"Checkpoints that are averaged must be finalized and scored. Found {text}."
-            f"{' allow_skip=True leaves them out.' if used else ''}"
+            f"{' allow_skip=True leaves them out.' if used else ''}",
+            code="compat.unusable",
         )
     if missing:
         warnings.warn(f"Left out of the scores of {exp_name!r}: {text}.", stacklevel=3)
@@ -152,23 +151,21 @@ def average_scores(
     saver: AbstractSaver,
     score_computer: AbstractScoreComputer,
     exp_name: str,
-    num_targets: int,
     model_ids: Sequence[int],
     device: str | torch.device,
 ) -> np.ndarray:
     """Return the scores of finalized and scored model ids, shape (n, m), float32."""
-    total: torch.Tensor | None = None
-    weights = np.zeros(1)
+    total, weights = torch.zeros(0), np.zeros(1)
     for model_id in model_ids:
-        saver.load_current_store(model_id, mode="r")
-        saver.load_current_store(model_id, exp_name, num_targets, mode="r")
+        _open(saver, model_id, exp_name)
+        names = "features", f"{exp_name}_grads"
         # Copied: torch has no read-only tensors.
-        features = torch.tensor(np.asarray(saver.current_store["features"]), device=device)
-        targets = torch.tensor(np.asarray(saver.current_store[f"{exp_name}_grads"]), device=device)
-        if total is None:
-            total = torch.zeros(len(features), num_targets)
+        features, targets = (
+            torch.tensor(np.asarray(saver.current_store[name]), device=device) for name in names
+        )
+        if not len(total):
+            total = torch.zeros(len(features), len(targets))
         score_computer.get_scores(features, targets, accumulator=total)
         weights = weights + np.asarray(saver.current_store["out_to_loss"], dtype=np.float64)
-    assert total is not None
     total *= torch.from_numpy((weights / len(model_ids) ** 2).astype(np.float32))
     return total.numpy()

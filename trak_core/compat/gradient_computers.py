@@ -44,11 +44,7 @@ from trak_core.spec import ProjectionSpec
 
 
 def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[str, nn.Parameter]:
-    """Return the parameters to differentiate, in the model's order.
-
-    Raises:
-        InputError: If a name is not one of the model's parameters.
-    """
+    """Return the parameters to differentiate, in the model's order."""
     parameters = dict(model.named_parameters())
     if grad_wrt is None:
         return parameters
@@ -57,15 +53,16 @@ def chosen_parameters(model: nn.Module, grad_wrt: Iterable[str] | None) -> dict[
     if unknown or not names:
         raise InputError(
             "`grad_wrt` must name parameters of the model, at least one. Found "
-            f"{', '.join(unknown) or 'none'}; the model has {', '.join(parameters)}."
+            f"{', '.join(unknown) or 'none'}; the model has {', '.join(parameters)}.",
+            code="compat.grad_wrt",
         )
     return {name: value for name, value in parameters.items() if name in names}
 
 
 # A method, and its model, parameters, model output and samples.
-_Arguments = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
-_Differentiated = tuple[GradientMethod, _Arguments]
-
+_Differentiated = tuple[
+    GradientMethod, tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+]
 # Tasks whose f is exactly ``CLASSIFICATION``; their subclasses may compute something else.
 _ONE_PASS = {ImageClassificationModelOutput, TextClassificationModelOutput}
 
@@ -126,11 +123,14 @@ def check_gradients(
 ) -> None:
     """Refuse gradients that are NaN or infinite; the error names samples and parameters.
 
-    Gradients are names to (B, *shape), or one tensor (B, p), of the parameters in ``shapes``.
+    Gradients are names to (B, *shape), or one tensor (B, p), of the parameters in ``shapes`` if it
+    has their size.
     """
     if isinstance(gradients, Tensor):
         sizes = [size.numel() for size in shapes.values()]
-        gradients = dict(zip(shapes, gradients.split(sizes, dim=1), strict=True))
+        is_whole = gradients.shape[1:] == (sum(sizes),)
+        parts = gradients.split(sizes, dim=1) if is_whole else [gradients]
+        gradients = dict(zip(shapes if is_whole else ["gradients"], parts, strict=True))
     nothing = torch.zeros(len(rows), device=next(iter(gradients.values())).device)
     check_finite(PerSample(dict(gradients), nothing, nothing, nothing, None), rows.tolist())
 
@@ -185,10 +185,19 @@ class _OfChosenParameters(AbstractGradientComputer):
         self.logger = logging.getLogger("GradientComputer")
         self.load_model_params(model)
 
+    # Arguments of functional calls; None where a task calls the model itself.
+    func_weights: dict[str, nn.Parameter] | None = None
+    func_buffers: dict[str, Tensor] | None = None
+
     def load_model_params(self, model: nn.Module) -> None:
         """Take the parameters that the model has now."""
         self.model = model
         self._chosen = chosen_parameters(model, self.grad_wrt)
+
+    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
+        """Return Q of each sample, shape (B, 1)."""
+        model = self.model, self.func_weights, self.func_buffers
+        return self.modelout_fn.get_out_to_loss_grad(*model, batch)
 
 
 class FunctionalGradientComputer(_OfChosenParameters):
@@ -225,7 +234,8 @@ class FunctionalGradientComputer(_OfChosenParameters):
                 "`torch.func.vmap` must be able to run the task's get_output and the model. Found "
                 f"that it cannot ({reason}). Give TRAKer "
                 "`gradient_computer=IterativeGradientComputer`, which calls get_output with a "
-                "batch of one and with weights and buffers None."
+                "batch of one and with weights and buffers None.",
+                code="compat.vmap",
             ) from error
 
     def _for_classification(self, batch: Sequence[Tensor]) -> _Differentiated | None:
@@ -257,8 +267,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
         Gradients that are not finite raise an error, which names samples by ``rows``.
         """
         differentiated = self._for_classification(batch)
-        temperature = getattr(self.modelout_fn, "loss_temperature", 1)
-        if differentiated is None or temperature != 1:
+        if differentiated is None or getattr(self.modelout_fn, "loss_temperature", 1) != 1:
             return None
         method, given = differentiated
         sums = Features.zeros(self._chosen, [projection], len(rows), torch.get_num_threads())
@@ -270,12 +279,6 @@ class FunctionalGradientComputer(_OfChosenParameters):
         if not sums.rows[0].isfinite().all():
             explain_not_finite(*given, rows.tolist())
         return [sums.rows[0], loss_weights[:, None]]
-
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
-        return self.modelout_fn.get_out_to_loss_grad(
-            self.model, self.func_weights, self.func_buffers, batch
-        )
 
 
 class IterativeGradientComputer(_OfChosenParameters):
@@ -303,7 +306,3 @@ class IterativeGradientComputer(_OfChosenParameters):
         value = _Value(self.model, self.modelout_fn, functional=False)
         formed = formed_gradients(gradients_one_by_one, value, self._chosen, _VALUE, tuple(batch))
         return vectorize(formed.gradients, device=self.model_params[0].device)
-
-    def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
-        return self.modelout_fn.get_out_to_loss_grad(self.model, None, None, batch)

@@ -30,6 +30,18 @@ def _called(
     return functional_call(model, {**weights, **(buffers or {})}, args, kwargs)
 
 
+def _logits(
+    model: nn.Module,
+    weights: Weights,
+    buffers: Weights,
+    inputs: Sequence[Tensor],
+    names: Sequence[str] = (),
+) -> Tensor:
+    """Return the logits of a batch, (B, classes), from inputs by position or by name."""
+    named = dict(zip(names, inputs, strict=True)) if names else {}
+    return read_logits(_called(model, weights, buffers, *([] if named else inputs), **named))
+
+
 def _pair(
     model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, texts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,19 +101,17 @@ class AbstractModelOutput(ABC):
 class ClassificationModelOutput(AbstractModelOutput):
     """A classification: the label comes last in a batch, and the model returns logits."""
 
+    # The model's arguments, where it takes them by name.
+    _names: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, temperature: float = 1.0) -> None:
         """Take the temperature of the training loss, which enters Q only."""
         self.loss_temperature = temperature
 
-    def get_logits(
-        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the logits of a batch without its labels, shape (B, classes)."""
-        return read_logits(_called(model, weights, buffers, *inputs))
-
     def as_samples(self, batch: Sequence[Tensor]) -> Sequence[Tensor] | dict[str, Tensor]:
         """Return a batch as ``trak_core.gradients`` takes it."""
-        return tuple(batch)
+        names = self._names
+        return dict(zip((*names, "labels"), batch, strict=True)) if names else tuple(batch)
 
     @torch.no_grad()
     def get_out_to_loss_grad(
@@ -109,7 +119,7 @@ class ClassificationModelOutput(AbstractModelOutput):
     ) -> Tensor:
         """Return Q = 1 - p_y, shape (B, 1), precise where p_y is close to 1."""
         *inputs, labels = batch
-        logits = self.get_logits(model, weights, buffers, inputs)
+        logits = _logits(model, weights, buffers, inputs, self._names)
         check_labels(labels, CLASSIFICATION, logits.shape[-1], range(len(labels)))
         margins = margin(logits / self.loss_temperature, labels)
         return torch.sigmoid(-margins).unsqueeze(-1)
@@ -125,8 +135,7 @@ class ImageClassificationModelOutput(ClassificationModelOutput):
         model: nn.Module, weights: Weights, buffers: Weights, image: Tensor, label: Tensor
     ) -> Tensor:
         """Return the margin of one image without batch dimension, a scalar."""
-        logits = read_logits(_called(model, weights, buffers, image.unsqueeze(0)))
-        return margin(logits.squeeze(0), label)
+        return margin(_logits(model, weights, buffers, [image.unsqueeze(0)]).squeeze(0), label)
 
 
 class IterativeImageClassificationModelOutput(ClassificationModelOutput):
@@ -137,15 +146,14 @@ class IterativeImageClassificationModelOutput(ClassificationModelOutput):
         model: nn.Module, weights: Weights, buffers: Weights, images: Tensor, labels: Tensor
     ) -> Tensor:
         """Return the margins of a batch, shape (B,)."""
-        logits = read_logits(_called(model, weights, buffers, images))
-        return margin(logits, labels)
+        return margin(_logits(model, weights, buffers, [images]), labels)
 
 
 class TextClassificationModelOutput(ClassificationModelOutput):
     """The margin of a model that takes input_ids, token_type_ids and attention_mask by name."""
 
     per_sample = True
-    _NAMES: ClassVar = ("input_ids", "token_type_ids", "attention_mask")
+    _names = ("input_ids", "token_type_ids", "attention_mask")
 
     @staticmethod
     def get_output(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -159,20 +167,8 @@ class TextClassificationModelOutput(ClassificationModelOutput):
     ) -> Tensor:
         """Return the margin of one text without batch dimension, a scalar."""
         inputs = [t.unsqueeze(0) for t in (input_id, token_type_id, attention_mask)]
-        named = dict(zip(TextClassificationModelOutput._NAMES, inputs, strict=True))
-        logits = read_logits(_called(model, weights, buffers, **named))
-        return margin(logits.squeeze(0), label)
-
-    def as_samples(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return a batch as ``trak_core.gradients`` takes it."""
-        return dict(zip((*self._NAMES, "labels"), batch, strict=True))
-
-    def get_logits(
-        self, model: nn.Module, weights: Weights, buffers: Weights, inputs: Sequence[Tensor]
-    ) -> Tensor:
-        """Return the logits of a batch of texts, shape (B, classes)."""
-        named: dict[str, Tensor] = dict(zip(self._NAMES, inputs, strict=True))
-        return read_logits(_called(model, weights, buffers, **named))
+        names = TextClassificationModelOutput._names
+        return margin(_logits(model, weights, buffers, inputs, names).squeeze(0), label)
 
 
 def classification_samples(
@@ -226,14 +222,8 @@ class CLIPModelOutput(AbstractModelOutput):
     ) -> None:
         """Keep the embeddings of up to ``size`` pairs as class attributes, on the model's device.
 
-        Args:
-            model: Called as open_clip's are.
-            loader: Yields batches of images and texts, of any size.
-            batch_size: Not needed.
-            embedding_dim: Not needed; the embeddings have the model's.
-            size: How many pairs at most.
-            preprocess_fn_img: Applied to each batch of images first.
-            preprocess_fn_txt: Applied to each batch of texts first.
+        ``loader`` yields batches of images and texts, of any size, which the two functions
+        preprocess. ``batch_size`` and ``embedding_dim`` are not needed.
         """
         parts: list[tuple[Tensor, Tensor]] = []
         count = 0
@@ -265,7 +255,8 @@ class CLIPModelOutput(AbstractModelOutput):
         if u is None or v is None or picked is None:
             raise InputError(
                 "CLIP's model output compares a pair with others. Found none: call "
-                "`traker.task.get_embeddings(model, loader, ...)` before featurizing."
+                "`traker.task.get_embeddings(model, loader, ...)` before featurizing.",
+                code="compat.no_embeddings",
             )
         return u[picked], v[picked]
 

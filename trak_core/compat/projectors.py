@@ -21,6 +21,7 @@ from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 Gradients = Tensor | Mapping[str, Tensor]
+Device = str | torch.device
 
 
 class ProjectionType(StrEnum):
@@ -31,14 +32,11 @@ class ProjectionType(StrEnum):
 
 
 def vectorize(
-    g: Mapping[str, Tensor], arr: Tensor | None = None, device: str | torch.device = "cuda"
+    g: Mapping[str, Tensor], arr: Tensor | None = None, device: Device = "cuda"
 ) -> Tensor:
-    """Return gradients (B, *shape) flattened side by side, shape (B, p).
+    """Return gradients (B, *shape) flattened side by side, shape (B, p); (B,) is one column.
 
-    Args:
-        g: Names to tensors; (B,) counts as one entry a sample.
-        arr: Receives the result; without one, a new tensor on ``device`` does.
-        device: Where the new tensor lies.
+    They lie in ``arr`` if it is given, in a new tensor on ``device`` otherwise.
     """
     blocks = [value.detach().reshape(len(value), -1) for value in g.values()]
     if arr is None:
@@ -50,7 +48,7 @@ def vectorize(
     return arr
 
 
-def _blocks(grads: Gradients, device: torch.device | str) -> list[Tensor]:
+def _blocks(grads: Gradients, device: Device) -> list[Tensor]:
     """Return gradients as matrices side by side, in order, on ``device``."""
     values = grads.values() if isinstance(grads, Mapping) else [grads]
     return as_blocks(value.detach().to(device) for value in values)
@@ -68,12 +66,7 @@ class AbstractProjector(ABC):
     """
 
     def __init__(
-        self,
-        grad_dim: int,
-        proj_dim: int,
-        seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        self, grad_dim: int, proj_dim: int, seed: int, proj_type: str, device: Device
     ) -> None:
         """Keep the arguments."""
         self.grad_dim = grad_dim
@@ -84,11 +77,9 @@ class AbstractProjector(ABC):
 
     @abstractmethod
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features, shape (B, proj_dim), by the matrix of ``model_id``.
+        """Return features, shape (B, proj_dim), by the matrix that belongs to ``model_id``.
 
-        Args:
-            grads: Shape (B, grad_dim), or names to tensors (B, *shape), flattened in order.
-            model_id: Every model id has a matrix of its own.
+        Gradients have shape (B, grad_dim), or are names to tensors (B, *shape) flattened in order.
         """
 
     def free_memory(self) -> None:  # ruff: ignore[empty-method-without-abstract-decorator]
@@ -103,8 +94,8 @@ class NoOpProjector(AbstractProjector):
         grad_dim: int = 0,
         proj_dim: int = 0,
         seed: int = 0,
-        proj_type: str | ProjectionType = "na",
-        device: str | torch.device = "cuda",
+        proj_type: str = "na",
+        device: Device = "cuda",
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -119,7 +110,7 @@ class NoOpProjector(AbstractProjector):
 
 
 class _MatrixProjector(AbstractProjector):
-    """What the projectors with a matrix share.
+    """What the projectors with a matrix share: ``spec``, and the projection without the matrix.
 
     ``block_size``, ``dtype`` and ``max_batch_size`` change no entry of it. Each class takes them,
     so that one call serves several classes.
@@ -130,10 +121,10 @@ class _MatrixProjector(AbstractProjector):
         grad_dim: int,
         proj_dim: int,
         seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        proj_type: str,
+        device: Device,
         dtype: torch.dtype,
-        model_id: int,
+        model_id: int = 0,
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, ProjectionType(proj_type), device)
         self.dtype = dtype
@@ -141,9 +132,9 @@ class _MatrixProjector(AbstractProjector):
         self.spec(0)  # refuses sizes and seeds out of range
 
     def spec(self, model_id: int) -> ProjectionSpec:
-        """Return the projection of a model id."""
+        """Return the projection that belongs to a model id."""
         return ProjectionSpec(
-            kind=ProjectionKind(ProjectionType(self.proj_type).value),
+            kind=ProjectionKind(str(self.proj_type)),
             n_params=self.grad_dim,
             proj_dim=self.proj_dim,
             seed=self.seed,
@@ -157,8 +148,10 @@ class _MatrixProjector(AbstractProjector):
         if n_columns != self.grad_dim:
             raise InputError(
                 f"The projector's grad_dim is {self.grad_dim}, so gradients must have that many "
-                f"entries a sample. Found {n_columns}."
+                f"entries a sample. Found {n_columns}.",
+                code="compat.grad_dim",
             )
+        self.model_id = model_id
         return project(blocks, self.spec(model_id), threads=torch.get_num_threads())
 
 
@@ -170,24 +163,24 @@ class BasicSingleBlockProjector(_MatrixProjector):
         grad_dim: int,
         proj_dim: int,
         seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        proj_type: str,
+        device: Device,
         dtype: torch.dtype = torch.float32,
         model_id: int = 0,
         *,
         block_size: int | None = None,
         max_batch_size: int | None = None,
     ) -> None:
-        """Make the matrix of ``model_id``."""
+        """Make the matrix that belongs to ``model_id``."""
         super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
-        self.proj_matrix_available = False
         self.generate_sketch_matrix()
 
     def generate_sketch_matrix(self) -> None:
         """Make ``proj_matrix`` for the current ``model_id``."""
         spec = self.spec(self.model_id)
         # In float32, because half precision would round the entries of a normal matrix.
-        self.proj_matrix = torch.empty(self.grad_dim, self.proj_dim, device=self.device)
+        shape = self.grad_dim, self.proj_dim
+        self.proj_matrix = torch.empty(shape, dtype=torch.float32, device=self.device)
         for first in range(0, self.grad_dim, 4096):
             rows = projection_matrix(spec, first, min(4096, self.grad_dim - first))
             self.proj_matrix[first : first + 4096] = torch.from_numpy(rows.astype(np.float32))
@@ -204,8 +197,7 @@ class BasicSingleBlockProjector(_MatrixProjector):
         if model_id != self.model_id or not self.proj_matrix_available:
             self.model_id = model_id
             self.generate_sketch_matrix()
-        blocks = _blocks(grads, self.device)
-        return torch.cat(blocks, dim=1).float() @ self.proj_matrix.float()
+        return torch.cat(_blocks(grads, self.device), dim=1).float() @ self.proj_matrix
 
 
 class BasicProjector(_MatrixProjector):
@@ -223,8 +215,8 @@ class BasicProjector(_MatrixProjector):
         grad_dim: int,
         proj_dim: int,
         seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        proj_type: str,
+        device: Device,
         block_size: int = 100,
         dtype: torch.dtype = torch.float32,
         model_id: int = 0,
@@ -247,11 +239,6 @@ class BasicProjector(_MatrixProjector):
         matrix = projection_matrix(self.spec(self.model_id))[:, generator_state:last]
         self.proj_matrix = torch.from_numpy(matrix).to(self.device, self.dtype)
 
-    def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features of gradients, shape (B, proj_dim), float32."""
-        self.model_id = model_id
-        return super().project(grads, model_id)
-
 
 class CudaProjector(_MatrixProjector):
     """The projection by a CUDA kernel, without an extension to compile."""
@@ -261,30 +248,27 @@ class CudaProjector(_MatrixProjector):
         grad_dim: int,
         proj_dim: int,
         seed: int,
-        proj_type: str | ProjectionType,
-        device: str | torch.device,
+        proj_type: str,
+        device: Device,
         max_batch_size: int = 32,
         *,
         dtype: torch.dtype = torch.float32,
         model_id: int = 0,
         block_size: int | None = None,
     ) -> None:
-        """Keep ``max_batch_size``; batches of any size are projected.
-
-        Raises:
-            ValueError: If the device is not a CUDA device.
-        """
+        """Take a CUDA device, or raise a ``ValueError``; batches of any size are projected."""
         super().__init__(grad_dim, proj_dim, seed, proj_type, device, dtype, model_id)
         self.max_batch_size = max_batch_size
         if torch.device(device).type != "cuda":
-            raise ValueError(
+            raise InputError(
                 f"CudaProjector must have a CUDA device. Found {device!r}; BasicProjector makes "
-                "the same matrix on any device."
+                "the same matrix on any device.",
+                code="compat.cuda_projector",
             )
 
 
-class ChunkedCudaProjector:
-    """The projection of gradients that come in groups of parameters.
+class ChunkedCudaProjector(_MatrixProjector):
+    """The projection of gradients that come in groups of parameters, names to (B, *shape).
 
     The groups stand side by side in one matrix, which has the first projector's seed. So the
     result is that of one projector for all parameters.
@@ -296,71 +280,52 @@ class ChunkedCudaProjector:
         max_chunk_size: int,
         params_per_chunk: Sequence[int],
         feat_bs: int,
-        device: str | torch.device,
+        device: Device,
         dtype: torch.dtype,
     ) -> None:
         """Keep the arguments."""
-        first = projector_per_chunk[0]
+        first, n_params = projector_per_chunk[0], int(sum(params_per_chunk))
+        super().__init__(n_params, first.proj_dim, first.seed, first.proj_type, device, dtype)
         self.projector_per_chunk = list(projector_per_chunk)
-        self.proj_dim, self.proj_type, self.seed = first.proj_dim, first.proj_type, first.seed
         self.params_per_chunk = list(params_per_chunk)
         self.max_chunk_size = max_chunk_size
         self.feat_bs = feat_bs
-        self.device = device
-        self.dtype = dtype
 
     def allocate_input(self) -> None:
         """Do nothing: no buffer is needed."""
 
-    def free_memory(self) -> None:
-        """Do nothing: no buffer is held."""
 
-    def whole(self) -> BasicProjector:
-        """Return the one projector of all groups."""
-        n_params = int(sum(self.params_per_chunk))
-        return BasicProjector(n_params, self.proj_dim, self.seed, self.proj_type, self.device)
+def known_projection(
+    projector: AbstractProjector, n_params: int, model_id: int
+) -> ProjectionSpec | None:
+    """Return the projection that a projector applies; None for a class of the user's own.
 
-    def project(self, grads: Mapping[str, Tensor], model_id: int) -> Tensor:
-        """Project names to tensors (B, *shape) to shape (B, proj_dim), float32."""
-        return self.whole().project(grads, model_id)
+    ``n_params`` is the size of a gradient, which the projector that doesn't project cannot know.
+    """
+    if type(projector) is NoOpProjector:
+        kind = ProjectionKind.IDENTITY
+        return ProjectionSpec(
+            kind=kind, n_params=n_params, proj_dim=n_params, seed=0, stream=model_id
+        )
+    if isinstance(projector, _MatrixProjector) and type(projector) in _OWN:
+        return projector.spec(model_id)
+    return None
 
 
 def formless_projection(
-    projector: object, n_params: int, model_id: int, device: torch.device
+    projector: AbstractProjector, n_params: int, model_id: int, device: torch.device
 ) -> ProjectionSpec | None:
     """Return the projection that a projector applies, if it needs no whole gradients for it.
 
     None for a projector with its matrix in memory, on another device than ``device``, of a class
     of the user's own, or with a ``project`` that somebody replaced.
     """
-    own = isinstance(projector, BasicProjector | CudaProjector | ChunkedCudaProjector)
-    if not own or "project" in vars(projector):
+    if isinstance(projector, NoOpProjector | BasicSingleBlockProjector):
         return None
     spec = known_projection(projector, n_params, model_id)
-    there = torch.device(projector.device).type == device.type
-    return spec if there and spec is not None and spec.n_params == n_params else None
-
-
-def known_projection(projector: object, n_params: int, model_id: int) -> ProjectionSpec | None:
-    """Return the projection that a projector applies; None for a class of the user's own.
-
-    ``n_params`` is the size of a gradient, which the projector that doesn't project cannot know.
-    """
-    kind = type(projector)
-    if isinstance(projector, _MatrixProjector) and kind in _OWN:
-        return projector.spec(model_id)
-    if isinstance(projector, ChunkedCudaProjector) and kind is ChunkedCudaProjector:
-        return projector.whole().spec(model_id)
-    if kind is NoOpProjector:
-        return ProjectionSpec(
-            kind=ProjectionKind.IDENTITY,
-            n_params=n_params,
-            proj_dim=n_params,
-            seed=0,
-            stream=model_id,
-        )
-    return None
+    fits = spec is not None and spec.n_params == n_params and "project" not in vars(projector)
+    return spec if fits and torch.device(projector.device).type == device.type else None
 
 
 # Their subclasses may do anything.
-_OWN = (BasicSingleBlockProjector, BasicProjector, CudaProjector)
+_OWN = (BasicSingleBlockProjector, BasicProjector, CudaProjector, ChunkedCudaProjector)

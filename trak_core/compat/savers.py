@@ -38,23 +38,14 @@ class AssertedError(InputError, AssertionError):
     """The original asserts this, so scripts may catch an ``AssertionError``."""
 
 
-def write_json(path: Path, content: Any) -> None:
+def _write_json(path: Path, content: Any) -> None:
     """Write a JSON file, which appears when it is whole."""
     with written_whole(path) as partial:
         partial.write_text(json.dumps(content), encoding="utf-8")
 
 
-def write_array(path: Path, values: np.ndarray) -> np.memmap:
-    """Write a ``.npy`` file whole, and return a map of it whose changes stay in memory."""
-    with written_whole(path) as partial:
-        array = open_memmap(partial, mode="w+", shape=values.shape, dtype=values.dtype)
-        array[:] = values
-        array.flush()
-    return open_memmap(path, mode="c")
-
-
 @dataclass(frozen=True, slots=True)
-class Map:
+class _Map:
     """One memory-mapped ``.npy`` file of the store; a new one holds ``fill`` everywhere."""
 
     path: Path
@@ -62,37 +53,33 @@ class Map:
     dtype: Any
     fill: float = 0
 
-    def create(self) -> None:
-        """Make the file if it is missing."""
-        if self.path.exists():
-            return
+    def write(self, values: Any) -> None:
+        """Write the file, which appears when it is whole."""
         with written_whole(self.path) as partial:
             array = open_memmap(partial, mode="w+", shape=self.shape, dtype=self.dtype)
-            if self.fill != 0:
-                array[:] = self.fill
+            if np.any(values):  # a file of zeros takes no room on the disk
+                array[:] = values
             array.flush()
 
     def open(self, mode: str) -> np.memmap | None:
-        """Return the array, or None if there is no file; mode ``w+`` makes a missing one first.
-
-        Raises:
-            InputError: If the file is damaged, or has another shape or dtype.
-        """
-        if mode == "w+":
-            self.create()
+        """Return the array, or None if there is no file; mode ``w+`` makes a missing one first."""
         if not self.path.exists():
-            return None
+            if mode != "w+":
+                return None
+            self.write(self.fill)
         try:
             array = open_memmap(self.path, mode="r" if mode == "r" else "r+")
         except ValueError as error:
             raise InputError(
-                f"{self.path} must be a whole .npy file: {error}. Delete it and make it again."
+                f"{self.path} must be a whole .npy file: {error}. Delete it and make it again.",
+                code="compat.damaged_map",
             ) from error
         if array.shape != self.shape or array.dtype != self.dtype:
             raise InputError(
                 f"{self.path} must be {np.dtype(self.dtype)} of shape {self.shape}. Found "
                 f"{array.dtype} of shape {array.shape}. Use the settings it was made with, or "
-                "another save_dir."
+                "another save_dir.",
+                code="compat.other_map",
             )
         return array
 
@@ -101,7 +88,6 @@ class AbstractSaver(ABC):
     """Where a TRAKer keeps its arrays and what it knows about them.
 
     Attributes:
-        save_dir: The folder.
         metadata: Settings; a folder that was made with others is refused.
         model_ids: Model id -> is_featurized, is_finalized; once known, lambda_reg and checkpoint.
         experiments: Name -> num_targets, scores_path, scores_finalized.
@@ -134,34 +120,39 @@ class AbstractSaver(ABC):
         self.current_experiment_name: str | None = None
         self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
         with self.locked():
-            if self.metadata_file.exists():
-                self._check_metadata(json.loads(self.metadata_file.read_text()))
-            else:
-                write_json(self.metadata_file, self.metadata)
+            if not self.metadata_file.exists():
+                _write_json(self.metadata_file, self.metadata)
             if not self.experiments_file.exists():
-                write_json(self.experiments_file, {})
-            if load_from_save_dir:
-                self.refresh()
-        finalized = [m for m, state in self.model_ids.items() if state["is_finalized"]]
-        self.logger.info(
-            f"{self.save_dir}: model IDs {sorted(self.model_ids)}, of which finalized "
-            f"{sorted(finalized)}; experiments {sorted(self.experiments)}."
-        )
+                _write_json(self.experiments_file, {})
+            stored = json.loads(self.metadata_file.read_text())
+            for name, value in self.metadata.items():
+                if stored.get(name) != value:
+                    raise AssertedError(
+                        f"A store keeps the settings it was made with. Found {name} "
+                        f"{stored.get(name)!r} in {self.save_dir} and {value!r} here. Use the same "
+                        "settings, or another save_dir.",
+                        code="compat.other_settings",
+                    )
+            self.refresh()
+        model_ids, experiments = sorted(self.model_ids), sorted(self.experiments)
+        self.logger.info(f"{self.save_dir}: model IDs {model_ids}; experiments {experiments}.")
 
     def refresh(self) -> None:
         """Read what other processes have added, if ``load_from_save_dir`` allows it."""
-        if not self.load_from_save_dir:
-            return
-        for path in sorted(self.save_dir.glob("id_*.json")):
-            self.model_ids |= self._read_model(path)
-        self.experiments |= json.loads(self.experiments_file.read_text())
+        if self.load_from_save_dir:
+            self._read_models("id_*.json")
+            self.experiments |= json.loads(self.experiments_file.read_text())
 
     def is_registered(self, model_id: int) -> bool:
         """Return whether the folder holds this model id, made by this or another process."""
-        path = self.save_dir / f"id_{model_id}.json"
-        if model_id not in self.model_ids and path.exists():
-            self.model_ids |= self._read_model(path)
+        if model_id not in self.model_ids:
+            self._read_models(f"id_{model_id}.json")
         return model_id in self.model_ids
+
+    def _read_models(self, pattern: str) -> None:
+        for path in self.save_dir.glob(pattern):
+            for model_id, state in json.loads(path.read_text()).items():
+                self.model_ids[int(model_id)] = state
 
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
         """Write the scores of an experiment into ``current_store``, and return them."""
@@ -169,20 +160,6 @@ class AbstractSaver(ABC):
         stored[:] = scores
         self.save_scores(exp_name)
         return stored
-
-    @staticmethod
-    def _read_model(path: Path) -> dict[int, dict[str, Any]]:
-        content = json.loads(path.read_text())
-        return {int(model_id): state for model_id, state in content.items()}
-
-    def _check_metadata(self, stored: Mapping[str, Any]) -> None:
-        for name, value in self.metadata.items():
-            if stored.get(name) != value:
-                raise AssertedError(
-                    f"A store keeps the settings it was made with. Found {name} "
-                    f"{stored.get(name)!r} in {self.save_dir} and {value!r} here. Use the same "
-                    "settings, or another save_dir."
-                )
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None, None, None]:
@@ -245,21 +222,18 @@ class MmapSaver(AbstractSaver):
         super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
         self.train_set_size = train_set_size
         self.proj_dim = proj_dim
-        # Scores are results and stay float32.
         self._dtype = np.float16 if use_half_precision else np.float32
 
     def register_model_id(
         self, model_id: int, _allow_featurizing_already_registered: bool = False
     ) -> None:
-        """Make the store of a new model id; with the flag, go on with one that exists.
-
-        Raises:
-            ModelIDException: If the model id exists already, or left features behind.
-        """
+        """Make the store of a new model id; with the flag, go on with one that exists."""
         if self.is_registered(model_id):
             if not _allow_featurizing_already_registered:
                 raise ModelIDException(
-                    f"Model id {model_id} is registered already; `load_checkpoint` goes on with it."
+                    f"Model id {model_id} is registered already: `load_checkpoint` goes on with "
+                    "it.",
+                    code="compat.registered",
                 )
             self.load_current_store(model_id)
             return
@@ -270,7 +244,8 @@ class MmapSaver(AbstractSaver):
             raise ModelIDException(
                 f"The folder of a new model id must hold no features. Found some in "
                 f"{self.save_dir / str(model_id)}, but no id_{model_id}.json that says which "
-                "checkpoint they belong to. Delete the folder, or take another model id."
+                "checkpoint they belong to. Delete the folder, or take another model id.",
+                code="compat.leftover",
             )
         self.model_ids[model_id] = {"is_featurized": 0, "is_finalized": 0}
         self.serialize_current_model_id_metadata(already_exists=False)
@@ -283,22 +258,27 @@ class MmapSaver(AbstractSaver):
         state["is_featurized"] = int(done)
         if done or not already_exists:
             path = self.save_dir / f"id_{self.current_model_id}.json"
-            write_json(path, {self.current_model_id: state})
+            _write_json(path, {self.current_model_id: state})
 
-    def _train_maps(self, model_id: int) -> dict[str, Map]:
+    def _train_maps(self, model_id: int) -> dict[str, _Map]:
         folder = self.save_dir / str(model_id)
         n, k = self.train_set_size, self.proj_dim
         return {
-            "grads": Map(folder / "grads.mmap", (n, k), self._dtype),
-            "out_to_loss": Map(folder / "out_to_loss.mmap", (n, 1), self._dtype),
-            "features": Map(folder / "features.mmap", (n, k), self._dtype),
-            "is_featurized": Map(folder / "_is_featurized.mmap", (n, 1), np.int32),
+            "grads": _Map(folder / "grads.mmap", (n, k), self._dtype),
+            "out_to_loss": _Map(folder / "out_to_loss.mmap", (n, 1), self._dtype),
+            "features": _Map(folder / "features.mmap", (n, k), self._dtype),
+            "is_featurized": _Map(folder / "_is_featurized.mmap", (n, 1), np.int32),
         }
 
-    def _target_map(self, model_id: int, exp_name: str, num_targets: int) -> Map:
+    def _target_map(self, model_id: int, exp_name: str, num_targets: int) -> _Map:
         path = self.save_dir / str(model_id) / f"{exp_name}_grads.mmap"
         # NaN marks targets that were never scored; zeros would look like a result.
-        return Map(path, (num_targets, self.proj_dim), self._dtype, np.nan)
+        return _Map(path, (num_targets, self.proj_dim), self._dtype, np.nan)
+
+    def _scores_map(self, exp_name: str, num_targets: int) -> _Map:
+        # Scores are results and stay float32.
+        path = self.save_dir / "scores" / f"{exp_name}.mmap"
+        return _Map(path, (self.train_set_size, num_targets), np.float32)
 
     def init_store(self, model_id: int) -> None:
         """Make the missing arrays of a model id, and open all of them."""
@@ -308,17 +288,13 @@ class MmapSaver(AbstractSaver):
             self.load_current_store(model_id, mode="w+")
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Make the targets' array of an experiment for a model id, and open it.
-
-        Raises:
-            ModelIDException: If the model id has no store.
-            InputError: If the experiment has another number of targets already.
-        """
+        """Make the targets' array of an experiment for a model id, and open it."""
         self.refresh()
         if not self.is_registered(model_id):
             raise ModelIDException(
                 f"A model id must be featurized before it can score. Found no model id {model_id} "
-                f"in {self.save_dir}: call `load_checkpoint`, `featurize` and `finalize_features`."
+                f"in {self.save_dir}: call `load_checkpoint`, `featurize` and `finalize_features`.",
+                code="compat.unknown_model_id",
             )
         with self.locked():
             experiments = json.loads(self.experiments_file.read_text())
@@ -329,15 +305,16 @@ class MmapSaver(AbstractSaver):
                     "scores_path": str(self.save_dir / f"scores/{exp_name}.mmap"),
                     "scores_finalized": 0,
                 }
-                write_json(self.experiments_file, experiments)
+                _write_json(self.experiments_file, experiments)
             elif known["num_targets"] != num_targets:
                 raise InputError(
                     f"An experiment has one set of targets. Found {num_targets} targets for "
                     f"{exp_name!r}, which has {known['num_targets']} in {self.save_dir}: use "
-                    "another name."
+                    "another name.",
+                    code="compat.other_targets",
                 )
             self.experiments |= experiments
-            self._target_map(model_id, exp_name, num_targets).create()
+            self._target_map(model_id, exp_name, num_targets).open("w+")
         # Opened for reading, because many processes may score at once.
         self.load_current_store(model_id, mode="r")
         self.load_current_store(model_id, exp_name, num_targets)
@@ -358,21 +335,19 @@ class MmapSaver(AbstractSaver):
             maps = self._train_maps(model_id)
         else:
             self.current_experiment_name = exp_name
-            path, shape = self._scores_path(exp_name), (self.train_set_size, exp_num_targets)
             maps = {
                 f"{exp_name}_grads": self._target_map(model_id, exp_name, exp_num_targets),
-                f"{exp_name}_scores": Map(path, shape, np.float32),
+                f"{exp_name}_scores": self._scores_map(exp_name, exp_num_targets),
             }
         for name, array in maps.items():
             self.current_store[name] = array.open(mode)
 
-    def _scores_path(self, exp_name: str) -> Path:
-        return self.save_dir / "scores" / f"{exp_name}.mmap"
-
     def write_scores(self, exp_name: str, scores: np.ndarray) -> np.ndarray:
         """Write the scores of an experiment whole; changes of what comes back stay in memory."""
-        stored = write_array(self._scores_path(exp_name), scores.astype(np.float32, copy=False))
+        scores_map = self._scores_map(exp_name, scores.shape[1])
+        scores_map.write(scores)
         self.save_scores(exp_name)
+        stored = open_memmap(scores_map.path, mode="c")
         self.current_store[f"{exp_name}_scores"] = stored
         return stored
 
@@ -381,7 +356,7 @@ class MmapSaver(AbstractSaver):
         with self.locked():
             experiments = json.loads(self.experiments_file.read_text())
             experiments[exp_name]["scores_finalized"] = 1
-            write_json(self.experiments_file, experiments)
+            _write_json(self.experiments_file, experiments)
             self.experiments |= experiments
 
     def del_grads(self, model_id: int, target: bool = False) -> None:

@@ -71,15 +71,9 @@ def get_matrix_mult(
 def inverse_or_pseudo_inverse(matrix: Tensor, max_rank: int) -> tuple[Tensor, int]:
     """Return the inverse of a matrix and its rank, or the pseudo-inverse where there is no inverse.
 
-    A direction counts if its eigenvalue is above 1e-13 of the largest; the others are left out. For
-    G^T G, G times the pseudo-inverse is the limit of G inv(G^T G + lambda I) for lambda to 0.
-
-    Args:
-        matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        max_rank: How many directions can count; k if nothing is known.
-
-    Returns:
-        Shape (k, k), float64; how many directions count.
+    The matrix is symmetric, positive semi-definite, (k, k), float64. A direction counts if its
+    eigenvalue is above 1e-13 of the largest, and at most ``max_rank`` do. For G^T G, G times the
+    pseudo-inverse is the limit of G inv(G^T G + lambda I) for lambda to 0.
     """
     k = len(matrix)
     if max_rank >= k:
@@ -193,11 +187,9 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_scores(self, features: Tensor, target_grads: Tensor, accumulator: Tensor) -> None:
         """Add the scores to a float32 accumulator on the CPU, a block of rows at a time."""
         targets = target_grads.to(self.device).float()
-        first = 0
-        for block in torch.split(features, self.CUDA_MAX_DIM_SIZE):
-            scores = get_matrix_mult(block.to(self.device).float(), targets)
-            accumulator[first : first + len(block)] += scores.detach().to(accumulator.device)
-            first += len(block)
+        blocks = (torch.split(t, self.CUDA_MAX_DIM_SIZE) for t in (features, accumulator))
+        for rows, total in zip(*blocks, strict=True):
+            total += get_matrix_mult(rows.to(self.device).float(), targets).to(total.device)
 
 
 class BasicSingleBlockScoreComputer(BasicScoreComputer):

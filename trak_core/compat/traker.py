@@ -11,15 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.compat.checks import (
-    Projector,
     check_weights,
     checked_batch,
     checked_lambda,
-    checked_projector,
     checked_task,
     explain_refusals,
     integer,
-    listed,
     positions,
     put_weights,
     store_metadata,
@@ -33,13 +30,17 @@ from trak_core.compat.gradient_computers import (
     chosen_parameters,
 )
 from trak_core.compat.modelout_functions import AbstractModelOutput, classification_samples
-from trak_core.compat.projectors import BasicProjector, formless_projection, known_projection
+from trak_core.compat.projectors import (
+    AbstractProjector,
+    BasicProjector,
+    CudaProjector,
+    formless_projection,
+)
 from trak_core.compat.savers import AbstractSaver, AssertedError, MmapSaver, ModelIDException
 from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels, check_samples_apart, count_classes, in_chunks
 from trak_core.model_outputs.classification import CLASSIFICATION
-from trak_core.projection import NotFiniteError
 
 _NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.
@@ -85,17 +86,13 @@ class TRAKer:
 
     Attributes:
         save_dir: The folder, absolute.
-        saver: Reads and writes it; ``saver.current_store`` has the arrays.
-        projector: From gradients to features of size ``proj_dim``.
-        gradient_computer: From batches to gradients.
-        score_computer: From features to scores.
-        task: The model output.
+        saver: Its reader and writer; ``saver.current_store`` has the arrays.
+        projector, gradient_computer, score_computer, task: The four steps.
         num_params: Entries of all of the model's parameters.
         num_params_for_grad: Entries of those that are differentiated, p.
         normalize_factor: sqrt(p), which divides projected gradients.
         dtype: How features are stored.
-        device: As given.
-        scores: What ``finalize_scores`` returned last.
+        scores: The result of the last ``finalize_scores``.
 
     Source: Park et al., "TRAK: Attributing Model Behavior at Scale", ICML 2023; the conventions are
     those of the package ``trak``, version 0.3.2.
@@ -110,7 +107,7 @@ class TRAKer:
         load_from_save_dir: bool = True,
         device: str | torch.device = "cuda",
         gradient_computer: type[AbstractGradientComputer] = FunctionalGradientComputer,
-        projector: Projector | None = None,
+        projector: AbstractProjector | None = None,
         saver: type[AbstractSaver] | None = None,
         score_computer: type[AbstractScoreComputer] | None = None,
         proj_dim: int | None = 2048,
@@ -121,12 +118,11 @@ class TRAKer:
         grad_wrt: Iterable[str] | None = None,
         lambda_reg: float = 0.0,
     ) -> None:
-        """Open or make ``save_dir``.
+        """Open or make ``save_dir``; one that was made with other settings is refused.
 
         Args:
             model: In any mode; its weights come with each checkpoint.
-            task: ``image_classification``, ``text_classification``, ``clip``,
-                ``iterative_image_classification``, or a model output of your own.
+            task: A key of ``TASK_TO_MODELOUT``, or a model output of your own.
             train_set_size: n.
             save_dir: The store; give each study its own.
             load_from_save_dir: Whether model ids and experiments of other processes count.
@@ -137,15 +133,12 @@ class TRAKer:
             saver: A class; MmapSaver if None.
             score_computer: A class; BasicScoreComputer if None.
             proj_dim: k, well below n and p; a projector brings its own.
-            logging_level: That of the logger ``TRAK`` and of the parts' loggers.
+            logging_level: The level of all loggers.
             use_half_precision: Store features as float16. Sums and solves are float32 or better.
             proj_max_batch_size: Not needed; batches of any size are projected.
             projector_seed: Decides the projection matrix, with the model id.
             grad_wrt: Names of the parameters to differentiate; all if None.
             lambda_reg: lambda, at least 0.
-
-        Raises:
-            InputError: If an argument cannot be used, or if ``save_dir`` was made with others.
         """
         self.lambda_reg = checked_lambda(lambda_reg)
         self.model = model
@@ -167,7 +160,7 @@ class TRAKer:
         self.normalize_factor = torch.sqrt(
             torch.tensor(self.num_params_for_grad, dtype=torch.float32)
         )
-        gradients: Any = gradient_computer or FunctionalGradientComputer
+        gradients: Any = gradient_computer
         self.gradient_computer: AbstractGradientComputer = gradients(
             model=model,
             task=self.task,
@@ -206,16 +199,29 @@ class TRAKer:
         self._is_checked = False
 
     def init_projector(
-        self, projector: Projector | None, proj_dim: int | None, proj_max_batch_size: int
+        self, projector: AbstractProjector | None, proj_dim: int | None, proj_max_batch_size: int
     ) -> None:
         """Set ``projector`` and ``proj_dim``: the given one, or a rademacher projection."""
-        self.projector, self.proj_dim = checked_projector(
-            projector,
-            n_params=self.num_params_for_grad,
-            proj_dim=proj_dim,
-            seed=self.proj_seed,
+        if projector is not None:
+            # 0 is what a projector says that does not project.
+            self.projector = projector
+            self.proj_dim = projector.proj_dim or self.num_params_for_grad
+            return
+        self.proj_dim, device = integer(proj_dim, "proj_dim", 1, 2**31), torch.device(self.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise InputError(
+                f"`device` is {str(device)!r}, so torch must find a CUDA device. Found none: give "
+                "device='cpu', or check `nvidia-smi` and that torch is a CUDA build.",
+                code="compat.device",
+            )
+        kind = CudaProjector if device.type == "cuda" else BasicProjector
+        self.projector = kind(
+            self.num_params_for_grad,
+            self.proj_dim,
+            self.proj_seed,
+            "rademacher",
+            device,
             max_batch_size=proj_max_batch_size,
-            device=self.device,
         )
 
     def load_checkpoint(
@@ -224,17 +230,11 @@ class TRAKer:
         model_id: int,
         _allow_featurizing_already_registered: bool = False,
     ) -> None:
-        """Put a checkpoint into the model, and open its store or make it.
+        """Put a state dict into the model, and open its store or make it.
 
-        Args:
-            checkpoint: State dict.
-            model_id: 0 to 2^32 - 1; decides the projection matrix. Rows that the store has of it
-                stay, and ``featurize`` computes the missing ones.
-            _allow_featurizing_already_registered: Not needed.
-
-        Raises:
-            InputError: If the checkpoint doesn't fit the model, or is not the one that was
-                featurized under this model id.
+        ``model_id``, 0 to 2^32 - 1, decides the projection matrix, and stands for one checkpoint:
+        another one than the featurized is refused. Rows that the store has of it stay, and
+        ``featurize`` computes the missing ones. The flag is not needed.
         """
         model_id = integer(model_id, "model_id", 0, _MODEL_IDS)
         self._forget_checkpoint()
@@ -274,36 +274,26 @@ class TRAKer:
         self.model.eval()
         self._check_samples(batch, rows)
         computer: Any = self.gradient_computer
-        of_matrix = self.projector, self.num_params_for_grad, model_id
-        projection = formless_projection(*of_matrix, batch[0].device)
-        own = isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came
+        projection = None
+        if isinstance(computer, FunctionalGradientComputer) and computer.is_as_it_came:
+            of_gradients = self.num_params_for_grad, model_id, batch[0].device
+            projection = formless_projection(self.projector, *of_gradients)
 
         def project(start: int, stop: int) -> list[Tensor]:
             part = [t[start:stop] for t in batch]
-            columns = None
-            if own and projection:
+            if projection is not None:
                 columns = computer.project_at_once(part, projection, rows[start:stop])
-            if columns is not None:
-                if isinstance(self.projector, BasicProjector):
-                    self.projector.model_id = model_id  # as its own `project` does
-                return columns
+                if columns is not None:
+                    if isinstance(self.projector, BasicProjector):
+                        self.projector.model_id = model_id  # as its own `project` does
+                    return columns
             gradients = computer.compute_per_sample_grad(batch=part)
-            where = gradients, self.parameters, rows[start:stop]
-            # Our own matrices keep NaN and infinity, so the result shows them.
-            if known_projection(*of_matrix) is None:
-                check_gradients(*where)
-            try:
-                projected = self.projector.project(gradients, model_id=model_id)
-            except NotFiniteError:
-                check_gradients(*where)
-                raise
-            if not torch.isfinite(projected).all():
-                check_gradients(*where)
-            return [projected]
+            check_gradients(gradients, self.parameters, rows[start:stop])
+            return [self.projector.project(gradients, model_id=model_id)]
 
         # The whole batch, or half of it as long as memory runs out. One pass chooses its own size.
-        ours = own and projection is not None and batch[0].device.type == "cpu"
-        most = min(len(rows), _SAMPLES_AT_ONCE) if ours else len(rows)
+        on_cpu = projection is not None and batch[0].device.type == "cpu"
+        most = min(len(rows), _SAMPLES_AT_ONCE) if on_cpu else len(rows)
         parts = [part for _, _, part in in_chunks(project, len(rows), most)]
         projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
         projected = projected / self.normalize_factor
@@ -318,19 +308,18 @@ class TRAKer:
     ) -> None:
         """Compute gradients and loss weights of training samples, where they are missing.
 
+        Numbers that are not finite, or too large for float16, are refused.
+
         Args:
             batch: What the task takes, stacked along the first dimension.
             inds: Positions of the samples in the training set; or
             num_samples: How many there are: they follow those of the last call.
-
-        Raises:
-            InputError: If no checkpoint is loaded (an ``AssertionError`` too), if the arguments
-                don't go together, or if the numbers are not finite or too large for float16.
         """
         if not isinstance(self.ckpt_loaded, int):
             raise AssertedError(
                 "A checkpoint must be loaded first. Found none: call `traker.load_checkpoint` "
-                "before featurizing."
+                "before featurizing.",
+                code="compat.no_checkpoint",
             )
         tensors = checked_batch(batch)
         model_id = self.ckpt_loaded
@@ -363,51 +352,36 @@ class TRAKer:
         """Compute G K of each checkpoint that has none with this ``lambda_reg``.
 
         The pseudo-inverse counts where G^T G + lambda I has no inverse, and a warning says what to
-        set.
-
-        Args:
-            model_ids: Checkpoints to finalize; all in ``save_dir`` if None.
-            del_grads: Delete the gradients afterwards; another ``lambda_reg`` needs them.
-
-        Raises:
-            ModelIDException: If a model id is unknown or not fully featurized.
-            InputError: If float16 cannot hold the features.
+        set. All checkpoints in ``save_dir`` count if ``model_ids`` is None; one that is unknown or
+        not fully featurized raises a ``ModelIDException``. ``del_grads`` deletes the gradients
+        afterwards, which another ``lambda_reg`` would need.
         """
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
         for model_id in checked_ids(self.saver, model_ids):
-            made = finalize_model(
-                self.saver,
-                self.score_computer,
-                model_id,
-                lambda_reg=self.lambda_reg,
-                device=self.device,
-                dtype=self.dtype,
+            of_store = self.saver, self.score_computer, model_id
+            is_new = finalize_model(
+                *of_store, lambda_reg=self.lambda_reg, device=self.device, dtype=self.dtype
             )
-            self.logger.info(f"Model id {model_id} is finalized{'' if made else ' already'}.")
+            self.logger.info(f"Model id {model_id} is finalized{'' if is_new else ' already'}.")
             if del_grads and self.saver.current_store["grads"] is not None:
                 self.saver.del_grads(model_id)
 
     def start_scoring_checkpoint(
         self, exp_name: str, checkpoint: Mapping[str, Tensor], model_id: int, num_targets: int
     ) -> None:
-        """Put a checkpoint into the model, and open the targets of an experiment for it.
+        """Put a featurized checkpoint into the model, and open an experiment's targets for it.
 
-        Args:
-            exp_name: Names one set of targets; a part of file names.
-            checkpoint: State dict, the one that was featurized.
-            model_id: Its id.
-            num_targets: m.
-
-        Raises:
-            ModelIDException: If the model id is not in ``save_dir``.
-            InputError: If the experiment has another number of targets, or the checkpoint is not
-                the one that was featurized.
+        ``exp_name`` names one set of ``num_targets`` targets, and is a part of file names. An
+        experiment of another size, and another checkpoint than the featurized one, are refused.
         """
         if not isinstance(exp_name, str) or not exp_name or "/" in exp_name:
-            raise InputError(f"`exp_name` must be a part of file names. Found {exp_name!r}.")
+            raise InputError(
+                f"`exp_name` must be a part of file names. Found {exp_name!r}.",
+                code="compat.exp_name",
+            )
         model_id = integer(model_id, "model_id", 0, _MODEL_IDS)
         num_targets = integer(num_targets, "num_targets", 1, 2**48)
         self._forget_checkpoint()
@@ -422,28 +396,23 @@ class TRAKer:
         inds: Iterable[int] | np.ndarray | Tensor | None = None,
         num_samples: int | None = None,
     ) -> None:
-        """Compute the gradients of targets.
+        """Compute the gradients of targets, with the arguments and errors of ``featurize``.
 
-        Args:
-            batch: As in ``featurize``.
-            inds: Positions of the targets in the experiment; or
-            num_samples: How many there are: they follow those of the last call.
-
-        Raises:
-            InputError: As in ``featurize``.
-            ModelIDException: If the features of the checkpoint are not finalized.
+        A checkpoint whose features are not finalized raises a ``ModelIDException``.
         """
         if self._scoring is None:
             raise AssertedError(
                 "A checkpoint must be loaded for scoring first. Found none: call "
                 "`traker.start_scoring_checkpoint` before scoring (`traker.load_checkpoint` is for "
-                "featurizing)."
+                "featurizing).",
+                code="compat.no_scoring",
             )
         model_id, exp_name, num_targets = self._scoring
         if not self.saver.model_ids[model_id]["is_finalized"]:
             raise ModelIDException(
                 f"The features of model id {model_id} must be finalized before it can score. Found "
-                "them unfinished: call `finalize_features` first."
+                "them unfinished: call `finalize_features` first.",
+                code="compat.not_finalized",
             )
         tensors = checked_batch(batch)
         where = self._last_ind_target, len(tensors[0]), num_targets, "targets"
@@ -465,36 +434,17 @@ class TRAKer:
             exp_name: The experiment.
             model_ids: Checkpoints to average. None means all in ``save_dir``, and leaves out those
                 whose features are not finalized, with a warning.
-            allow_skip: Leave out, with a warning, every checkpoint that cannot count.
+            allow_skip: Leave out, with a warning, every checkpoint that cannot count. Without it
+                such a checkpoint raises a ``ModelIDException``.
 
         Returns:
             Shape (n, m), float32, also in ``scores/{exp_name}.mmap`` and ``scores``. A positive
             score says that the training sample pushes the target's model output up.
-
-        Raises:
-            InputError: If there is no such experiment, or if no checkpoint is left.
-            ModelIDException: If a checkpoint cannot count and must not be left out.
         """
         self._last_ind_target = 0
-        chosen = checked_ids(self.saver, model_ids)
-        if exp_name not in self.saver.experiments:
-            raise InputError(
-                f"An experiment must be scored first. Found no {exp_name!r}; there are "
-                f"{listed(sorted(self.saver.experiments)) or 'none'}. Call "
-                "`start_scoring_checkpoint` and `score`."
-            )
-        num_targets = self.saver.experiments[exp_name]["num_targets"]
         used = usable_ids(
-            self.saver,
-            exp_name,
-            num_targets,
-            chosen,
-            lambda_reg=self.lambda_reg,
-            allow_skip=allow_skip,
-            all_of_them=model_ids is None,
+            self.saver, exp_name, model_ids, lambda_reg=self.lambda_reg, allow_skip=allow_skip
         )
-        scores = average_scores(
-            self.saver, self.score_computer, exp_name, num_targets, used, self.device
-        )
+        scores = average_scores(self.saver, self.score_computer, exp_name, used, self.device)
         self.scores = self.saver.write_scores(exp_name, scores)
         return self.scores
