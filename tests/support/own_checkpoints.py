@@ -13,10 +13,14 @@ OWN = {
 }
 
 
+def network(seed=0):
+    """The study's model."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
 def save_own_checkpoint(workspace, number, scale=1.0):
-    torch.manual_seed(number)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     path = workspace.path(f"mine/c{number}.pt")
     path.parent.mkdir(exist_ok=True)
-    torch.save({k: v * scale for k, v in model.state_dict().items()}, path)
+    torch.save({k: v * scale for k, v in network(number).state_dict().items()}, path)
     return path

@@ -118,7 +118,8 @@ def write_record(path: Path, known: dict[str, Any]) -> None:
         raise InputError(
             f"{path.parent}: the results folder must be one that files can be written to. Found "
             f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
-            "under `results`."
+            "under `results`.",
+            code="config.results_folder",
         ) from error
 
 
