@@ -48,6 +48,7 @@ VALUES = {
     "empty experiment": ("experiments.mine.targets", [], "empty"),
     "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
     "a target twice": ("experiments.mine.targets", ["a", "a"], "each once"),
+    "a question of another kind": ("experiments.mine.data", "asked.txt", "as its meaning says"),
     "one parameter in place of a list": ("parameters", "0.weight", "all or a list"),
     "a section without keys": ("scoring", None, "a mapping"),
     "no required key": ("experiments", None, "a mapping"),
@@ -148,6 +149,15 @@ CONFIGS = {
         ("config.missing_checkpoint", "gone.pt, lost"),
     ),
     "no table": ({"checkpoints": "gone.tsv"}, ("config.missing_table", "gone.tsv")),
+    "no question": (
+        at("experiments.mine.data", "gone.tsv"),
+        ("config.missing_question", "gone.tsv"),
+    ),
+    "no data file": ({"data_files": ["a/*.csv"]}, ("config.missing_data_file", "'a/*.csv'")),
+    "no models retrained elsewhere": (
+        at("evaluation.ground_truth", "gone.h5"),
+        ("config.missing_ground_truth", "gone.h5"),
+    ),
     "checkpoint id": ({"checkpoints": {"../c0": "c0.pt"}}, ("config.checkpoint_id", "'../c0'")),
     "a checkpoint's id with a path": (
         {"checkpoints": {"a/../../c0": "c0.pt"}},

@@ -103,6 +103,18 @@ def test_features_are_those_of_a_loop_over_the_model_by_peft(study, checkpoint):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
 
 
+def test_a_trainer_that_goes_on(study, tmp_path):
+    study = study.copy(tmp_path / "study")
+    shutil.copytree(study.path("out/checkpoint-4"), study.path("out/checkpoint-10"))
+    (study.path("out/checkpoint-10/trainer_state.json")).write_text('{"global_step": 10}')
+    assert study.would_run() == {
+        "compute_features": 2,
+        "compute_normal_matrix": 1,
+        "compute_scores": 1,
+        "average_scores": 1,
+    }
+
+
 def test_an_adapter_of_other_settings_stops_the_job(study, tmp_path):
     study = study.copy(tmp_path / "study")
     config = study.path("out/checkpoint-4/adapter_config.json")

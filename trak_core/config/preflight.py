@@ -107,7 +107,8 @@ def check_sources(files: Sequence[Path]) -> None:
                 "Without a shared disk jobs get the study, the modules beside it, tables and "
                 f"`data_files` with the workflow's sources: each must {what}. Found "
                 f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
-                "fetch."
+                "fetch.",
+                code="config.sources",
             )
 
 

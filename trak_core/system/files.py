@@ -153,7 +153,8 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     if not files:
         raise InputError(
             "data_files: each entry must match at least one file. Hidden files and the results "
-            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()})."
+            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            code="config.missing_data_file",
         )
     return files
 
