@@ -9,19 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from own_checkpoints import OWN, save_own_checkpoint
+from own_checkpoints import own_study
 from pages import blocks
-from workspace import REPOSITORY, Workspace, artifacts_in, snakemake
+from workspace import REPOSITORY, artifacts_in, scoring, snakemake
 from workspace import jobs as jobs_in
 
 CLONED = ("Snakefile", "workflow", "profiles", "config", "LICENSE")
 AS_A_MODULE, FROM_GIT = (text for info, text in blocks("docs/projects.md") if info == "python")
-SCORED = {
-    "compute_features": 2,
-    "compute_normal_matrix": 1,
-    "compute_scores": 1,
-    "average_scores": 1,
-}
+SCORED = scoring(1, 1)
 
 
 def clone(folder):
@@ -38,11 +33,7 @@ def clone(folder):
 
 def project(folder):
     """A folder of a user's: study, checkpoint, and the config as plain values."""
-    config = {**OWN, "checkpoints": {"c0": "mine/c0.pt"}}
-    config["experiments"] = {"few": OWN["experiments"]["few"]}
-    study = Workspace.make(folder, "diabetes.py", config)
-    save_own_checkpoint(study, 0)
-    return study
+    return own_study(folder, 1, ["few"])
 
 
 @pytest.fixture(scope="module")

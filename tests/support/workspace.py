@@ -66,6 +66,19 @@ def set_key(config: dict[str, Any], path: str, value: Any) -> None:
         config[last] = value
 
 
+def as_a_module(prefix: str = "") -> str:
+    """A Snakefile that has the workflow as its module, with the config in a file."""
+    lines = [
+        'configfile: "study.yaml"',
+        "module trak:",
+        f'    snakefile: "{REPOSITORY / "workflow/Snakefile"}"',
+        "    config: config",
+        *([f'    prefix: "{prefix}"'] if prefix else []),
+        "use rule * from trak as trak_*",
+    ]
+    return "\n".join([*lines, ""])
+
+
 class Workspace:
     """A folder that Snakemake runs in; ``config`` is written before every run.
 
@@ -146,6 +159,16 @@ class Workspace:
 
 def artifacts_in(results: Path) -> dict[str, bytes]:
     return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
+
+
+def scoring(n_checkpoints: int, n_experiments: int) -> dict[str, int]:
+    """Jobs of each rule that score experiments from nothing, under checkpoints that are there."""
+    return {
+        "compute_features": n_checkpoints * (1 + n_experiments),
+        "compute_normal_matrix": n_checkpoints,
+        "compute_scores": n_checkpoints * n_experiments,
+        "average_scores": n_experiments,
+    }
 
 
 def jobs(output: str) -> dict[str, int]:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from refusals import as_text, check, message, refuse
 from refused import refused
-from workspace import REPOSITORY, Workspace
+from workspace import Workspace, as_a_module
 
 # What the schema says of a key: its words are in the schema.
 ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
@@ -237,23 +237,8 @@ def test_snakemake_says_what_is_bad_about_a_config(workspace, name):
     assert not list(workspace.folder.rglob("ran"))
 
 
-MODULE = f"""
-configfile: "study.yaml"
-
-
-module trak:
-    snakefile:
-        "{REPOSITORY / "workflow/Snakefile"}"
-    config:
-        config
-
-
-use rule * from trak as trak_*
-"""
-
-
 def test_snakemake_says_what_is_bad_about_a_modules_config(workspace):
-    workspace.path("Snakefile").write_text(MODULE)
+    workspace.path("Snakefile").write_text(as_a_module())
     outer = Workspace(workspace.folder, {}, "Snakefile")
     assert re.search(r"^The config .* 'projecton'", message(refuse(outer, {"projecton": {}})))
 

@@ -1,20 +1,14 @@
 """Data files that a config names: a byte of one counts like an edit of the study's file."""
 
-import copy
-
 import pytest
-from own_checkpoints import OWN, save_own_checkpoint
-from workspace import Workspace
+from own_checkpoints import own_study
 
 TARGET = "results/features/c0/few.h5"
 
 
 @pytest.fixture
 def study(tmp_path):
-    config = {**copy.deepcopy(OWN), "data_files": ["rows/*.csv"]}
-    config["checkpoints"] = {"c0": "mine/c0.pt"}
-    study = Workspace.make(tmp_path / "study", "diabetes.py", config)
-    save_own_checkpoint(study, 0)
+    study = own_study(tmp_path / "study", 1, data_files=["rows/*.csv"])
     study.path("rows").mkdir()
     study.path("rows/a.csv").write_text("1,2\n")
     return study

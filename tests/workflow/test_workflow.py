@@ -17,9 +17,7 @@ import pytest
 import torch
 import yaml
 from base_studies import TRAINED
-from workspace import Workspace, set_key
-
-ALL_FEATURES = 9  # three checkpoints x (train, two experiments)
+from workspace import Workspace, scoring, set_key
 
 
 @pytest.fixture
@@ -64,23 +62,12 @@ def test_a_trained_checkpoint_that_changed(study):
     }
 
 
-FEATURES = {"compute_features": ALL_FEATURES}
-MATRICES = {"compute_normal_matrix": 3}
 SCORES = {"compute_scores": 6, "average_scores": 2}
+MATRICES = {"compute_normal_matrix": 3}
 SHOWN = {"draw_influences": 2, "write_report": 1}
 ONE_EXPERIMENT = {"compute_features": 3, "compute_scores": 3, "average_scores": 1}
 CHANGES = {
-    "a checkpoint added": (
-        "checkpoints.c3",
-        {"seed": 3},
-        {
-            "train_checkpoint": 1,
-            "compute_features": 3,
-            "compute_normal_matrix": 1,
-            "compute_scores": 2,
-            "average_scores": 2,
-        },
-    ),
+    "a checkpoint added": ("checkpoints.c3", {"seed": 3}, {"train_checkpoint": 1, **scoring(1, 2)}),
     "a checkpoint removed": ("checkpoints.c2", None, {"average_scores": 2}),
     "damping": ("scoring.damping", 1.5, SCORES),
     "combination": (
@@ -90,7 +77,7 @@ CHANGES = {
     ),
     "an experiment added": ("experiments.new", {"targets": [1620]}, ONE_EXPERIMENT),
     "targets": ("experiments.one.targets", [1620], ONE_EXPERIMENT),
-    "projection": ("projection.seed", 1, {**FEATURES, **MATRICES, **SCORES}),
+    "projection": ("projection.seed", 1, scoring(3, 2)),
     "shards of one split": (
         "experiments.few.shards",
         2,
@@ -114,12 +101,12 @@ def test_figures_and_report_are_made_again_from_new_scores(study):
 @pytest.mark.parametrize(
     ("module", "rules"),
     [
-        ("projection/philox.py", {**FEATURES, **MATRICES, **SCORES, **SHOWN}),
+        ("projection/reference.py", {**scoring(3, 2), **SHOWN}),
         ("scoring/solve.py", {**MATRICES, **SCORES, **SHOWN}),
-        ("scoring/scores.py", {**SCORES, **SHOWN}),
+        ("stages/compute_scores.py", {**SCORES, **SHOWN}),
         ("stages/average_scores.py", {"average_scores": 2, **SHOWN}),
         ("stages/draw_influences.py", SHOWN),
-        ("report/render.py", {"write_report": 1}),
+        ("stages/write_report.py", {"write_report": 1}),
     ],
 )
 def test_a_module_edited(study, module, rules):
@@ -225,7 +212,7 @@ def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
     assert "--unlock" in study.fail()
     assert study.snakemake("--unlock")[0] == 0
     counts = study.run("--cores", "1", "all")
-    assert counts["compute_features"] < ALL_FEATURES
+    assert counts["compute_features"] < 9
     found, expected = study.artifacts(), trained.artifacts()
     assert {name: found[name] for name in finished} == finished
     assert len(expected) == 22
