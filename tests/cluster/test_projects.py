@@ -9,19 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from own_checkpoints import OWN, save_own_checkpoint
+from own_checkpoints import own_study
 from pages import blocks
-from workspace import REPOSITORY, Workspace, snakemake
+from workspace import REPOSITORY, artifacts_in, scoring, snakemake
 from workspace import jobs as jobs_in
 
 CLONED = ("Snakefile", "workflow", "profiles", "config", "LICENSE")
 AS_A_MODULE, FROM_GIT = (text for info, text in blocks("docs/projects.md") if info == "python")
-SCORED = {
-    "compute_features": 2,
-    "compute_normal_matrix": 1,
-    "compute_scores": 1,
-    "average_scores": 1,
-}
+SCORED = scoring(1, 1)
 
 
 def clone(folder):
@@ -38,11 +33,7 @@ def clone(folder):
 
 def project(folder):
     """A folder of a user's: study, checkpoint, and the config as plain values."""
-    config = {**OWN, "checkpoints": {"c0": "mine/c0.pt"}}
-    config["experiments"] = {"few": OWN["experiments"]["few"]}
-    study = Workspace.make(folder, "diabetes.py", config)
-    save_own_checkpoint(study, 0)
-    return study
+    return own_study(folder, 1, ["few"])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +50,6 @@ def run(folder, *arguments):
     return jobs_in(output), output
 
 
-def artifacts(results):
-    return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
-
-
 def test_a_folder_of_its_own_from_either_door(local, tmp_path):
     code, study = clone(tmp_path / "trak-core"), project(tmp_path / "mine")
     study.path("mine.yaml").write_text(yaml.safe_dump(study.config))
@@ -72,7 +59,7 @@ def test_a_folder_of_its_own_from_either_door(local, tmp_path):
         if info == "console" and "--directory" in text
     )
     assert run(tmp_path, "scores", *command)[0] == SCORED
-    assert artifacts(study.path("results")) == local
+    assert study.artifacts() == local
     assert sorted(path.name for path in code.iterdir()) == sorted(CLONED)
     # A profile that is not found would bring back Snakemake's trigger by the time of code.
     for script in (code / "workflow/scripts").iterdir():
@@ -103,8 +90,8 @@ def test_two_modules_with_and_without_a_prefix(local, tmp_path):
         **{f"{name}_{rule}": n for name in ("trak", "second") for rule, n in SCORED.items()},
     }
     assert not re.search(r"warn", output, flags=re.I), output
-    assert artifacts(study.path("results")) == local
-    found = artifacts(study.path("in/it/results"))
+    assert study.artifacts() == local
+    found = artifacts_in(study.path("in/it/results"))
     same = {name for name in local if found[name] == local[name]}
     assert {name for name in local if not name.startswith("scores")} == same
     assert study.path("in/it/results/study.json").exists()
@@ -144,7 +131,7 @@ def test_deployed_and_pinned_to_a_tag(local, tmp_path):
     shutil.rmtree(code / "workflow")
     ran, output = run(deployed, "scores")
     assert ran == SCORED, output
-    assert artifacts(deployed / "results") == local
+    assert artifacts_in(deployed / "results") == local
     assert run(deployed, "--dry-run", "scores")[0] == {}
 
 

@@ -1,21 +1,24 @@
 """docs/clusters.md: files in a store, and nodes that share no disk with Snakemake."""
 
-import copy
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from base_studies import TRAINED
-from own_checkpoints import OWN, save_own_checkpoint
+from own_checkpoints import own_study, save_own_checkpoint
 from pages import blocks
+from refused import refused
 from stores import s3_server, write_scheduler
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY, artifacts_in, as_a_module, scoring
+
+from trak_core.config.preflight import check_sources
 
 # The page's commands, each by an option that it alone has.
 COMMANDS = [
@@ -24,8 +27,7 @@ COMMANDS = [
     if language == "console"
     for line in re.findall(r"^\$ \.venv/bin/snakemake (.*)", text, flags=re.M)
 ]
-PLANNED = {"compute_features": 2, "compute_normal_matrix": 1, "compute_scores": 1}
-AVERAGED = {"average_scores": 1}
+AGAIN = scoring(1, 1)  # of one checkpoint
 
 
 def options(*words):
@@ -48,19 +50,15 @@ def in_environment(s3, monkeypatch):
 
 
 def two_checkpoints(folder):
-    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(OWN))
-    del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
-    for number in range(2):
-        save_own_checkpoint(study, number)
-    return study
+    return own_study(folder, 2, ["few"])
 
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory):
-    """The artifacts of the study run on this disk."""
+    """The study run on this disk."""
     study = two_checkpoints(tmp_path_factory.mktemp("local") / "study")
     study.run()
-    return study.artifacts()
+    return study
 
 
 def artifacts(files):
@@ -75,28 +73,22 @@ def test_a_folder_as_a_store(local, tmp_path):
     shutil.copytree(study.path("mine"), store / "mine")
     arguments = [a.replace("/mnt/my-store", str(store)) for a in options("fs")]
     assert str(store) in arguments
-    assert study.run("scores", *arguments) == {
-        "compute_features": 4,
-        "compute_normal_matrix": 2,
-        "compute_scores": 2,
-        "average_scores": 1,
-    }
-    found = {str(p.relative_to(store / "results")): p.read_bytes() for p in store.rglob("*.h5")}
-    assert found == local
+    assert study.run("scores", *arguments) == scoring(2, 1)
+    assert artifacts_in(store / "results") == local.artifacts()
     assert [p.name for p in study.path("results").iterdir()] == ["study.json"]
     assert study.would_run("scores", *arguments) == {}
     # An older file in its place: no newer than the results, but not the one they were made of.
     os.utime(store / "mine/c1.pt", (1e9, 1e9))
-    assert study.would_run("scores", *arguments) == PLANNED | AVERAGED
+    assert study.would_run("scores", *arguments) == AGAIN
     # A folder counts by every file in it.
     weights = store / "mine/c1.pt"
     weights.rename(store / "weights")
     weights.mkdir()
     (store / "weights").rename(weights / "pytorch_model.bin")
-    assert study.run("scores", *arguments) == PLANNED | AVERAGED
+    assert study.run("scores", *arguments) == AGAIN
     assert study.would_run("scores", *arguments) == {}
     os.utime(weights / "pytorch_model.bin", (1e9 + 5, 1e9 + 5))
-    assert study.would_run("scores", *arguments) == PLANNED | AVERAGED
+    assert study.would_run("scores", *arguments) == AGAIN
     (store / "mine/c1.pt").rename(store / "mine/c7.pt")
     output = study.fail("--dry-run", "scores", *arguments)
     assert re.search(
@@ -111,14 +103,14 @@ def test_checkpoints_in_a_store(s3, in_environment, local, tmp_path):
         study.config["checkpoints"][name] = f"s3://my-bucket/runs/{name}.pt"
     shutil.rmtree(study.path("mine"))
     assert sum(study.run().values()) == 9
-    assert study.artifacts() == local
+    assert study.artifacts() == local.artifacts()
     assert study.would_run() == {}
     s3.put(save_own_checkpoint(study, 1, scale=2), "runs/c1.pt")
-    assert study.would_run() == PLANNED | AVERAGED
+    assert study.would_run() == AGAIN
 
 
-def test_models_retrained_elsewhere_in_a_store(s3, in_environment, tmp_path):
-    study = two_checkpoints(tmp_path / "study")
+def test_models_retrained_elsewhere_in_a_store(s3, in_environment, local, tmp_path):
+    study = local.copy(tmp_path / "study")
     random = np.random.default_rng(0)
     truth = tmp_path / "truth.h5"
     for key, columns in ("masks", range(342)), ("outputs", ["patient-342", "patient-400"]):
@@ -127,7 +119,7 @@ def test_models_retrained_elsewhere_in_a_store(s3, in_environment, tmp_path):
     s3.put(truth, "truth.h5")
     study.config["evaluation"] = {"ground_truth": "s3://my-bucket/truth.h5"}
     measured = ("results/evaluation/few.h5",)
-    assert study.run(*measured)["evaluate_scores"] == 1
+    assert study.run(*measured) == {"evaluate_scores": 1}
     assert study.would_run(*measured) == {}
     time.sleep(1.1)  # S3 tells whole seconds
     s3.put(truth, "truth.h5")
@@ -163,9 +155,8 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     study.config["study"] = "studies/mine.py"
     study.config["data_files"] = ["data"]
     study.config["experiments"]["few"]["targets"] = "studies/targets.tsv"
-    expected = Workspace(study.folder, study.config, study.snakefile)
-    assert sum(expected.run("all").values()) == 11
-    local = expected.artifacts()
+    assert sum(study.run().values()) == 9
+    local = study.artifacts()
     shutil.rmtree(study.path("results"))
     shutil.rmtree(study.path(".snakemake"))
 
@@ -174,14 +165,7 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     shutil.rmtree(study.path("mine"))
     arguments = (*options("--executor"), "--seconds-between-status-checks", "1")
     found = study.run("all", *arguments)
-    assert found == {
-        "compute_features": 4,
-        "compute_normal_matrix": 2,
-        "compute_scores": 2,
-        "average_scores": 1,
-        "draw_influences": 1,
-        "write_report": 1,
-    }
+    assert found == {**scoring(2, 1), "draw_influences": 1, "write_report": 1}
     assert len(list(nodes.iterdir())) == sum(found.values())
     stored = s3.files("my-study/results/")
     assert artifacts(stored) == local
@@ -191,10 +175,10 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     assert study.would_run("all", *arguments) == {}
     s3.put(save_own_checkpoint(study, 1, scale=2), "my-study/mine/c1.pt")
     drawn = {"draw_influences": 1, "write_report": 1}
-    assert study.would_run("all", *arguments) == PLANNED | AVERAGED | drawn
+    assert study.would_run("all", *arguments) == AGAIN | drawn
     # This machine can go on with it.
     here = options("s3", "--cores")
-    assert study.run("scores", *here) == PLANNED | AVERAGED
+    assert study.run("scores", *here) == AGAIN
     assert study.would_run("scores", *here) == {}
     s3.delete("my-study/results/benchmarks/average_scores/few.tsv")
     assert "average_scores" in study.would_run("all", *here)
@@ -232,39 +216,17 @@ def test_training_where_no_disk_is_shared(s3, in_environment, tmp_path):
     assert study.would_run("all", *arguments) == dict.fromkeys(again, 1)
 
 
-MODULE = """
-configfile: "study.yaml"
-
-
-module trak:
-    snakefile:
-        "{snakefile}"
-    config:
-        config
-    prefix:
-        "in/it"
-
-
-use rule * from trak as trak_*
-"""
-
-
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="runs where rsync is installed")
 def test_a_module_with_a_prefix_and_a_store(tmp_path):
     """The prefix moves what the workflow writes, and nothing of a user's."""
     study, store = two_checkpoints(tmp_path / "study"), tmp_path / "store"
     study.path("mine").rename(store)
     study.config["checkpoints"] = {"c0": "c0.pt"}
-    study.path("Snakefile").write_text(MODULE.format(snakefile=REPOSITORY / "workflow/Snakefile"))
+    study.path("Snakefile").write_text(as_a_module("in/it"))
     study.snakefile = "Snakefile"
     arguments = [a.replace("/mnt/my-store", str(store)) for a in options("fs")]
-    assert study.would_run("trak_scores", *arguments) == {
-        "trak_compute_features": 2,
-        "trak_compute_normal_matrix": 1,
-        "trak_compute_scores": 1,
-        "trak_average_scores": 1,
-        "trak_scores": 1,
-    }
+    planned = {f"trak_{rule}": n for rule, n in scoring(1, 1).items()}
+    assert study.would_run("trak_scores", *arguments) == {**planned, "trak_scores": 1}
     assert (
         "store/in/it/results/scores/few.h5"
         in study.snakemake("trak_scores", *arguments, "--dry-run")[1]
@@ -272,7 +234,7 @@ def test_a_module_with_a_prefix_and_a_store(tmp_path):
     assert study.path("in/it/results/study.json").exists()
 
 
-def test_what_cannot_come_along(tmp_path):
+def test_what_cannot_come_along(tmp_path, monkeypatch):
     """Snakemake would warn only, and every job would die."""
     study, _ = without_a_disk(tmp_path / "study")
     shutil.copy(study.path("diabetes.py"), tmp_path / "elsewhere.py")
@@ -282,7 +244,8 @@ def test_what_cannot_come_along(tmp_path):
         r"each must lie in the working folder\. Found \.\./elsewhere\.py\. .* fetch",
         study.fail(*arguments),
     )
-    study.config |= {"study": "diabetes.py", "data_files": ["large.bin"]}
-    with study.path("large.bin").open("wb") as file:
+    monkeypatch.chdir(study.folder)
+    with Path("large.bin").open("wb") as file:
         file.truncate(10_000_001)
-    assert re.search(r"must have 10 MB at most\. Found large\.bin", study.fail(*arguments))
+    with refused("config.sources", "10 MB", "large.bin"):
+        check_sources([Path("diabetes.py"), Path("large.bin")])

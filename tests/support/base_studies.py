@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
-from own_checkpoints import OWN, save_own_checkpoint
+from own_checkpoints import own_study
 from running import small_study
-from workspace import Workspace
+from workspace import Workspace, scoring
 
 TRAINED = {
     "model_output": "image_classification",
@@ -60,11 +60,8 @@ def train_and_score(folder: Path) -> Workspace:
     """Three networks that the pipeline trains, two experiments."""
     study = Workspace.make(folder, "small_digits.py", copy.deepcopy(TRAINED))
     assert study.run("all") == {
+        **scoring(3, 2),
         "train_checkpoint": 3,
-        "compute_features": 9,  # three checkpoints x (train, two experiments)
-        "compute_normal_matrix": 3,
-        "compute_scores": 6,
-        "average_scores": 2,
         "draw_influences": 2,
         "write_report": 1,
     }
@@ -98,15 +95,8 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
 
 def score_own(folder: Path) -> Workspace:
     """A regression with three checkpoints of a user's own, two experiments."""
-    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(OWN))
-    for number in range(3):
-        save_own_checkpoint(study, number)
-    assert study.run() == {
-        "compute_features": 9,
-        "compute_normal_matrix": 3,
-        "compute_scores": 6,
-        "average_scores": 2,
-    }
+    study = own_study(folder)
+    assert study.run() == scoring(3, 2)
     return study
 
 

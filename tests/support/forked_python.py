@@ -21,12 +21,14 @@ PRELOADED = (
     "numba",
     "numpy",
     "pandas",
+    "peft",
     "scipy.linalg",
     "sklearn.datasets",
     "snakemake.cli",
     "tables",
     "torch.func",
     "torch.utils.data",
+    "transformers.models.llama.modeling_llama",
 )
 # The program; its own start is a hundredth of what it saves.
 _CLIENT = """#!{python} -IS

@@ -1,6 +1,9 @@
 """A regression with checkpoints of a user's own."""
 
+import copy
+
 import torch
+from workspace import Workspace
 
 OWN = {
     "model_output": "regression",
@@ -13,10 +16,25 @@ OWN = {
 }
 
 
+def network(seed=0):
+    """The study's model."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+
+
 def save_own_checkpoint(workspace, number, scale=1.0):
-    torch.manual_seed(number)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     path = workspace.path(f"mine/c{number}.pt")
     path.parent.mkdir(exist_ok=True)
-    torch.save({k: v * scale for k, v in model.state_dict().items()}, path)
+    torch.save({k: v * scale for k, v in network(number).state_dict().items()}, path)
     return path
+
+
+def own_study(folder, n_checkpoints=3, experiments=("few", "one"), **more):
+    """A study of the first checkpoints and some experiments; nothing has run."""
+    config = {**copy.deepcopy(OWN), **more}
+    config["checkpoints"] = {f"c{i}": f"mine/c{i}.pt" for i in range(n_checkpoints)}
+    config["experiments"] = {name: config["experiments"][name] for name in experiments}
+    study = Workspace.make(folder, "diabetes.py", config)
+    for number in range(n_checkpoints):
+        save_own_checkpoint(study, number)
+    return study

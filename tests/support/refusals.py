@@ -1,10 +1,20 @@
-"""A study to spoil, and the one error that Snakemake answers with."""
+"""A study to spoil, and its refusal: in this process, or the one error that Snakemake ends with."""
 
 import re
+import sys
+from functools import cache
+from pathlib import Path
 
+import pytest
 import torch
 import yaml
-from workspace import Workspace
+from own_checkpoints import network
+from snakemake.utils import validate
+from workspace import REPOSITORY, Workspace, forked_python
+
+from trak_core.config.load import check_config, check_unique_keys
+from trak_core.config.preflight import look_over
+from trak_core.config.specs import specs_of
 
 GOOD = {
     "model_output": "regression",
@@ -15,10 +25,12 @@ GOOD = {
 STUDY = "diabetes.py"
 
 
+SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
+
+
 def save_weights(path):
     """A checkpoint that fits the study's model."""
-    shapes = {"0.weight": (32, 10), "0.bias": (32,), "2.weight": (1, 32), "2.bias": (1,)}
-    torch.save({key: torch.zeros(shape) for key, shape in shapes.items()}, path)
+    torch.save({key: torch.zeros_like(v) for key, v in network().state_dict().items()}, path)
 
 
 def study_to_spoil(folder):
@@ -30,12 +42,38 @@ def study_to_spoil(folder):
     return workspace
 
 
+def as_text(config):
+    """The bytes of a config: changes of the good one, or bytes as they are."""
+    if isinstance(config, bytes):
+        return config
+    values = {"study": STUDY, **GOOD, **config}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode()
+
+
+@cache
+def _schema():
+    return yaml.safe_load(SCHEMA.read_text())
+
+
+def check(workspace, config):
+    """Do with a config what workflow/rules/common.smk does before any job, without Snakemake."""
+    text = as_text(config)
+    workspace.path("study.yaml").write_bytes(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(workspace.folder)
+        # The process that looks at the study.
+        patch.setattr(sys, "executable", forked_python())
+        check_unique_keys(Path("study.yaml"))
+        values = yaml.safe_load(text)
+        check_config(values, _schema())
+        validate(values, schema=SCHEMA)
+        results = Path(values["results"])
+        look_over(specs_of(values, results), results, is_stored=False)
+
+
 def refuse(workspace, config):
-    """Try a config, of values or as bytes, and return the output of the refusal."""
-    if not isinstance(config, bytes):
-        values = {"study": STUDY, **GOOD, **config}
-        config = yaml.safe_dump(values, sort_keys=False, allow_unicode=True).encode()
-    return workspace.fail("-n", text=config)
+    """Try a config under Snakemake, and return the output of the refusal."""
+    return workspace.fail("-n", text=as_text(config))
 
 
 def message(output):

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import torch
 import yaml
+from own_checkpoints import save_own_checkpoint
 from workspace import Workspace
 
 # Training samples that take their time, so that a job can be hurt in the middle of its work.
@@ -46,10 +46,7 @@ def small_study(folder: Path) -> Workspace:
     study = Workspace.make(folder, "diabetes.py", copy.deepcopy(SMALL))
     file = study.path("diabetes.py")
     file.write_text(f"import time\n{file.read_text()}{SLOWLY}")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    study.path("mine").mkdir()
-    torch.save(model.state_dict(), study.path("mine/c0.pt"))
+    save_own_checkpoint(study, 0)
     return study
 
 

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -54,6 +55,30 @@ def snakemake(folder: Path, *arguments: str, python: str | None = None) -> tuple
     return result.returncode, result.stdout
 
 
+def set_key(config: dict[str, Any], path: str, value: Any) -> None:
+    """Set a value by its path, such as scoring.damping; None takes it away."""
+    *above, last = path.split(".")
+    for name in above:
+        config = config[name]
+    if value is None:
+        del config[last]
+    else:
+        config[last] = value
+
+
+def as_a_module(prefix: str = "") -> str:
+    """A Snakefile that has the workflow as its module, with the config in a file."""
+    lines = [
+        'configfile: "study.yaml"',
+        "module trak:",
+        f'    snakefile: "{REPOSITORY / "workflow/Snakefile"}"',
+        "    config: config",
+        *([f'    prefix: "{prefix}"'] if prefix else []),
+        "use rule * from trak as trak_*",
+    ]
+    return "\n".join([*lines, ""])
+
+
 class Workspace:
     """A folder that Snakemake runs in; ``config`` is written before every run.
 
@@ -91,7 +116,9 @@ class Workspace:
     def path(self, name: str) -> Path:
         return self.folder / name
 
-    def snakemake(self, *arguments: str, text: str | bytes | None = None) -> tuple[int, str]:
+    def snakemake(
+        self, *arguments: str, text: str | bytes | None = None, python: str | None = None
+    ) -> tuple[int, str]:
         """Run Snakemake as a user would, with the config in a file; exit status and output."""
         text = yaml.safe_dump(self.config, sort_keys=False) if text is None else text
         self.path("study.yaml").write_bytes(text.encode() if isinstance(text, str) else text)
@@ -99,6 +126,7 @@ class Workspace:
             self.folder,
             *("--configfile", "study.yaml", "--snakefile", self.snakefile),
             *(arguments if "--cores" in arguments else ("--cores", "2", *arguments)),
+            python=python,
         )
 
     def run(self, *arguments: str) -> dict[str, int]:
@@ -126,8 +154,21 @@ class Workspace:
         return output
 
     def artifacts(self) -> dict[str, bytes]:
-        results = self.path("results")
-        return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
+        return artifacts_in(self.path("results"))
+
+
+def artifacts_in(results: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(results)): p.read_bytes() for p in sorted(results.rglob("*.h5"))}
+
+
+def scoring(n_checkpoints: int, n_experiments: int) -> dict[str, int]:
+    """Jobs of each rule that score experiments from nothing, under checkpoints that are there."""
+    return {
+        "compute_features": n_checkpoints * (1 + n_experiments),
+        "compute_normal_matrix": n_checkpoints,
+        "compute_scores": n_checkpoints * n_experiments,
+        "average_scores": n_experiments,
+    }
 
 
 def jobs(output: str) -> dict[str, int]:

@@ -4,7 +4,6 @@ import inspect
 import json
 import os
 import subprocess
-import sys
 import typing
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from refusals import save_weights
-from workspace import REPOSITORY
+from workspace import REPOSITORY, forked_python
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
@@ -35,7 +34,7 @@ def jobs_of(folder, config):
     (folder / "study.yaml").write_text(yaml.safe_dump(config))
     program = REPOSITORY / "tests/support/jobs_of.py"
     result = subprocess.run(
-        [sys.executable, program, REPOSITORY / "Snakefile", "study.yaml"],
+        [forked_python(), program, REPOSITORY / "Snakefile", "study.yaml"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
@@ -73,6 +72,14 @@ def test_every_stage_has_a_rule_of_its_name_and_no_rule_is_without(jobs):
     assert {job["script"] for job in jobs.values()} == {"../scripts/stage.py"}
     for rule, job in jobs.items():
         assert f"{rule}_".startswith(f"{stage(job).__name__}_")
+
+
+def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
+    assert {rule for rule, job in jobs.items() if job["priority"] > 0} == {
+        *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
+        *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
+        *("average_scores", "draw_influences", "write_report_first"),
+    }
 
 
 def test_every_job_has_the_environment_that_the_config_names(jobs):

@@ -36,6 +36,20 @@ def in_log(log, text):
     return log.exists() and text in log.read_text()
 
 
+def check_told_to_stop(study, partial, by):
+    """The job that wrote a shard to this file says so, and left nothing."""
+    number = re.match(r"\.(\d-of-3)\.h5\.", partial.name)[1]
+    log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
+    assert f"\nError: the job was told to stop {by}" in f"\n{log}"
+    assert "Traceback" not in log
+    assert leftovers(study) == []
+
+
+def check_same_scores(*studies):
+    pair = [pd.read_hdf(study.path("results/scores/few.h5"), "scores") for study in studies]
+    assert np.array_equal(*pair)
+
+
 # What is seen of a job from outside, and at most how many seconds later it is killed.
 MOMENTS = [
     ("started", 0.3),
@@ -112,11 +126,7 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
     running.terminate_all()
     assert running.finish() == 1
     job.wait(20)
-    assert leftovers(study) == []
-    number = re.match(r"\.(\d-of-3)\.h5\.", begun[0].name)[1]
-    log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
-    assert re.search(r"^Error: the job was told to stop \(SIGTERM\)", log, flags=re.M)
-    assert "Traceback" not in log
+    check_told_to_stop(study, begun[0], "(SIGTERM)")
     assert shards() == [done]
     assert state(done) == before
 
@@ -127,8 +137,7 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
         "compute_scores": 1,
         "average_scores": 1,
     }
-    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (study, finished)]
-    assert np.array_equal(pair[0], pair[1])
+    check_same_scores(study, finished)
 
 
 def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
@@ -149,15 +158,10 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     )
     assert "Traceback" not in running.output
     assert "Error" not in running.output
-    number = re.match(r"\.(\d-of-3)\.h5\.", begun[0].name)[1]
-    log = study.path(f"results/logs/compute_features/c0/train/{number}.log").read_text()
-    assert re.search(r"^Error: the job was told to stop \(SIGINT\), by Ctrl-C", log, flags=re.M)
-    assert "Traceback" not in log
-    assert leftovers(study) == []
+    check_told_to_stop(study, begun[0], "(SIGINT), by Ctrl-C")
     assert state(done) == before
     assert study.run()["compute_features_shard"] == 2  # the folder is not locked
-    pair = [pd.read_hdf(w.path("results/scores/few.h5"), "scores") for w in (study, finished)]
-    assert np.array_equal(pair[0], pair[1])
+    check_same_scores(study, finished)
 
 
 def test_a_second_snakemake_in_the_folder_is_refused(study):

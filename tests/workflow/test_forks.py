@@ -11,7 +11,6 @@ import time
 import psutil
 import pytest
 from running import Running, small_study
-from workspace import snakemake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
@@ -95,11 +94,10 @@ def gone(folder):
 def test_forked_jobs_leave_the_same_files(marked):
     """Snakemake and its jobs as a user has them; `--no-hooks` starts every job by itself."""
     tell(marked)
-    arguments = ("--cores", "2", "--configfile", "study.yaml", "--snakefile", marked.snakefile)
     status, output = marked.snakemake("--dry-run")
     assert status == 0, output
     assert "\nReport: " not in output
-    status, output = snakemake(marked.folder, *arguments, "scores", python=sys.executable)
+    status, output = marked.snakemake("scores", python=sys.executable)
     assert status == 0, output
     assert "\nScores: results/scores/few.h5\n" in output
     assert "\nReport: " not in output  # it was not asked for

@@ -4,12 +4,11 @@ import contextlib
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from running import Running, small_study
-from workspace import REPOSITORY
+from workspace import REPOSITORY, forked_python
 
 MEMORY = Path("/sys/fs/cgroup/memory")  # version 1
 TRAIN = "results/features/c0/train.h5"
@@ -93,9 +92,11 @@ def run_job(body, folder, kilobytes=None):
         limit = kilobytes * 1000
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
     code += f"with logged_to({str(folder / 'log')!r}):\n    {body}\n"
+    program = folder.with_suffix(".py")
+    program.write_text(code)
     result = subprocess.run(
-        (sys.executable, "-c", code),
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        (forked_python(), program),
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

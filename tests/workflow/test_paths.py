@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from own_checkpoints import network
 from workspace import Workspace
 
 
@@ -16,8 +17,7 @@ def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
         "projection": {"proj_dim": 8},
     }
     workspace = Workspace.make(tmp_path / "a study", "diabetes.py", settings)
-    model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
-    torch.save(model.state_dict(), workspace.path(settings["checkpoints"]["c0"]))
+    torch.save(network().state_dict(), workspace.path(settings["checkpoints"]["c0"]))
     shutil.move(workspace.path("diabetes.py"), workspace.path("my study $(touch ran).py"))
     workspace.config["study"] = "my study $(touch ran).py"
     elsewhere = tmp_path / "elsewhere"

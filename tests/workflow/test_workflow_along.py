@@ -1,18 +1,18 @@
 """Checkpoints from along runs, under Snakemake: what is trained and averaged, what runs again."""
 
 import copy
-import re
-import shutil
 
 import h5py
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from own_checkpoints import OWN, save_own_checkpoint
-from refusals import message
+import yaml
+from own_checkpoints import OWN
+from refusals import check
+from refused import refused
 from scipy.stats import spearmanr
-from workspace import Workspace, jobs
+from workspace import Workspace
 
 STUDY = """
 from small_digits import *
@@ -54,16 +54,7 @@ def train_along(folder):
     study = Workspace.make(folder, "small_digits.py", copy.deepcopy(CONFIG))
     study.path("along.py").write_text(STUDY)
     study.config["study"] = "along.py"
-    status, output = study.snakemake("all")
-    assert status == 0, output
-    # What only measures the scores waits for what they come from.
-    started = re.findall(r"^Job \d+: (.*)", output, flags=re.M)
-    projected = [
-        i for i, job in enumerate(started) if re.match(r"Projecting.* of (train|few)", job)
-    ]
-    retrained = [i for i, job in enumerate(started) if job.startswith("Retraining")]
-    assert min(retrained) > max(projected)
-    assert jobs(output) == {
+    assert study.run("all") == {
         # Runs with the same times share a rule; each is one job.
         "train_checkpoint": 2,
         "train_checkpoint_2": 1,
@@ -217,9 +208,8 @@ def test_a_time_that_is_never_yielded_leaves_nothing_half(study):
 
 def test_a_training_without_yield_is_refused_before_any_job(study):
     study.config["study"] = "small_digits.py"
-    said = message(study.fail())
-    assert "train() must yield (time, model)" in said
-    assert "write `yield epoch, model` into its loop" in said
+    with refused("config.preflight", "train() must yield (time, model)"):
+        check(study, yaml.safe_dump(study.config).encode())
 
 
 def test_runs_of_own_checkpoints_decide_averages_alone(own, tmp_path):
@@ -232,47 +222,16 @@ def test_runs_of_own_checkpoints_decide_averages_alone(own, tmp_path):
     }
     assert study.would_run() == {"average_scores": 2}
     del study.config["scoring"]
+    # A table says the same.
+    rows = [f"{c}\t{path}\tone\t{10 * i}" for i, (c, path) in enumerate(paths.items())]
+    study.path("table.tsv").write_text("\n".join(["checkpoint\tpath\trun\tat", *rows, ""]))
+    study.config["checkpoints"] = "table.tsv"
     assert study.run() == {"compute_normal_matrix": 3, "compute_scores": 6, "average_scores": 2}
     with h5py.File(study.path("results/scores/few.h5")) as file:
         assert file.attrs["combine"] == b"unit_average"
         assert file.attrs["n_runs"] == 1
     targets = pd.read_hdf(study.path("results/scores/few.h5"), "targets")
     assert (targets["output_sd"] == 0).all()
-
-
-def test_a_table_of_checkpoints_says_their_runs(own, tmp_path):
-    study = own.copy(tmp_path / "study")
-    rows = [f"c{i}\tmine/c{i}.pt\tone\t{10 * i}" for i in range(3)]
-    study.path("table.tsv").write_text("checkpoint\tpath\trun\tat\n" + "\n".join(rows) + "\n")
-    study.config["checkpoints"] = "table.tsv"
-    assert "compute_features" not in study.run()
-    with h5py.File(study.path("results/scores/few.h5")) as file:
-        assert file.attrs["n_runs"] == 1
-
-
-def test_a_folder_of_several_checkpoints_is_one_run(tmp_path):
-    study = Workspace.make(tmp_path / "study", "diabetes.py", copy.deepcopy(OWN))
-    for number, step in enumerate((5, 10, 200)):
-        folder = study.path(f"out/checkpoint-{step}")
-        folder.mkdir(parents=True)
-        shutil.move(save_own_checkpoint(study, number), folder / "pytorch_model.bin")
-    study.config["checkpoints"] = {"mine": "out"}
-    assert study.run() == {
-        "compute_features": 9,
-        "compute_normal_matrix": 3,
-        "compute_scores": 6,
-        "average_scores": 2,
-    }
-    folders = sorted(path.name for path in study.path("results/features").iterdir())
-    assert folders == ["mine-10", "mine-200", "mine-5"]
-    # The Trainer goes on, and saves another.
-    shutil.copytree(study.path("out/checkpoint-10"), study.path("out/checkpoint-300"))
-    assert study.would_run() == {
-        "compute_features": 3,
-        "compute_normal_matrix": 1,
-        "compute_scores": 2,
-        "average_scores": 2,
-    }
 
 
 def test_the_report_is_a_target_of_its_own(study):

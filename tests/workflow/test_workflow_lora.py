@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from workspace import Workspace
+from workspace import Workspace, scoring
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.projection.reference import projection_matrix
@@ -103,12 +103,19 @@ def test_features_are_those_of_a_loop_over_the_model_by_peft(study, checkpoint):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
 
 
-def test_an_adapter_of_other_settings_stops_the_job(study, tmp_path):
+def test_a_trainer_that_goes_on(study, tmp_path):
+    study = study.copy(tmp_path / "study")
+    shutil.copytree(study.path("out/checkpoint-4"), study.path("out/checkpoint-10"))
+    (study.path("out/checkpoint-10/trainer_state.json")).write_text('{"global_step": 10}')
+    assert study.would_run() == scoring(1, 1)
+
+
+def test_an_adapter_of_other_settings_is_refused_before_any_job(study, tmp_path):
     study = study.copy(tmp_path / "study")
     config = study.path("out/checkpoint-4/adapter_config.json")
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 32'))
-    assert study.would_run()["compute_features"] == 2
     output = study.fail()
+    assert "Job stats" not in output
     assert "checkpoint-4: an adapter's weights and settings must be those of the Peft" in output
     assert "Found of another setting: lora_alpha 32 for 8." in output
 

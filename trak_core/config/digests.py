@@ -62,5 +62,8 @@ def _content(question: str) -> str:
     """Hash a question once: all jobs of a start are planned for what it said then."""
     path = Path(question)
     if not path.is_file():
-        raise InputError(f"experiments: `data` must be a file. Found nothing at {question}.")
+        raise InputError(
+            f"experiments: `data` must be a file. Found nothing at {question}.",
+            code="config.missing_question",
+        )
     return study_digest(path) if path.suffix == ".py" else file_digest(path)

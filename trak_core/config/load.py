@@ -31,7 +31,8 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
         if name in seen:
             raise InputError(
                 f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
-                f"{seen[name]} and {line}; the first would be lost without a word."
+                f"{seen[name]} and {line}; the first would be lost without a word.",
+                code="config.key_twice",
             )
         seen[name] = line
     return loader.construct_mapping(node, deep=True)
@@ -117,13 +118,15 @@ def check_plain(value: Any, where: str = "") -> None:
         if not isinstance(value, str | int | float | None):
             raise InputError(
                 f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
-                "put it in quotes."
+                "put it in quotes.",
+                code="config.plain_value",
             )
         return
     for key, inner in value.items():
         if not isinstance(key, str) and where != "checkpoints":
             raise InputError(
-                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes."
+                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes.",
+                code="config.text_name",
             )
         check_plain(inner, f"{where}.{key}".removeprefix("."))
 
@@ -227,7 +230,7 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
-        raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
+        raise InputError("The config is not valid:\n  " + "\n  ".join(lines), code="config.schema")
 
 
 def read_table(
@@ -247,7 +250,9 @@ def read_table(
         InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
     """
     if not path.is_file():
-        raise InputError(f"{path}: the table must exist. Found nothing there.")
+        raise InputError(
+            f"{path}: the table must exist. Found nothing there.", code="config.missing_table"
+        )
     try:
         # Spreadsheets begin UTF-8 with a mark.
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -43,7 +43,8 @@ class Need:
         if least_mb > memory_mb:
             raise InputError(
                 f"compute.memory_mb must hold {self.what}: {least_mb} MiB. Found {memory_mb}. "
-                f"Raise it, {self.remedy}."
+                f"Raise it, {self.remedy}.",
+                code="config.memory",
             )
 
     def rows(self, memory_mb: int) -> int:

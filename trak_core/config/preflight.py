@@ -60,7 +60,10 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
     own = _own_checkpoints(specs)
     gone = [path for path in own if not Path(path).exists()]
     if gone:
-        raise InputError(f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.")
+        raise InputError(
+            f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.",
+            code="config.missing_checkpoint",
+        )
     bare = [path for path in own if _lacks_optimizer(Path(path))]
     if bare and specs.all_features.preconditioner is not None:
         raise InputError(
@@ -71,7 +74,10 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         )
     truth = specs.evaluation.get("ground_truth")
     if truth is not None and "://" not in truth and not Path(truth).is_file():
-        raise InputError(f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.")
+        raise InputError(
+            f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
+            code="config.missing_ground_truth",
+        )
 
 
 def _own_checkpoints(specs: Specs) -> list[str]:
@@ -101,7 +107,8 @@ def check_sources(files: Sequence[Path]) -> None:
                 "Without a shared disk jobs get the study, the modules beside it, tables and "
                 f"`data_files` with the workflow's sources: each must {what}. Found "
                 f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
-                "fetch."
+                "fetch.",
+                code="config.sources",
             )
 
 
@@ -170,7 +177,8 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
             answer.stderr.strip()
             or f"{request['study_file']}: the study must load. The process that looks it over "
             f"ended with exit status {answer.returncode} and without a message: out of memory, or "
-            "a crash."
+            "a crash.",
+            code="config.preflight",
         )
     print(answer.stderr, end="", file=sys.stderr)
     return json.loads(answer.stdout)

@@ -33,7 +33,7 @@ def check_exact(config: Mapping[str, Any]) -> None:
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
     ]
-    _refuse("projection: exact", refused, "Leave it out, or take a projection.")
+    _refuse("config.exact", "projection: exact", refused, "Leave it out, or take a projection.")
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
@@ -52,14 +52,19 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
-    _refuse(f"preconditioner: {config['preconditioner']}", refused, "Leave either out.")
+    _refuse(
+        "config.preconditioner",
+        f"preconditioner: {config['preconditioner']}",
+        refused,
+        "Leave either out.",
+    )
 
 
-def _refuse(asked: str, refused: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
+def _refuse(code: str, setting: str, refused: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
     """Raise what is wrong first: each says whether it is, what must hold, and what was found."""
     for is_wrong, must, found in refused:
         if is_wrong:
-            raise InputError(f"With `{asked}`, {must}. Found {found}. {remedy}")
+            raise InputError(f"With `{setting}`, {must}. Found {found}. {remedy}", code=code)
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
@@ -76,7 +81,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if len(lds) == 2:
         raise InputError(
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
-            "retrained elsewhere. Found both."
+            "retrained elsewhere. Found both.",
+            code="config.two_truths",
         )
     # And `baselines`, but they have a default.
     alone = [key for key in ("experiments", "sweep") if asked.get(key, []) != []]
@@ -84,7 +90,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         raise InputError(
             f"evaluation.{alone[0]} is about scores measured against retrained models: it needs "
             "evaluation.subsets, to retrain here ({} will do), or evaluation.ground_truth. Found "
-            "neither."
+            "neither.",
+            code="config.no_truth",
         )
     named = list(asked.get("experiments", ()))
     if removals:
@@ -93,31 +100,36 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if unknown:
         raise InputError(
             f"evaluation must name experiments of the study: {', '.join(config['experiments'])}. "
-            f"Found {unknown[0]!r}."
+            f"Found {unknown[0]!r}.",
+            code="config.unknown_experiment",
         )
     questions = [name for name in named if "data" in config["experiments"][name]]
     if questions:
         raise InputError(
             "evaluation must name experiments whose targets are the study's own: models are "
             f"retrained to explain target_data(). Found {questions[0]}, which brings its own "
-            "`data`."
+            "`data`.",
+            code="config.evaluated_question",
         )
     if lds and all("data" in one for one in config["experiments"].values()):
         raise InputError(
             "An evaluation explains the study's own targets: some experiment must have `targets` "
-            "without `data`. Found none."
+            "without `data`. Found none.",
+            code="config.no_own_targets",
         )
     trained = [key for key in ("subsets", "flipped", "removals") if key in asked]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
             "study a function train(). Found no `training`. Models that were retrained elsewhere "
-            "can be given as evaluation.ground_truth."
+            "can be given as evaluation.ground_truth.",
+            code="config.no_training",
         )
     if (lds or removals) and config["scoring"]["keep"] != "full":
         raise InputError(
             "An evaluation needs all scores: scoring.keep must be full. Found "
-            f"{config['scoring']['keep']}."
+            f"{config['scoring']['keep']}.",
+            code="config.incomplete_scores",
         )
     if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
         key = "flipped" if "flipped" in asked else "baselines: same_class"
@@ -125,7 +137,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
         if config["model_output"] not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out."
+                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out.",
+                code="config.no_classes",
             )
     _check_dimensions(config["projection"], asked)
 
@@ -138,7 +151,8 @@ def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, A
         if found:
             raise InputError(
                 f"evaluation.{found[0]} works on projected features. Found `projection: exact`. "
-                "Leave it out, or take a projection."
+                "Leave it out, or take a projection.",
+                code="config.evaluation_of_features",
             )
         return
     if "kind" in projection:
@@ -163,7 +177,8 @@ def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
         raise InputError(
             "evaluation.sweep.proj_dim takes the first columns of the projection: at most "
             f"projection.proj_dim, {proj_dim}, and fewer for {' and '.join(nested)} only. "
-            f"Found {wrong[0]} with {kind}; projection.kind names another."
+            f"Found {wrong[0]} with {kind}; projection.kind names another.",
+            code="config.sweep_columns",
         )
 
 
@@ -182,7 +197,8 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
     if n_removed >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
-            f"samples. Found {n_removed}."
+            f"samples. Found {n_removed}.",
+            code="config.too_many_removed",
         )
     flipped = round(asked.get("flipped", {}).get("fraction", 0) * n_train)
     if flipped and flipped == n_train:
@@ -195,7 +211,8 @@ def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, 
         if asked["removals"]["targets"] > found:
             raise InputError(
                 "evaluation.removals.targets must be at most the targets of its experiment. "
-                f"Found {asked['removals']['targets']}; there are {found}."
+                f"Found {asked['removals']['targets']}; there are {found}.",
+                code="config.too_few_targets",
             )
 
 

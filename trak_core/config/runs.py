@@ -106,7 +106,8 @@ def _check_own(names: list[str]) -> None:
         if not re.fullmatch(_ID_PATTERN, name):
             raise InputError(
                 "A checkpoint's id becomes a file name: letters, digits, '.', '_' and '-', not "
-                f"starting with '.' or '-'. Found {name!r}."
+                f"starting with '.' or '-'. Found {name!r}.",
+                code="config.checkpoint_id",
             )
         if counts[name] > 1:
             raise InputError(f"A checkpoint's id must be its own. Found {name!r} twice.")
@@ -150,7 +151,8 @@ def _trained(
         raise InputError(
             "With `training`, a checkpoint must be a mapping of training arguments; without "
             f"it, the path of a file or folder. Found {value!r} for checkpoint {name!r}, with "
-            "`training`."
+            "`training`.",
+            code="config.checkpoint_value",
         )
     times = value.get("at", training.get("at"))
     run = Checkpoint(name, arguments={key: one for key, one in value.items() if key != "at"})
@@ -179,7 +181,8 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
         raise InputError(
             "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
             "with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
-            f"Found {found} for checkpoint {name!r}, without `training`."
+            f"Found {found} for checkpoint {name!r}, without `training`.",
+            code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
     run = name if run is None else str(run)

@@ -118,7 +118,8 @@ def write_record(path: Path, known: dict[str, Any]) -> None:
         raise InputError(
             f"{path.parent}: the results folder must be one that files can be written to. Found "
             f"{error.strerror or error} at {error.filename or path}. Mend it, or name another one "
-            "under `results`."
+            "under `results`.",
+            code="config.results_folder",
         ) from error
 
 
@@ -152,7 +153,8 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
     if not files:
         raise InputError(
             "data_files: each entry must match at least one file. Hidden files and the results "
-            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()})."
+            f"folder don't count. Found nothing at {pattern!r} (from {Path.cwd()}).",
+            code="config.missing_data_file",
         )
     return files
 
