@@ -133,19 +133,9 @@ def average_scores(
 ) -> None:
     """Combine A_c and loss weights over all checkpoints, block of rows by block of rows.
 
-    Args:
-        scores: The file to write.
-        checkpoint_scores: One file a checkpoint.
-        features: Their training features, where only the solved targets were kept; else empty.
-        spec: What decides the numbers, of all checkpoints.
-        defaults: What the config left open of scoring, in words; empty for nothing.
-        columns: What labels and predictions are, in words.
-        top: Influences of either sign kept for each target.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing.
-
-    Raises:
-        InputError: If the files don't belong together, or exceed the budget.
+    There are scores for each checkpoint, and training features where only the solved targets were
+    kept. ``top`` influences of either sign are kept for each target. Into the file come, in words,
+    ``columns``: what labels and predictions are; and ``defaults``: what the config left open.
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:

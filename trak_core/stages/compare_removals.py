@@ -20,11 +20,8 @@ _N_DRAWS = 1000
 def mean_interval(changes: np.ndarray) -> tuple[float, float]:
     """Return the bootstrap interval of a mean over trainings and targets.
 
-    Both are drawn anew, because all targets share the models that saw everything, and what these
-    have by chance must not look like an effect.
-
-    Args:
-        changes: Shape (seeds, targets).
+    ``changes`` has shape (seeds, targets). Both are drawn anew, because all targets share the
+    models that saw everything, and what these have by chance must not look like an effect.
 
     Returns:
         Ends of the percentile interval.
@@ -127,17 +124,10 @@ def compare_removals(
 ) -> None:
     """Put models without some samples beside those of the same seed that saw everything.
 
-    Args:
-        removals: The file to write; ``docs/evaluation.md`` describes its tables.
-        scores: The experiment's scores, which said which samples are most helpful.
-        random: Models trained on everything, and without random samples.
-        top: Models without the most helpful samples of some targets, a file a group.
-        groups: Target ids of each group.
-        spec: What decides the random removals; except the draws it decides the others too.
-        code: The stage's code digest.
-
-    Raises:
-        ArtifactError: If the models were made for another config, or for other scores.
+    ``random`` are models trained on everything and without random samples; ``top`` those without
+    the samples that ``scores`` call most helpful for a group of targets, a file for each of
+    ``groups``. Except for its draws ``spec`` decides both kinds. ``docs/evaluation.md`` describes
+    the tables.
     """
     targets = [target for group in groups for target in group]
     outputs, predictions, hash_ = _models(random, targets, spec, "retrain_without_random")

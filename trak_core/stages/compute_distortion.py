@@ -30,7 +30,7 @@ from trak_core.study.split import Split
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import software, with_progress
 
-# Of the draw of samples.
+# Draws the samples.
 _SEED = 0
 
 
@@ -132,27 +132,9 @@ def compute_distortion(
     """Compare squared norms and inner products of projected gradients with the exact ones.
 
     The training samples are the same for every checkpoint, so that checkpoints differ by their
-    gradients alone; those with a zero gradient are left out. Each stream is a projection matrix.
-    The numbers don't depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding.
-
-    Args:
-        distortion: The file to write.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers, of one checkpoint's training samples.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection.
-        batch_size: Samples differentiated at once, at most.
-        memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
-            free memory instead.
-        threads: CPU threads of torch and the projection.
-        most_samples: Training samples to compare, fewer if there are fewer.
-        n_streams: Projection matrices to compare with: the checkpoint's own, and those of the
-            stream numbers that follow it. Standard errors run over them.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, if fewer than two
-            gradients aren't zero, or if the budget doesn't hold it.
+    gradients alone: ``most_samples``, if there are as many. Those with a zero gradient are left
+    out, and two must stay. Each stream is a projection matrix: the checkpoint's own, and those of
+    the stream numbers that follow it. Standard errors run over the ``n_streams`` of them.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(

@@ -22,7 +22,7 @@ from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress
 
-# What is kept of texts that are ordered by length among themselves; and how many at least.
+# Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 
@@ -66,27 +66,7 @@ def compute_features(
 ) -> None:
     """Fold gradients and projection over the samples of one split, or of one shard of it.
 
-    The numbers don't depend on ``n_shards``, ``batch_size``, ``memory_mb`` or ``threads``, to
-    float32 rounding.
-
-    Args:
-        features: The file to write.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for all of its file, or training samples.
-        question: The file of an experiment that brings its own targets.
-        shard: Which shard, from 1.
-        n_shards: How many there are; 1 for the whole split.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
-        batch_size: Samples differentiated at once, at most.
-        memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
-            don't fit. On CUDA its free memory counts.
-        threads: For torch and the projection.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be.
+    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))

@@ -105,26 +105,9 @@ def compute_gramian(
 ) -> None:
     """Compute K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    J are the gradients of the model output, which are never formed as a whole. The numbers don't
-    depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding of the model's precision.
-
-    Args:
-        gramian: The file to write: rows are training samples, columns the split's.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for all of its file, or training samples.
-        question: The file of an experiment that brings its own targets.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
-        batch_size: Two blocks of so many samples are in the model at once, at most.
-        memory_mb: MiB for the Gramian, the samples, and on the CPU the activations; fewer samples
-            at once if they don't fit. On CUDA its free memory counts for these.
-        threads: For torch.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, or if the Gramian
-            exceeds the budget.
+    J are the gradients of the model output, which are never formed as a whole. Rows are training
+    samples, columns the split's. Two blocks of ``batch_size`` samples are in the model at once, at
+    most; ``memory_mb`` must hold the Gramian.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))

@@ -26,16 +26,6 @@ def compute_normal_matrix(
 
     With ``norm_power`` also its eigenvalues, and the k x k products that N_c of any damping comes
     from: no other stage needs all training features again for it.
-
-    Args:
-        normal_matrix: The file to write.
-        features: The checkpoint's training features.
-        spec: What decides the numbers.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing but rounding.
-
-    Raises:
-        InputError: If the features are not what they must be, or exceed the budget.
     """
     with open_artifact(features, FEATURES) as train:
         check_made_for(train, spec.features, FEATURES.rule)

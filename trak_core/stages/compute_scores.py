@@ -36,21 +36,10 @@ def compute_scores(
     Writes A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T, ridge_c = damping * mean_i w_i
     |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
     every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
-    and the average streams Phi_c again: n x m is never stored.
-
-    Args:
-        scores: The file to write.
-        train_path: The checkpoint's training features.
-        targets_path: Its features of the experiment's targets.
-        normal_matrix: Its normal matrix.
-        spec: What decides the numbers, of one checkpoint and experiment.
-        keep: ``full`` or ``top_k``.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing but rounding.
+    and the average streams Phi_c again: n x m is never stored; the other choice is ``full``.
 
     Raises:
-        InputError: If the files don't belong together, if the damped matrix is singular, or if the
-            solve exceeds the budget.
+        InputError: If the damped matrix is singular, too.
     """
     with (
         open_artifact(train_path, FEATURES) as train_file,

@@ -20,16 +20,7 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the self-influence of every training sample.
-
-    Args:
-        self_influence: The file to write.
-        features: Training features of each checkpoint.
-        normal_matrices: Their normal matrices.
-        spec: What decides the numbers, of all checkpoints and no experiment.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays.
-    """
+    """Write what ``self_influences`` gives, as a table."""
     files = features, normal_matrices
     columns, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")

@@ -182,24 +182,11 @@ def evaluate_scores(
 ) -> None:
     """Compare subset sums of scores, and of baselines, with what retrained models say.
 
-    Args:
-        evaluation: The file to write.
-        scores: The experiment's scores.
-        checkpoint_scores: Scores of each checkpoint.
-        retrained: The pipeline's retrained models, or a file of a user's.
-        train_paths: Training features of each checkpoint; empty where nothing needs features.
-        targets_paths: Each checkpoint's features of the targets; empty with ``train_paths``.
-        embeddings: By the last checkpoint of each run; empty without ``embedding_cosine``.
-        spec: What the scores must be: of all checkpoints.
-        embeddings_spec: What the embeddings must be.
-        retrained_spec: What retrained models must be; None for a user's.
-        baselines: Any of random, same_class, gradient_dot and embedding_cosine.
-        sweep: Values of each field of ``Setting`` except ``combine``; None for none.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays.
-
-    Raises:
-        InputError: If files don't belong together, or exceed the budget.
+    The paths of features, of all checkpoints, are empty where nothing needs features;
+    ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
+    retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
+    ``baselines`` are any of random, same_class, gradient_dot and embedding_cosine; ``sweep`` has
+    values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection

@@ -37,18 +37,7 @@ def _check(parts: Sequence[Artifact]) -> None:
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
-    """Write one features file from the shards of a split.
-
-    The result holds what ``compute_features`` writes without shards.
-
-    Args:
-        features: The file to write.
-        shards: All shards of the split, in order.
-        code: The stage's code digest.
-
-    Raises:
-        ArtifactError: If a shard is damaged, or if the shards are not those of one split.
-    """
+    """Write what ``compute_features`` writes of a whole split, from its shards in order."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(p, FEATURE_SHARD)) for p in shards]
         if not parts:
