@@ -37,13 +37,14 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
     with np.errstate(invalid="ignore"):
         lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
     if lost.any():
-        found = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
         size = np.abs(rows[lost])
         raise InputError(
             "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
             "entries of 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(found)}. "
-            "Set features_dtype to float32."
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(named)}. "
+            "Set features_dtype to float32.",
+            code="stages.float16",
         )
     return stored
 
@@ -84,7 +85,6 @@ def compute_features(
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
     where = device_name(loaded.device)
-    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
         f"to {projection.proj_dim} dimensions ({projection.kind}"
@@ -112,26 +112,25 @@ def compute_features(
         """Return the features of some samples to be stored, and what goes with each sample."""
         batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
         check_labels(batch.labels, output, n_classes, ids)
-        what = model, parameters, output, batch
         sums = Features.zeros(parameters, [projection], len(batch), threads, loaded.scales)
         try:
-            columns = method(*what, sums)
+            columns = method(model, parameters, output, batch, sums)
             (rows,) = sums.scaled()
         except NotFiniteError:
-            explain_not_finite(*what, ids)
+            explain_not_finite(model, parameters, output, batch, ids)
             raise
         if not columns[0].isfinite().all():
-            explain_not_finite(*what, ids)
+            explain_not_finite(model, parameters, output, batch, ids)
         numbers = torch.vmap(output.label_number)(batch.labels)
         stored = _stored(rows.cpu().numpy(), spec.dtype, ids)
         return [torch.from_numpy(stored), *(column.cpu() for column in (numbers, *columns))]
 
     kept: list[Tensor] = []
     ids = data.ids[start:stop]
+    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     with create(features, kind, file_spec, provenance) as writer:
-        rows = writer.matrix(
-            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
-        )
+        names = range(projection.proj_dim)
+        rows = writer.matrix("features", ids, names, dtype=np.dtype(spec.dtype))
         chunks = in_chunks(computed, len(ids), samples.batches_of(batch_size, room))
         done = with_progress(chunks, len(ids), "samples")
         for first, last, (stored, *columns) in samples.in_order(done):

@@ -61,7 +61,7 @@ from trak_core.system.progress import software
 def _passes(
     settings: Sequence[Setting], own: Setting, spec: ScoresSpec, loss_weights: Mapping[str, Any]
 ) -> list[FeaturePass]:
-    """Return what is to be read of features: the ends of runs by their defaults, and settings."""
+    """Return passes over the features: the ends of runs by their defaults, and settings."""
     unit_dim = own.proj_dim if spec.normalize else None
     passes = []
     if len(spec.ends) < len(spec.checkpoints):
