@@ -1,9 +1,7 @@
 """Files made for another config are refused by the stages that read them."""
 
 import pytest
-import torch
 from pipeline import changed, scores_spec
-from trained_cases import Case
 
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
@@ -12,23 +10,18 @@ from trak_core.stages.compute_scores import compute_scores
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(digits):
     """Every file of a small run, and what today's config expects of its features."""
-    folder = tmp_path_factory.mktemp("finished")
-    torch.set_num_threads(1)
-    case = Case("small_digits", folder)
-    case.stages(folder, proj_dim=32)
-    projection = {"kind": "rademacher", "proj_dim": 32, "seed": 0}
-    return folder, scores_spec(
-        ["c0", "c1", "c2"], case.targets, model_output=case.output, projection=projection
-    )
+    projection = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
+    settings = {"model_output": digits.output, "projection": projection}
+    return digits.features(33), scores_spec(digits.models, digits.targets, **settings)
 
 
 OTHER_CONFIGS = [
     ("projection", {"kind": "exact"}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 1}),
-    ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
+    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 1}),
+    ("projection", {"kind": "sjlt", "proj_dim": 33, "seed": 0}),
+    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 0, "stripes": 4}),
     ("dtype", "float16"),
     ("study_digest", "another"),
     ("model_output", "regression"),
