@@ -4,14 +4,13 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pipeline import changed, read_scores, scores_spec
+from pipeline import averaged, changed, read_scores, scores_spec
 from trained_cases import assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
 from trak_core.provenance import content_digest
 from trak_core.stages import compute_gramian as gramian
-from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 
 
@@ -163,50 +162,34 @@ OTHER_CONFIGS = [
 ]
 
 
+def solve(scores, folder, spec, targets="c1"):
+    train_path, targets_path = (
+        folder / f"gramian/{place}.h5" for place in ("c1/train", f"{targets}/mine")
+    )
+    paths = {"scores": scores, "train_path": train_path, "targets_path": targets_path}
+    compute_exact_scores(**paths, spec=spec.under("c1"), code="code", memory_mb=100)
+
+
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("experiment", "other")])
 def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
-    said = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_gramian remakes it"):
-        compute_exact_scores(
-            scores=tmp_path / "out.h5",
-            train_path=folder / "gramian/c1/train.h5",
-            targets_path=folder / "gramian/c1/mine.h5",
-            spec=changed(spec, **{key: value}).under("c1"),
-            code="code",
-            memory_mb=100,
-        )
+    part = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_gramian remakes it"):
+        solve(tmp_path / "out.h5", folder, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()
 
 
 def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
-    folder, spec = finished
     with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
-        compute_exact_scores(
-            scores=tmp_path / "out.h5",
-            train_path=folder / "gramian/c1/train.h5",
-            targets_path=folder / "gramian/c0/mine.h5",
-            spec=spec.under("c1"),
-            code="code",
-            memory_mb=100,
-        )
+        solve(tmp_path / "out.h5", *finished, targets="c0")
 
 
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("damping", 1)])
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     """Exact scores under a projection, too; the other way round is a case of test_scores."""
     folder, spec = finished
+    paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
     rule = "compute_scores" if key == "projection" else "compute_exact_scores"
     with pytest.raises(InputError, match=rf"mine/c0\.h5.*{key}.*rule {rule} remakes it"):
-        average_scores(
-            columns="",
-            scores=tmp_path / "out.h5",
-            checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
-            features=[],
-            spec=changed(spec, **{key: value}),
-            defaults="",
-            top=3,
-            code="code",
-            memory_mb=100,
-        )
+        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()

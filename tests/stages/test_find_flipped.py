@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from pipeline import changed
+from pipeline import ON_CPU, changed
 from small_run import STUDY, influences_spec, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
@@ -89,15 +89,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
         spec = influences_spec(run, flips).under(checkpoint)
         compute_features(
-            features=features[-1],
-            checkpoint=path,
-            study_file=STUDY,
-            spec=spec.of_train(),
-            code="code",
-            device="cpu",
-            batch_size=64,
-            memory_mb=300,
-            threads=1,
+            features=features[-1], checkpoint=path, study_file=STUDY, spec=spec.of_train(), **ON_CPU
         )
         compute_normal_matrix(
             normal_matrix=matrices[-1],

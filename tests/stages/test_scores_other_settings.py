@@ -1,11 +1,10 @@
 """Files made for another config are refused by the stages that read them."""
 
 import pytest
-from pipeline import changed, scores_spec
+from pipeline import averaged, changed, scores_spec
 
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
-from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_scores
 
 
@@ -36,8 +35,8 @@ OTHER_CONFIGS = [
 def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
     own = spec.under("c2") if key == "checkpoint" else changed(spec, **{key: value}).under("c1")
-    said = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_features remakes it"):
+    part = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_features remakes it"):
         compute_scores(
             scores=tmp_path / "out.h5",
             train_path=folder / "features/c1/train.h5",
@@ -66,17 +65,8 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
     rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
-    found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
-    with pytest.raises(InputError, match=found):
-        average_scores(
-            columns="",
-            scores=tmp_path / "out.h5",
-            checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
-            features=[],
-            spec=changed(spec, **{key: value}),
-            defaults="",
-            top=3,
-            code="code",
-            memory_mb=100,
-        )
+    paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
+    message = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
+    with pytest.raises(InputError, match=message):
+        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()

@@ -54,7 +54,8 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
         raise InputError(
             f"{train.path}: training samples weighted by `curvature` must come with the curvature "
             f"of their loss. The model output {train.spec['model_output']} has none; set "
-            "scoring.weighting to plain."
+            "scoring.weighting to plain.",
+            code="stages.no_curvature",
         )
     return train.vector("curvature").astype(np.float64) ** curvature_power
 

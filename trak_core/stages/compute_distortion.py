@@ -104,7 +104,8 @@ def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
     if len(ids) - len(zero) < 2:
         raise InputError(
             "Measuring distortion needs at least two samples whose gradients aren't zero. Found "
-            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Leave `distortion` out."
+            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Leave `distortion` out.",
+            code="stages.zero_gradients",
         )
     if zero:
         print(
