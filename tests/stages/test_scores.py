@@ -11,6 +11,7 @@ from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
+from trak_core.model.device import find_device
 from trak_core.model.features import projecting_device
 from trak_core.model.predictions import warn_of_saturation
 from trak_core.projection.cuda import machine
@@ -216,10 +217,11 @@ def test_most_training_samples_fitted_exactly_is_said(capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch):
+@pytest.mark.parametrize("find", [find_device, projecting_device])
+def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch, find):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"torch must find a CUDA device\. Found none"):
-        projecting_device("cuda")
+    with pytest.raises(InputError, match=r"find a CUDA device\. Found none.*cpu or auto"):
+        find("cuda")
 
 
 def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):

@@ -31,18 +31,11 @@ def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> Read
     """Return how to get rows of A_c: as stored, or from the solved targets."""
     if features is None:
         return read_rows(part.matrix("similarities"))
-    check_same(
-        "training features",
-        part.spec.get("train_features"),
-        features.content_hash,
-        features.path,
-        "compute_features",
-    )
+    hashes = part.spec.get("train_features"), features.content_hash
+    check_same("training features", *hashes, features.path, FEATURES.rule)
     # Read again for every block: one checkpoint's solved targets are in memory at a time.
-    solved, phi = (
-        part.matrix("solved_targets"),
-        read_rows(features.matrix("features"), normalize=normalize),
-    )
+    solved = part.matrix("solved_targets")
+    phi = read_rows(features.matrix("features"), normalize=normalize)
     return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
@@ -99,8 +92,7 @@ def _influences(
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     kept = sizes > 0
     target, sign, rank = np.nonzero(kept)
-    signs = np.array([1, -1])[sign]
-    train_rows = rows[kept]
+    signs, train_rows = np.array([1, -1])[sign], rows[kept]
     return pd.DataFrame({
         "target_id": targets["id"].to_numpy()[target],
         "rank": rank + 1,

@@ -138,9 +138,8 @@ def compute_distortion(
     the stream numbers that follow it. Standard errors run over the ``n_streams`` of them.
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(
-        study_file, checkpoint, spec, full_precision(projecting_device(device))
-    )
+    computes_on = full_precision(projecting_device(device))
+    loaded = LoadedModel.load(study_file, checkpoint, spec, computes_on)
     where = device_name(loaded.device)
     shapes = [parameter.shape for parameter in loaded.parameters.values()]
     projections = [projection_of(spec, shapes, i) for i in range(n_streams)]
@@ -173,9 +172,8 @@ def compute_distortion(
     counts = {"n_streams": n_streams, "n_zero_gradients": n_drawn - len(rows)}
     with create(distortion, DISTORTION, file_spec, provenance, **counts) as writer:
         columns = ["measured", "standard_error", "predicted"]
-        writer.matrix("agreement", list(errors), columns, dtype=np.float64)[:] = list(
-            errors.values()
-        )
+        values = list(errors.values())
+        writer.matrix("agreement", list(errors), columns, dtype=np.float64)[:] = values
         # From the order of computing to that of the study.
         order = rows[np.argsort(kept.places[rows])]
         writer.vector("sample_ids", [kept.ids[i] for i in order.tolist()])

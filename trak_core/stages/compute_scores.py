@@ -51,12 +51,8 @@ def compute_scores(
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = Damped.read(matrix_file, train_file, spec)
-        solved = damped_solve(
-            damped.matrix,
-            damped.ridge,
-            damped.ends,
-            target_file.matrix("features")[:].astype(np.float64).T,
-        )
+        target_features = target_file.matrix("features")[:].astype(np.float64)
+        solved = damped_solve(damped.matrix, damped.ridge, damped.ends, target_features.T)
         file_spec = {
             **spec.as_dict(),
             **shared,
@@ -72,7 +68,6 @@ def compute_scores(
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     values[start:stop] = similarities(rows(start, stop), solved)
             else:
-                writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
-                    :
-                ] = solved
+                names = range(proj_dim), target_ids
+                writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
             write_samples(writer, train_file, target_file, damped.norm)

@@ -21,8 +21,9 @@ def compute_self_influence(
     memory_mb: int,
 ) -> None:
     """Write what ``self_influences`` gives, as a table."""
-    files = features, normal_matrices
-    columns, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
+    columns, _, file_spec = self_influences(
+        features, normal_matrices, spec=spec, memory_mb=memory_mb
+    )
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
         writer.table("train", pd.DataFrame(columns), ["id", "self_influence"])

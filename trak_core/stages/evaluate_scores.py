@@ -119,8 +119,8 @@ def _feature_sums(
             open_artifact(targets_path, FEATURES) as targets,
         ):
             check_splits(train, targets, spec.under(checkpoint), FEATURES)
-            made_of = scored.spec["train_features"]
-            check_same("training features", made_of, train.content_hash, train.path, FEATURES.rule)
+            hashes = scored.spec["train_features"], train.content_hash
+            check_same("training features", *hashes, train.path, FEATURES.rule)
             ids = scored.ids("target_ids"), targets.ids("sample_ids")
             check_same("targets", *ids, targets.path, FEATURES.rule)
             for own, total in zip(passes, totals, strict=True):
@@ -151,11 +151,10 @@ def _embedding_sums(
     for path, spec in zip(paths, specs, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
             check_made_for(file, spec, EMBEDDINGS.rule)
-            same = train_ids, file.index("train")
-            check_same("training samples", *same, path, EMBEDDINGS.rule)
+            check_same("training samples", train_ids, file.index("train"), path, EMBEDDINGS.rule)
             row = {target: i for i, target in enumerate(file.index("targets"))}
-            there = [target for target in target_ids if target in row]
-            check_same("targets", target_ids, there, path, EMBEDDINGS.rule)
+            embedded = [target for target in target_ids if target in row]
+            check_same("targets", target_ids, embedded, path, EMBEDDINGS.rule)
             # HDF5 reads rows in their own order.
             rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
             train = blocks_of(read_rows(file.matrix("train")), len(train_ids), block)

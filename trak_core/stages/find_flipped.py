@@ -36,8 +36,9 @@ def find_flipped(
     ``features`` and ``normal_matrices`` are those of checkpoints trained with the flipped labels;
     ``original`` are training features of any checkpoint, which have the true labels.
     """
-    files = features, normal_matrices
-    table, loss_weights, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
+    table, loss_weights, file_spec = self_influences(
+        features, normal_matrices, spec=spec, memory_mb=memory_mb
+    )
     assert spec.features.flipped is not None
     is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:
