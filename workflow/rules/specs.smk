@@ -23,7 +23,8 @@ def own_file(path):
 def own_signature(file):
     """Return size and time of a user's file, where jobs are planned: a node may not have it.
 
-    Snakemake alone would miss a file replaced by an older one, or changed inside a folder."""
+    Snakemake alone would miss a file replaced by an older one, or changed inside a folder.
+    """
     if not workflow.is_main_process:
         return None
     store = get_flag_value(file, "storage_object")
