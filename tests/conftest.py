@@ -2,6 +2,9 @@ import os
 import sys
 from pathlib import Path
 
+# Workers share the cores: NumPy's threads would wait for each other, and busily. Before its import.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -42,14 +42,9 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
             target_ids=group,
             **jobs,
         )
-    given = {
-        "retrained": tmp_path / "x.h5",
-        "scores": run.scores,
-        "spec": spec,
-        "target_ids": targets,
-    }
+    other = {"scores_spec": replace(run.spec, damping=3), "target_ids": targets, **jobs}
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
-        retrain_without(**given, scores_spec=replace(run.spec, damping=3), **jobs)
+        retrain_without(retrained=tmp_path / "x.h5", scores=run.scores, spec=spec, **other)
     compared = {
         "removals": tmp_path / "c.h5",
         "random": random,
@@ -79,10 +74,10 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     kept = [i for i in everything if i not in gone]
     pairs = [(trained(everything, r), trained(kept, r)) for r in range(seeds)]
     rows = (table["removed"] == "top") & (table["n_removed"] == size)
-    found = table[rows & (table["target_id"] == target)].iloc[0]
-    assert abs(found["change"] - np.mean([b[0] - a[0] for a, b in pairs])) < 1e-3
-    assert found["flips"] == np.mean([b[1] != a[1] for a, b in pairs])
-    assert abs(found["output"] - np.mean([a[0] for a, _ in pairs])) < 1e-3
+    effect = table[rows & (table["target_id"] == target)].iloc[0]
+    assert abs(effect["change"] - np.mean([b[0] - a[0] for a, b in pairs])) < 1e-3
+    assert effect["flips"] == np.mean([b[1] != a[1] for a, b in pairs])
+    assert abs(effect["output"] - np.mean([a[0] for a, _ in pairs])) < 1e-3
     masks = pd.read_hdf(random, "masks").to_numpy()
     assert masks.sum(axis=1).tolist() == [150, 140, 140, 120, 120]
     summary = pd.read_hdf(tmp_path / "c.h5", "summary")

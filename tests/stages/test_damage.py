@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from damage_worker import SEAL_BYTES
 from linear_study import SPEC, with_two_checkpoints
-from pipeline import run_exact_stages, run_stages
+from pipeline import ON_CPU, run_exact_stages, run_stages
 
 from trak_core import artifacts
 from trak_core.artifacts import (
@@ -55,13 +55,9 @@ def distort(results, study, checkpoint):
         checkpoint=checkpoint,
         study_file=study,
         spec=SPEC.under("c0").of_train(),
-        code="code",
-        device="cpu",
-        batch_size=10,
-        memory_mb=100,
-        threads=1,
         most_samples=10,
         n_streams=2,
+        **ON_CPU,
     )
 
 
@@ -69,25 +65,25 @@ def write_evaluations(results):
     """Files of the frames and tables that an evaluation's stages write, of any numbers."""
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
-    for kind in ("RETRAINED", "EMBEDDINGS"):
-        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
-            for key in getattr(artifacts, kind).keys:
-                frame = file.matrix(key, range(40), range(30), dtype=frames.get(key, np.float32))
-                frame[:] = np.arange(1200).reshape(40, 30) % 2
-    for kind in ("SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS"):
-        with create(results / FILES[kind], getattr(artifacts, kind), {"a": 1}, {"b": 2}) as file:
-            for key in getattr(artifacts, kind).keys:
-                file.table(key, rows, ["target_id"])
+    kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
+    for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
+        with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
+            for key in kind.keys:
+                if name in ("RETRAINED", "EMBEDDINGS"):
+                    dtype = frames.get(key, np.float32)
+                    frame = file.matrix(key, range(40), range(30), dtype=dtype)
+                    frame[:] = np.arange(1200).reshape(40, 30) % 2
+                else:
+                    file.table(key, rows, ["target_id"])
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("damage")
-    what = with_two_checkpoints(folder)
-    study, checkpoints, _ = what
-    run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
-    run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
-    run_exact_stages(folder / "exact", *what, model_output="regression")
+    study, checkpoints, _ = given = with_two_checkpoints(folder)
+    run_stages(folder, *given, model_output="regression", proj_dim=8, shards=2)
+    run_stages(folder / "top", *given, model_output="regression", proj_dim=8, keep="top_k")
+    run_exact_stages(folder / "exact", *given, model_output="regression")
     distort(folder, study, checkpoints["c0"])
     draw_influences(
         figure=folder / "figures/mine.png",

@@ -14,7 +14,6 @@ from small_run import (
     RETRAINED,
     STUDY,
     SUBSETS,
-    Run,
     embeddings_spec,
     loss_weights,
     stored,
@@ -56,14 +55,16 @@ def of_method(path, method, dim):
 
 def test_retrained_models_are_those_of_the_studys_own_training(run):
     masks, outputs = run.truth()
-    found = pd.concat([pd.read_hdf(path, "masks") for path in run.retrained])
-    assert found.index.tolist() == list(range(SUBSETS))
-    assert found.columns.tolist() == run.train.ids
-    assert np.array_equal(found.to_numpy(), masks)
-    found = pd.concat([pd.read_hdf(path, "outputs") for path in run.retrained])
-    assert found.index.tolist() == [i for i in range(SUBSETS) for _ in range(REPEATS)]
-    assert found.columns.tolist() == run.pool
-    values = found[run.targets].to_numpy().reshape(outputs.shape)
+    stored_masks, stored_outputs = (
+        pd.concat([pd.read_hdf(path, key) for path in run.retrained])
+        for key in ("masks", "outputs")
+    )
+    assert stored_masks.index.tolist() == list(range(SUBSETS))
+    assert stored_masks.columns.tolist() == run.train.ids
+    assert np.array_equal(stored_masks.to_numpy(), masks)
+    assert stored_outputs.index.tolist() == [i for i in range(SUBSETS) for _ in range(REPEATS)]
+    assert stored_outputs.columns.tolist() == run.pool
+    values = stored_outputs[run.targets].to_numpy().reshape(outputs.shape)
     assert np.abs(values - outputs).max() < 1e-3
 
 
@@ -87,23 +88,19 @@ def test_the_curve_ends_with_the_scores_and_begins_with_one_checkpoint(run, eval
     curve = pd.read_hdf(evaluated, "checkpoints").set_index("n_checkpoints")["lds"]
     assert curve.index.tolist() == [1, 2, 3]
     assert abs(curve[3] - run.lds(read_scores(run.scores)).mean()) < 1e-12
-    one = Run.__new__(Run)
-    one.__dict__ |= {**vars(run), "checkpoints": {"c0": run.checkpoints["c0"]}}
-    assert abs(curve[1] - run.lds(read_scores(one.stages(tmp_path))).mean()) < 1e-12
+    first = run.with_checkpoints("c0").stages(tmp_path)
+    assert abs(curve[1] - run.lds(read_scores(first)).mean()) < 1e-12
+
+
+SETTING = ("damping", "combine", "loss_weight_power", "proj_dim")
 
 
 def test_every_swept_setting_is_what_its_own_run_gives(run, evaluated, tmp_path):
     sweep = pd.read_hdf(evaluated, "sweep")
     assert len(sweep) == 2 * 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():
-        scores = run.stages(
-            tmp_path / str(i),
-            row["damping"],
-            row["combine"],
-            row["loss_weight_power"],
-            row["proj_dim"],
-        )
-        expected = run.lds(read_scores(scores))
+        setting = [row[key] for key in SETTING]
+        expected = run.lds(read_scores(run.stages(tmp_path / str(i), *setting)))
         assert abs(row["lds"] - expected.mean()) < 1e-12
         assert abs(row["lds_chosen_by"] - expected[::2].mean()) < 1e-12
         assert abs(row["lds_reported"] - expected[1::2].mean()) < 1e-12
@@ -114,24 +111,23 @@ def test_with_rows_of_length_1_settings_are_normalized_and_the_baseline_is_not(
 ):
     runs = {"a": ["c0", "c1"], "b": ["c2"]}
     run.stages(tmp_path / "own", normalize=True, runs=runs)
-    found = run.evaluate(
+    normalized = run.evaluate(
         tmp_path / "evaluation.h5",
         stages=tmp_path / "own",
         baselines=["gradient_dot"],
         sweep={"damping": [0.1], "loss_weight_power": [], "proj_dim": [20]},
         spec=replace(run.spec, normalize=True, runs=runs),
     )
-    ends = Run.__new__(Run)
-    ends.__dict__ |= {**vars(run), "checkpoints": {c: run.checkpoints[c] for c in ("c1", "c2")}}
-    expected = run.lds(read_scores(ends.stages(tmp_path / "ends", normalize=True)))
-    assert np.abs(of_method(found, "ends_of_runs", PROJ_DIM) - expected).max() < 1e-12
-    sweep = pd.read_hdf(found, "sweep")
+    ends = run.with_checkpoints("c1", "c2").stages(tmp_path / "ends", normalize=True)
+    expected = run.lds(read_scores(ends))
+    assert np.abs(of_method(normalized, "ends_of_runs", PROJ_DIM) - expected).max() < 1e-12
+    sweep = pd.read_hdf(normalized, "sweep")
     assert len(sweep) == 2 * 3 * 2
     for i, row in sweep.sample(3, random_state=0).iterrows():
-        setting = [row[key] for key in ("damping", "combine", "loss_weight_power", "proj_dim")]
+        setting = [row[key] for key in SETTING]
         scores = run.stages(tmp_path / str(i), *setting, normalize=True)
         assert abs(row["lds"] - run.lds(read_scores(scores)).mean()) < 1e-12
-    dots = [of_method(path, "gradient_dot", PROJ_DIM) for path in (found, evaluated)]
+    dots = [of_method(path, "gradient_dot", PROJ_DIM) for path in (normalized, evaluated)]
     assert np.array_equal(*dots)
 
 
@@ -167,8 +163,8 @@ def test_baselines_are_what_they_say(run, evaluated):
         with torch.no_grad():
             pair = [body(x).double() for x in (images, own_images)]
         cosines.append(torch.cosine_similarity(pair[0][:, None], pair[1], dim=-1).numpy())
-    found = of_method(evaluated, "embedding_cosine", 0)
-    assert np.abs(found - run.lds(np.mean(cosines, axis=0))).max() < 1e-12
+    lds = of_method(evaluated, "embedding_cosine", 0)
+    assert np.abs(lds - run.lds(np.mean(cosines, axis=0))).max() < 1e-12
     assert "random" in pd.read_hdf(evaluated, "summary")["method"].tolist()
 
 
@@ -198,11 +194,10 @@ def user_file(run, path, change=lambda masks, outputs: (masks, outputs)):
 
 def test_a_users_ground_truth_gives_the_same(run, evaluated, tmp_path):
     path = user_file(run, tmp_path / "mine.h5")
-    found = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None)
-    expected = of_method(evaluated, "scores", PROJ_DIM)
-    assert np.abs(of_method(found, "scores", PROJ_DIM) - expected).max() < 1e-12
-    ceiling = [of_method(x, "noise_ceiling", 0) for x in (found, evaluated)]
-    assert np.abs(ceiling[0] - ceiling[1]).max() < 1e-12
+    files = run.evaluate(tmp_path / "e.h5", [path], retrained_spec=None), evaluated
+    for method, dim in (("scores", PROJ_DIM), ("noise_ceiling", 0)):
+        own, expected = (of_method(file, method, dim) for file in files)
+        assert np.abs(own - expected).max() < 1e-12
 
 
 @pytest.mark.parametrize(

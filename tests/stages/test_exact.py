@@ -1,61 +1,17 @@
 """Exact scores: the stages against an independent float64 formula."""
 
-from functools import cache
-
 import numpy as np
-import oracle
 import pandas as pd
 import pytest
 import torch
-from pipeline import changed, read_scores, run_exact_stages, scores_spec
-from trained_cases import Case, assert_close
+from pipeline import averaged, changed, read_scores, scores_spec
+from trained_cases import assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
 from trak_core.provenance import content_digest
 from trak_core.stages import compute_gramian as gramian
-from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
-
-
-class ExactCase(Case):
-    """A study with three trained checkpoints, its scores without a projection."""
-
-    def stages(self, results, n_checkpoints=3, path=None, **settings):
-        checkpoints = dict(list(self.checkpoints.items())[:n_checkpoints])
-        return run_exact_stages(
-            results,
-            path or self.path,
-            checkpoints,
-            self.targets,
-            model_output=self.output,
-            **settings,
-        )
-
-
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    torch.set_num_threads(1)
-    return {name: ExactCase(name, folder) for name in ("small_digits", "diabetes")}
-
-
-@pytest.fixture(params=["small_digits", "diabetes"])
-def case(request, cases):
-    return cases[request.param]
-
-
-@pytest.fixture(scope="module")
-def made(cases, tmp_path_factory):
-    """A run of each study, for its Gramians: settings of scoring leave them be."""
-
-    @cache
-    def run(name):
-        folder = tmp_path_factory.mktemp("made")
-        cases[name].stages(folder, damping=2)
-        return folder
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -72,15 +28,15 @@ def made(cases, tmp_path_factory):
     ],
 )
 def test_scores_equal_the_formula_in_float64(
-    case, made, tmp_path, n_checkpoints, combine, weighting, power, normalize
+    case, tmp_path, n_checkpoints, combine, weighting, power, normalize
 ):
     settings = {"damping": 2, "weighting": weighting, "power": power, "combine": combine}
     settings["normalize"] = normalize
-    gramians = made(case.path.stem)
-    found = read_scores(case.stages(tmp_path, n_checkpoints, made=gramians, **settings))
-    assert found.index.tolist() == case.train.ids
-    assert found.columns.tolist() == case.targets
-    assert_close(found.to_numpy(), case.expected(n_checkpoints, **settings), 1e-5)
+    scores = case.exact_stages(tmp_path, n_checkpoints, made=case.features(), **settings)
+    scores = read_scores(scores)
+    assert scores.index.tolist() == case.train.ids
+    assert scores.columns.tolist() == case.targets
+    assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), 1e-5)
 
 
 @pytest.mark.parametrize("weighting", ["plain", "curvature"])
@@ -92,67 +48,53 @@ def test_without_damping_where_the_gramian_is_well_conditioned(case, tmp_path, w
     path = tmp_path / case.path.name
     path.write_text(text)
     settings = {"damping": 0, "weighting": weighting}
-    found = read_scores(case.stages(tmp_path / "results", path=path, **settings))
-    assert_close(found.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
+    scores = read_scores(case.exact_stages(tmp_path / "results", path=path, **settings))
+    assert_close(scores.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 7}, {"batch_size": 500}, {"memory_mb": 1}])
-def test_batches_and_memory_do_not_change_scores(cases, tmp_path, other):
-    case = cases["small_digits"]
-    first = read_scores(case.stages(tmp_path / "first", 1)).to_numpy()
-    second = read_scores(case.stages(tmp_path / "second", 1, **other)).to_numpy()
-    assert_close(second, first, 1e-5)
+@pytest.mark.parametrize("other", [{"batch_size": 41}, {"batch_size": 500}, {"memory_mb": 1}])
+def test_batches_and_memory_do_not_change_scores(digits, tmp_path, other):
+    first = digits.exact_stages(tmp_path / "first", 1, made=digits.features())
+    second = digits.exact_stages(tmp_path / "second", 1, **other)
+    assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
 
 
-def test_a_gramian_is_symmetric_and_carries_what_features_carry(cases, tmp_path):
-    case = cases["small_digits"]
-    final = case.stages(tmp_path, 1, batch_size=32)
-    path = tmp_path / "gramian/c0/train.h5"
-    square = pd.read_hdf(path, "gramian")
-    assert square.index.tolist() == square.columns.tolist() == case.train.ids
+def test_a_gramian_is_symmetric_and_carries_what_features_carry(digits, tmp_path):
+    final = digits.exact_stages(tmp_path, 1, batch_size=32)
+    square = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian")
+    assert square.index.tolist() == square.columns.tolist() == digits.train.ids
     np.testing.assert_array_equal(square, square.T)
     assert set(square.dtypes) == {np.dtype(np.float64)}
     cross = pd.read_hdf(tmp_path / "gramian/c0/mine.h5", "gramian")
-    assert cross.index.tolist() == case.train.ids
-    assert cross.columns.tolist() == case.targets
-    samples = [case.train.samples[i] for i in range(len(case.train.ids))]
-    model = case.models["c0"].double().eval()
-    try:
-        j, f, y = oracle.jacobian(model, samples, case.output)
-    finally:
-        model.float()
+    assert cross.index.tolist() == digits.train.ids
+    assert cross.columns.tolist() == digits.targets
+    j, f, y = digits.jacobians["c0"][0]
     assert_close(square.to_numpy(), j @ j.T, 1e-5)
     table = pd.read_hdf(final, "train")
     np.testing.assert_array_equal(table["label"], y)
     np.testing.assert_allclose(table["output"], f, rtol=1e-4, atol=1e-4)
 
 
-def test_a_subset_of_parameters(cases, tmp_path):
-    case = cases["small_digits"]
-    case.stages(tmp_path, 1, parameters=["8.*"])
-    found = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian").to_numpy()
-    samples = [case.train.samples[i] for i in range(len(case.train.ids))]
-    model = case.models["c0"].double().eval()
-    try:
-        j = oracle.jacobian(model, samples, case.output)[0][:, -170:]  # the last layer's
-    finally:
-        model.float()
-    assert_close(found, j @ j.T, 1e-5)
+def test_a_subset_of_parameters(digits, tmp_path):
+    digits.exact_stages(tmp_path, 1, parameters=["8.*"])
+    gramian = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian").to_numpy()
+    j = digits.jacobians["c0"][0][0][:, -170:]  # the last layer's
+    assert_close(gramian, j @ j.T, 1e-5)
 
 
-def test_a_second_run_writes_the_same_bytes(cases, tmp_path):
-    for run in ("first", "second"):
-        cases["small_digits"].stages(tmp_path / run, 1)
-    files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*.h5"))
-    assert len(files) == 4
+def test_a_second_run_writes_the_same_bytes(digits, tmp_path):
+    digits.exact_stages(tmp_path)
+    first = digits.features()
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.h5"))
+    assert len(files) == 10
     for file in files:
-        first, second = ((tmp_path / run / file).read_bytes() for run in ("first", "second"))
-        assert first == second, file
+        assert (tmp_path / file).read_bytes() == (first / file).read_bytes(), file
 
 
 def test_a_singular_gramian_is_explained(cases, tmp_path):
+    case = cases["diabetes"]
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
-        cases["diabetes"].stages(tmp_path, 1, damping=0)
+        case.exact_stages(tmp_path, 1, damping=0, made=case.features())
     assert not (tmp_path / "scores").exists()
 
 
@@ -161,27 +103,16 @@ def test_a_budget_that_is_too_small_is_refused_by_the_jobs(cases, tmp_path):
         r"must hold a Gramian of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
     )
     with pytest.raises(InputError, match=found):
-        cases["diabetes"].stages(tmp_path, 1, memory_mb=0)
+        cases["diabetes"].exact_stages(tmp_path, 1, memory_mb=0)
     assert not list(tmp_path.rglob("*.h5"))
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [("6.weight", r"Model outputs must be finite.* for the samples \d+, .* and more")],
-)
-def test_not_a_number_names_samples(cases, tmp_path, key, expected):
-    case = cases["small_digits"]
-    state = {k: v.clone() for k, v in case.models["c0"].state_dict().items()}
-    state[key].fill_(3e38)  # finite weights; sums of them are not
-    torch.save(state, tmp_path / "bad.pt")
+def test_not_a_number_names_samples(digits, tmp_path):
+    # Finite weights; sums of them are not.
+    bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["6.weight"].fill_(3e38))
+    expected = r"Model outputs must be finite.* for the samples \d+, .* and more"
     with pytest.raises(InputError, match=expected):
-        run_exact_stages(
-            tmp_path / "results",
-            case.path,
-            {"bad": tmp_path / "bad.pt"},
-            case.targets,
-            model_output=case.output,
-        )
+        digits.exact_stages(tmp_path / "results", checkpoints=bad)
     assert not list((tmp_path / "results").rglob("*.h5*"))
 
 
@@ -201,34 +132,26 @@ def test_a_gradient_that_is_not_finite_names_its_sample():
         check_finite_gramian(values, list("abc"), list("abc"))
 
 
-def test_memory_that_runs_out_halves_the_blocks(cases, tmp_path, monkeypatch, capsys):
-    case, real = cases["small_digits"], gramian.train_gramian
+def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, capsys):
+    real = gramian.train_gramian
 
     def tight(model, parameters, output, blocks):
         if len(blocks[0]) > 20:
             raise torch.OutOfMemoryError("no memory for so many")
         return real(model, parameters, output, blocks)
 
-    expected = read_scores(case.stages(tmp_path / "first", 1)).to_numpy()
+    first = digits.exact_stages(tmp_path / "first", 1, made=digits.features())
     monkeypatch.setattr(gramian, "train_gramian", tight)
-    found = read_scores(case.stages(tmp_path / "second", 1)).to_numpy()
+    second = digits.exact_stages(tmp_path / "second", 1)
     assert "going on with 16 samples at once" in capsys.readouterr().out
-    assert_close(found, expected, 1e-5)
+    assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
 
 
 @pytest.fixture(scope="module")
-def finished(cases, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    case = cases["small_digits"]
-    case.stages(folder, 2)
-    spec = scores_spec(
-        ["c0", "c1"],
-        case.targets,
-        model_output=case.output,
-        projection={"kind": "exact"},
-        dtype="float64",
-    )
-    return folder, spec
+def finished(digits):
+    settings = {"model_output": digits.output, "projection": {"kind": "exact"}}
+    spec = scores_spec(digits.models, digits.targets, dtype="float64", **settings)
+    return digits.features(), spec
 
 
 OTHER_CONFIGS = [
@@ -239,50 +162,34 @@ OTHER_CONFIGS = [
 ]
 
 
+def solve(scores, folder, spec, targets="c1"):
+    train_path, targets_path = (
+        folder / f"gramian/{place}.h5" for place in ("c1/train", f"{targets}/mine")
+    )
+    paths = {"scores": scores, "train_path": train_path, "targets_path": targets_path}
+    compute_exact_scores(**paths, spec=spec.under("c1"), code="code", memory_mb=100)
+
+
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("experiment", "other")])
 def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
-    said = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_gramian remakes it"):
-        compute_exact_scores(
-            scores=tmp_path / "out.h5",
-            train_path=folder / "gramian/c1/train.h5",
-            targets_path=folder / "gramian/c1/mine.h5",
-            spec=changed(spec, **{key: value}).under("c1"),
-            code="code",
-            memory_mb=100,
-        )
+    part = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_gramian remakes it"):
+        solve(tmp_path / "out.h5", folder, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()
 
 
 def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
-    folder, spec = finished
     with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
-        compute_exact_scores(
-            scores=tmp_path / "out.h5",
-            train_path=folder / "gramian/c1/train.h5",
-            targets_path=folder / "gramian/c0/mine.h5",
-            spec=spec.under("c1"),
-            code="code",
-            memory_mb=100,
-        )
+        solve(tmp_path / "out.h5", *finished, targets="c0")
 
 
 @pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("damping", 1)])
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     """Exact scores under a projection, too; the other way round is a case of test_scores."""
     folder, spec = finished
+    paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
     rule = "compute_scores" if key == "projection" else "compute_exact_scores"
     with pytest.raises(InputError, match=rf"mine/c0\.h5.*{key}.*rule {rule} remakes it"):
-        average_scores(
-            columns="",
-            scores=tmp_path / "out.h5",
-            checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(2)],
-            features=[],
-            spec=changed(spec, **{key: value}),
-            defaults="",
-            top=3,
-            code="code",
-            memory_mb=100,
-        )
+        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()

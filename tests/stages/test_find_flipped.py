@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from pipeline import changed
+from pipeline import ON_CPU, changed
 from small_run import STUDY, influences_spec, loss_weights, stored
 
 from trak_core.artifacts import ArtifactError
@@ -13,6 +13,8 @@ from trak_core.stages.compute_self_influence import compute_self_influence
 from trak_core.stages.find_flipped import find_flipped
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.draws import flipped_labels
+
+JOB = {"code": "code", "memory_mb": 300}
 
 
 def self_influence_oracle(features, weights, power, *, normalize):
@@ -49,16 +51,15 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
     if settings:
         run.stages(tmp_path / "run", **settings)
         matrices = [tmp_path / f"run/normal_matrix/{c}.h5" for c in run.checkpoints]
-        ways = {"curvature_power": power, "norm_power": power, "loss_weight_power": power}
-        ways["normalize"] = settings.get("normalize", False)
-        spec = changed(spec, combine="unit_average", weighting="curvature", **ways)
+        powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
+        others = {key: value for key, value in settings.items() if key != "power"}
+        spec = changed(spec, **powers, **others)
     compute_self_influence(
         self_influence=path,
         features=run.features("train"),
         normal_matrices=matrices,
         spec=spec,
-        code="code",
-        memory_mb=300,
+        **JOB,
     )
     table = pd.read_hdf(path, "train")
     expected = self_influence_oracle(
@@ -89,22 +90,10 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
         spec = influences_spec(run, flips).under(checkpoint)
         compute_features(
-            features=features[-1],
-            checkpoint=path,
-            study_file=STUDY,
-            spec=spec.of_train(),
-            code="code",
-            device="cpu",
-            batch_size=64,
-            memory_mb=300,
-            threads=1,
+            features=features[-1], checkpoint=path, study_file=STUDY, spec=spec.of_train(), **ON_CPU
         )
         compute_normal_matrix(
-            normal_matrix=matrices[-1],
-            features=features[-1],
-            spec=spec.of_normal_matrix(),
-            code="code",
-            memory_mb=300,
+            normal_matrix=matrices[-1], features=features[-1], spec=spec.of_normal_matrix(), **JOB
         )
 
     def find(flips):
@@ -114,8 +103,7 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             normal_matrices=matrices,
             original=run.features("train")[0],
             spec=influences_spec(run, flips),
-            code="code",
-            memory_mb=300,
+            **JOB,
         )
 
     find(flips)

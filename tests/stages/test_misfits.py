@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 from linear_study import SPEC, with_two_checkpoints
-from pipeline import run_stages
+from pipeline import averaged, run_stages
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
@@ -14,16 +14,15 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.stages.average_scores import average_scores
 from trak_core.stages.join_shards import join_shards
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("misfits")
-    what = with_two_checkpoints(folder)
-    run_stages(folder, *what, model_output="regression", proj_dim=8, shards=2)
-    run_stages(folder / "top", *what, model_output="regression", proj_dim=8, keep="top_k")
+    study = with_two_checkpoints(folder)
+    run_stages(folder, *study, model_output="regression", proj_dim=8, shards=2)
+    run_stages(folder / "top", *study, model_output="regression", proj_dim=8, keep="top_k")
     return folder
 
 
@@ -61,25 +60,11 @@ def test_a_file_of_another_program_that_takes_our_name(tmp_path):
             file.vector("loss_weights")
 
 
-def average(results, paths, out):
-    average_scores(
-        columns="",
-        scores=out,
-        checkpoint_scores=paths,
-        features=[],
-        spec=SPEC,
-        defaults="",
-        top=3,
-        code="code",
-        memory_mb=100,
-    )
-
-
 def test_solved_targets_in_place_of_scores_are_refused(results, tmp_path):
     paths = [results / "scores/mine/c0.h5", results / "top/scores/mine/c1.h5"]
-    found = r"mine/c1\.h5: .*needs 'similarities/block0_values'.*rule compute_scores remakes it"
-    with pytest.raises(ArtifactError, match=found):
-        average(results, paths, tmp_path / "out.h5")
+    message = r"mine/c1\.h5: .*needs 'similarities/block0_values'.*rule compute_scores remakes it"
+    with pytest.raises(ArtifactError, match=message):
+        averaged(tmp_path / "out.h5", paths, SPEC)
     assert not list(tmp_path.iterdir())
 
 
@@ -94,14 +79,10 @@ def test_checkpoints_of_other_labels_are_refused(results, tmp_path):
         new.matrix(key, old.index(key), old.columns(key))[:] = old.matrix(key)[:]
         for name, node in old.file.items():
             if isinstance(node, h5py.Dataset):
-                new.vector(
-                    name,
-                    old.vector(name) + (1 if name == "train_labels" else 0)
-                    if node.dtype.kind != "S"
-                    else old.ids(name),
-                )
+                values = old.ids(name) if node.dtype.kind == "S" else old.vector(name)
+                new.vector(name, values + 1 if name == "train_labels" else values)
     with pytest.raises(ArtifactError, match=r"c1\.h5: .* must agree in the train labels"):
-        average(results, [results / "scores/mine/c0.h5", changed], tmp_path / "out.h5")
+        averaged(tmp_path / "out.h5", [results / "scores/mine/c0.h5", changed], SPEC)
 
 
 def test_a_whole_split_in_place_of_a_shard_is_refused(results, tmp_path):

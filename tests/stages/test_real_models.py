@@ -1,12 +1,12 @@
 """Architectures in use, end to end: gradients, projection, scores, against plain autograd."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from pipeline import features_spec, read_scores, run_stages
+from pipeline import ON_CPU, features_spec, read_scores, run_stages
+from refused import refused
 from torch.nn.functional import cross_entropy
 
 from trak_core.artifacts import FEATURES, open_artifact
@@ -125,18 +125,16 @@ class Case:
             features=file,
             checkpoint=self.checkpoint,
             study_file=self.study,
-            spec=replace(
-                features_spec(
-                    self.output, PROJ_DIM, parameters=parameters, split=split, targets=targets
-                ),
-                projection={"kind": kind, "proj_dim": PROJ_DIM, "seed": 0},
+            spec=features_spec(
+                self.output,
+                PROJ_DIM,
+                kind=kind,
+                parameters=parameters,
+                split=split,
+                targets=targets,
             ),
             targets=targets,
-            code="code",
-            device="cpu",
-            batch_size=batch_size,
-            memory_mb=memory_mb,
-            threads=1,
+            **ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb},
         )
         return file
 
@@ -320,7 +318,7 @@ def test_both_kinds_of_attention_give_the_same(attention):
 def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
     case = Case("segmentation", "float32", tmp_path)
     features = case.features(tmp_path)
-    with pytest.raises(InputError, match=r"The model output segmentation has none; set scoring"):
+    with refused("stages.no_curvature", "segmentation", features):
         compute_normal_matrix(
             normal_matrix=tmp_path / "matrix.h5",
             features=features,

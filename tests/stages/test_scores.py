@@ -1,67 +1,40 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
-import hashlib
-from functools import cache
-
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from pipeline import read_scores, run_stages
-from torch import nn
-from trained_cases import N_TARGETS, Case, assert_close
+from pipeline import read_scores
+from refused import refused
+from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
+from trak_core.model.device import find_device
 from trak_core.model.features import projecting_device
 from trak_core.model.predictions import warn_of_saturation
 from trak_core.projection.cuda import machine
 from trak_core.stages import compute_features as features
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    torch.set_num_threads(1)
-    return {name: Case(name, folder) for name in ("small_digits", "diabetes")}
-
-
-@pytest.fixture(params=["small_digits", "diabetes"])
-def case(request, cases):
-    return cases[request.param]
-
-
-@pytest.fixture(scope="module")
-def made(cases, tmp_path_factory):
-    """A run of each study and proj_dim, for its features: settings of scoring leave them be."""
-
-    @cache
-    def run(name, proj_dim):
-        folder = tmp_path_factory.mktemp("made")
-        cases[name].stages(folder, proj_dim=proj_dim)
-        return folder
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("n_checkpoints", "combine", "damping", "proj_dim", "weighting", "power", "normalize"),
     [
-        (1, "product_of_averages", 2, 300, "plain", 0.5, False),
-        (3, "product_of_averages", 2, 300, "plain", 0.5, False),
-        (3, "product_of_averages", 2, 300, "plain", 0.5, True),
+        (1, "product_of_averages", 2, 160, "plain", 0.5, False),
+        (3, "product_of_averages", 2, 160, "plain", 0.5, False),
+        (3, "product_of_averages", 2, 160, "plain", 0.5, True),
         (3, "product_of_averages", 0, 16, "plain", 1, False),
-        (3, "product_of_averages", 2, 300, "curvature", 0.5, False),
-        (3, "average_of_products", 2, 300, "curvature", 1, False),
+        (3, "product_of_averages", 2, 160, "curvature", 0.5, False),
+        (3, "average_of_products", 2, 160, "curvature", 1, False),
         (3, "average_of_products", 0, 16, "plain", 0.5, False),
-        (3, "unit_average", 2, 300, "curvature", 0.75, False),
-        (3, "unit_average", 2, 300, "curvature", 0.75, True),
+        (3, "unit_average", 2, 160, "curvature", 0.75, False),
+        (3, "unit_average", 2, 160, "curvature", 0.75, True),
         (3, "unit_average", 0, 16, "plain", 1, False),
     ],
 )
 def test_scores_equal_the_formula_in_float64(
-    case, made, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power, normalize
+    case, tmp_path, n_checkpoints, combine, damping, proj_dim, weighting, power, normalize
 ):
     settings = {
         "damping": damping,
@@ -71,11 +44,11 @@ def test_scores_equal_the_formula_in_float64(
         "combine": combine,
         "normalize": normalize,
     }
-    features = made(case.path.stem, proj_dim)
-    found = read_scores(case.stages(tmp_path, n_checkpoints, made=features, **settings))
-    assert found.index.tolist() == case.train.ids
-    assert found.columns.tolist() == case.targets
-    assert_close(found.to_numpy(), case.expected(n_checkpoints, **settings), 1e-4)
+    features = case.features(proj_dim)
+    scores = read_scores(case.stages(tmp_path, n_checkpoints, made=features, **settings))
+    assert scores.index.tolist() == case.train.ids
+    assert scores.columns.tolist() == case.targets
+    assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -87,9 +60,9 @@ def test_scores_equal_the_formula_in_float64(
         ({}, "relative"),
     ],
 )
-def test_scores_say_their_unit(cases, made, tmp_path, settings, unit):
-    features = made("diabetes", 16)
-    path = cases["diabetes"].stages(tmp_path, 1, proj_dim=16, power=1, made=features, **settings)
+def test_scores_say_their_unit(digits, tmp_path, settings, unit):
+    features = digits.features(16)
+    path = digits.stages(tmp_path, 1, proj_dim=16, power=1, made=features, **settings)
     with open_artifact(path, SCORES) as file:
         assert file.attribute("unit").startswith(unit)
 
@@ -97,24 +70,23 @@ def test_scores_say_their_unit(cases, made, tmp_path, settings, unit):
 @pytest.mark.parametrize(
     "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 1}]
 )
-def test_shards_batches_and_memory_do_not_change_scores(case, tmp_path, other):
-    first = read_scores(case.stages(tmp_path / "first", 1, proj_dim=150)).to_numpy()
-    second = read_scores(case.stages(tmp_path / "second", 1, proj_dim=150, **other)).to_numpy()
-    assert_close(second, first, 1e-5)
+def test_shards_batches_and_memory_do_not_change_scores(digits, tmp_path, other):
+    first = digits.stages(tmp_path / "first", 1, proj_dim=33, made=digits.features(33))
+    second = digits.stages(tmp_path / "second", 1, proj_dim=33, **other)
+    assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
 
 
 def test_a_second_run_writes_the_same_bytes(case, tmp_path):
-    case.stages(tmp_path / "first", proj_dim=33)
-    case.stages(tmp_path / "second", proj_dim=33)
-    files = sorted(p.relative_to(tmp_path / "first") for p in (tmp_path / "first").rglob("*.h5"))
+    case.stages(tmp_path, proj_dim=33)
+    first = case.features(33)
+    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.h5"))
     assert len(files) == 13
     for file in files:
-        pair = [(tmp_path / run / file).read_bytes() for run in ("first", "second")]
-        assert hashlib.sha256(pair[0]).digest() == hashlib.sha256(pair[1]).digest(), file
+        assert (tmp_path / file).read_bytes() == (first / file).read_bytes(), file
 
 
-def test_top_influences_are_the_extremes_of_the_scores(case, tmp_path):
-    path = case.stages(tmp_path, proj_dim=64, top=5)
+def test_top_influences_are_the_extremes_of_the_scores(case):
+    path = case.features(33) / "scores/mine.h5"
     scores, table = read_scores(path), pd.read_hdf(path, "top_influences")
     for target in case.targets:
         for sign in (1, -1):
@@ -129,114 +101,77 @@ def test_top_influences_are_the_extremes_of_the_scores(case, tmp_path):
         pd.read_hdf(path, "top_influences", where=f"target_id == {case.targets[0]!r} & sign == 1")
 
 
-@pytest.mark.parametrize("normalize", [False, True])
-def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path, normalize):
-    settings = {"proj_dim": 150, "top": 4, "normalize": normalize}
+UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75}
+
+
+@pytest.mark.parametrize("settings", [{}, {"normalize": True}, UNIT])
+def test_top_k_keeps_the_same_influences_without_the_matrix(case, tmp_path, settings):
+    settings = {"proj_dim": 33, "top": 4, "made": case.features(33), "memory_mb": 1, **settings}
     full = case.stages(tmp_path / "full", **settings)
-    top_k = case.stages(tmp_path / "top_k", keep="top_k", memory_mb=1, **settings)
-    expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
+    top_k = case.stages(tmp_path / "top_k", keep="top_k", **settings)
+    tables = [pd.read_hdf(path, "top_influences") for path in (top_k, full)]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
     with pytest.raises(KeyError):
         pd.read_hdf(top_k, "scores")
 
 
-UNIT = {"combine": "unit_average", "weighting": "curvature", "power": 0.75, "proj_dim": 64}
-
-
-def test_without_the_matrix_checkpoints_are_divided_by_the_same_norms(cases, tmp_path):
-    case = cases["small_digits"]
-    full = case.stages(tmp_path / "full", **UNIT)
-    top_k = case.stages(tmp_path / "top_k", keep="top_k", **UNIT)
-    expected, found = (pd.read_hdf(p, "top_influences") for p in (full, top_k))
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-5)
-
-
-def test_targets_asked_one_by_one_get_the_same_scores(cases, tmp_path):
+def test_a_target_asked_alone_gets_the_same_scores(digits, tmp_path):
     """What a checkpoint is divided by comes from the training samples alone."""
-    case = cases["small_digits"]
-    together = read_scores(case.stages(tmp_path / "together", **UNIT))
-    for target in case.targets[:2]:
-        alone = run_stages(
-            tmp_path / str(target),
-            case.path,
-            case.checkpoints,
-            [target],
-            model_output=case.output,
-            **UNIT,
-        )
-        assert_close(read_scores(alone)[target], together[target], 1e-5)
+    features = digits.features(33)
+    together = digits.stages(tmp_path / "together", proj_dim=33, made=features, **UNIT)
+    target = digits.targets[1]
+    alone = digits.stages(tmp_path / "alone", proj_dim=33, targets=[target], **UNIT)
+    assert_close(read_scores(alone)[target], read_scores(together)[target], 1e-5)
 
 
-def test_a_budget_that_is_too_small_is_refused(cases, tmp_path):
+def test_a_budget_that_is_too_small_is_refused(digits, tmp_path):
     expected = r"compute\.memory_mb must hold the normal matrix of proj_dim 300: 3 MiB\. Found 1\. "
     with pytest.raises(InputError, match=expected):
-        cases["small_digits"].stages(tmp_path, 1, memory_mb=1, proj_dim=300)
+        digits.stages(tmp_path, 1, memory_mb=1, proj_dim=300)
 
 
-def test_labels_predictions_and_margins_come_along(case, tmp_path):
-    path = case.stages(tmp_path, proj_dim=16)
-    for key, split in (("train", case.train), ("targets", case.target_split)):
+def test_labels_predictions_and_margins_come_along(case):
+    path = case.features(16) / "scores/mine.h5"
+    for i, (key, split) in enumerate((("train", case.train), ("targets", case.target_split))):
         table = pd.read_hdf(path, key)
         assert table["id"].tolist() == split.ids
-        samples = [split.samples[i] for i in range(len(split.ids))]
-        np.testing.assert_array_equal(table["label"], [s[-1].item() for s in samples])
-        _, f, _ = zip(
-            *(oracle.jacobian(m.double().eval(), samples, case.output) for m in doubles(case)),
-            strict=True,
-        )
+        labels = [sample[-1].item() for sample in case.samples(split)]
+        np.testing.assert_array_equal(table["label"], labels)
+        f = [splits[i][1] for splits in case.jacobians.values()]
         np.testing.assert_allclose(table["output"], np.mean(f, axis=0), rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(table["output_sd"], np.std(f, axis=0), rtol=1e-3, atol=1e-4)
 
 
 def test_the_mean_loss_weight_and_what_made_the_files_come_along(case, tmp_path):
-    path = case.stages(tmp_path, proj_dim=16, memory_mb=1)
+    path = case.stages(tmp_path, proj_dim=16, memory_mb=1, made=case.features(16))
     weights = []
     for file in sorted((tmp_path / "scores/mine").iterdir()):
         with open_artifact(file, CHECKPOINT_SCORES) as part:
             weights.append(part.vector("loss_weights"))
     assert len(weights) == len(case.models)
-    found = pd.read_hdf(path, "train")["loss_weight"]
-    np.testing.assert_allclose(found, np.mean(weights, axis=0), rtol=1e-6)
+    averages = pd.read_hdf(path, "train")["loss_weight"]
+    np.testing.assert_allclose(averages, np.mean(weights, axis=0), rtol=1e-6)
     with open_artifact(path, SCORES) as file:
         (of_scores,) = file.provenance["made_from"]
     (of_features,) = of_scores["made_from"]
     assert of_features["torch"] == torch.__version__
 
 
-def doubles(case):
-    import copy
-
-    return [copy.deepcopy(model) for model in case.models.values()]
-
-
-def test_a_singular_matrix_is_explained(cases, tmp_path):
+def test_a_singular_matrix_is_explained(digits, tmp_path):
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
-        cases["small_digits"].stages(tmp_path, 1, proj_dim=200, damping=0)
+        digits.stages(tmp_path, 1, proj_dim=160, damping=0, made=digits.features(160))
     assert not (tmp_path / "scores").exists()
 
 
-def test_float16_features(cases, tmp_path):
-    case = cases["small_digits"]
-    found = read_scores(case.stages(tmp_path, 1, proj_dim=100, dtype="float16"))
-    assert_close(found.to_numpy(), case.expected(1, proj_dim=100, damping=2), 5e-3)
+def test_float16_features(digits, tmp_path):
+    scores = read_scores(digits.stages(tmp_path, 1, proj_dim=160, dtype="float16"))
+    assert_close(scores.to_numpy(), digits.expected(1, proj_dim=160, damping=2), 5e-3)
 
 
-def test_float16_that_cannot_hold_the_features_is_an_error(cases, tmp_path):
-    case = cases["small_digits"]
-    state = {
-        k: v * (1e5 if k == "8.weight" else 1) for k, v in case.models["c0"].state_dict().items()
-    }
-    torch.save(state, tmp_path / "large.pt")
+def test_float16_that_cannot_hold_the_features_is_an_error(digits, tmp_path):
+    large = digits.spoiled(tmp_path / "large.pt", lambda state: state["8.weight"].mul_(1e5))
     with pytest.raises(InputError, match="features_dtype"):
-        run_stages(
-            tmp_path / "results",
-            case.path,
-            {"large": tmp_path / "large.pt"},
-            case.targets,
-            model_output=case.output,
-            proj_dim=64,
-            dtype="float16",
-        )
+        digits.stages(tmp_path / "results", checkpoints=large, proj_dim=64, dtype="float16")
     assert not list((tmp_path / "results").rglob("*.h5"))
 
 
@@ -249,53 +184,25 @@ def test_float16_keeps_what_it_can_and_says_what_it_cannot():
     for bad in (1e-7, 1e5, 1e25):
         rows = good.copy()
         rows[1] = bad
-        with pytest.raises(InputError, match=r"1e-3 of their norm.* in the samples b\. Set feat"):
+        with refused("stages.float16", f"from {bad:.2g} to {bad:.2g}", "b"):
             features._stored(rows, "float16", ["a", "b"])
 
 
-def test_a_subset_of_parameters(cases, tmp_path):
-    """Only the last layer: the oracle's parameters are frozen but for that layer."""
-    import copy
-
-    case = cases["small_digits"]
-    found = read_scores(case.stages(tmp_path, 1, proj_dim=50, parameters=["8.*"]))
-    model = copy.deepcopy(case.models["c0"])
-
-    class LastLayer(nn.Module):
-        def __init__(self, body, head):
-            super().__init__()
-            self.body = [body]  # hidden from parameters()
-            self.head = head
-
-        def forward(self, x):
-            return self.head(self.body[0](x))
-
-    wrapped = LastLayer(model[:8].double().eval(), model[8])
-    expected = oracle.scores(
-        {"c0": wrapped},
-        [case.train.samples[i] for i in range(len(case.train.ids))],
-        [case.target_split.samples[i] for i in range(N_TARGETS)],
-        output=case.output,
-        proj_dim=50,
-        damping=2,
-    )
-    assert_close(found.to_numpy(), expected, 1e-4)
+def test_a_subset_of_parameters(digits, tmp_path):
+    """Only the last layer, whose parameters are the last ones."""
+    scores = read_scores(digits.stages(tmp_path, 1, proj_dim=50, parameters=["8.*"]))
+    jacobians = {
+        "c0": [(gradients[:, -170:], *others) for gradients, *others in digits.jacobians["c0"]]
+    }
+    parts = oracle.parts(jacobians, 50)
+    assert_close(scores.to_numpy(), oracle.scores(parts, output=digits.output, damping=2), 1e-4)
 
 
-def test_gradients_that_are_not_finite_name_samples_and_parameters(cases, tmp_path):
-    case = cases["small_digits"]
-    state = {k: v.clone() for k, v in case.models["c0"].state_dict().items()}
-    state["6.weight"][:] = 3e38  # finite; what it gives is not
-    torch.save(state, tmp_path / "bad.pt")
-    with pytest.raises(InputError, match=rf"samples {case.train.ids[0]}, .* in .*0\.weight"):
-        run_stages(
-            tmp_path / "results",
-            case.path,
-            {"bad": tmp_path / "bad.pt"},
-            case.targets,
-            model_output=case.output,
-            proj_dim=8,
-        )
+def test_gradients_that_are_not_finite_name_samples_and_parameters(digits, tmp_path):
+    # Finite weights; what they give is not.
+    bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["6.weight"].fill_(3e38))
+    with pytest.raises(InputError, match=rf"samples {digits.train.ids[0]}, .* in .*0\.weight"):
+        digits.stages(tmp_path / "results", checkpoints=bad, proj_dim=8)
     assert not list((tmp_path / "results").rglob("*.h5*"))
 
 
@@ -310,10 +217,11 @@ def test_most_training_samples_fitted_exactly_is_said(capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch):
+@pytest.mark.parametrize("find", [find_device, projecting_device])
+def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypatch, find):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match=r"torch must find a CUDA device\. Found none"):
-        projecting_device("cuda")
+    with pytest.raises(InputError, match=r"find a CUDA device\. Found none.*cpu or auto"):
+        find("cuda")
 
 
 def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):

@@ -1,34 +1,26 @@
 """Files made for another config are refused by the stages that read them."""
 
 import pytest
-import torch
-from pipeline import changed, scores_spec
-from trained_cases import Case
+from pipeline import averaged, changed, scores_spec
 
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
-from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_scores import compute_scores
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(digits):
     """Every file of a small run, and what today's config expects of its features."""
-    folder = tmp_path_factory.mktemp("finished")
-    torch.set_num_threads(1)
-    case = Case("small_digits", folder)
-    case.stages(folder, proj_dim=32)
-    projection = {"kind": "rademacher", "proj_dim": 32, "seed": 0}
-    return folder, scores_spec(
-        ["c0", "c1", "c2"], case.targets, model_output=case.output, projection=projection
-    )
+    projection = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
+    settings = {"model_output": digits.output, "projection": projection}
+    return digits.features(33), scores_spec(digits.models, digits.targets, **settings)
 
 
 OTHER_CONFIGS = [
     ("projection", {"kind": "exact"}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 1}),
-    ("projection", {"kind": "sjlt", "proj_dim": 32, "seed": 0}),
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0, "stripes": 4}),
+    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 1}),
+    ("projection", {"kind": "sjlt", "proj_dim": 33, "seed": 0}),
+    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 0, "stripes": 4}),
     ("dtype", "float16"),
     ("study_digest", "another"),
     ("model_output", "regression"),
@@ -43,8 +35,8 @@ OTHER_CONFIGS = [
 def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
     own = spec.under("c2") if key == "checkpoint" else changed(spec, **{key: value}).under("c1")
-    said = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{said}.*rule compute_features remakes it"):
+    part = "split" if key == "experiment" else key
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_features remakes it"):
         compute_scores(
             scores=tmp_path / "out.h5",
             train_path=folder / "features/c1/train.h5",
@@ -73,17 +65,8 @@ def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
 def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
     folder, spec = finished
     rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
-    found = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
-    with pytest.raises(InputError, match=found):
-        average_scores(
-            columns="",
-            scores=tmp_path / "out.h5",
-            checkpoint_scores=[folder / f"scores/mine/c{i}.h5" for i in range(3)],
-            features=[],
-            spec=changed(spec, **{key: value}),
-            defaults="",
-            top=3,
-            code="code",
-            memory_mb=100,
-        )
+    paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
+    message = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
+    with pytest.raises(InputError, match=message):
+        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
     assert not (tmp_path / "out.h5").exists()

@@ -23,19 +23,26 @@ def train(bias):
 """
 
 
-def train(tmp_path, bias):
-    study, checkpoint = tmp_path / "study.py", tmp_path / "new/c.pt"
-    study.write_text(STUDY)
+def train(folder, study=STUDY, times=None, **arguments):
+    """Write the study, and return the checkpoints of its training."""
+    path = folder / "study.py"
+    path.write_text(study)
+    checkpoints = [folder / f"new/{i}.pt" for i in range(len(times or [1]))]
     train_checkpoint(
-        checkpoints=[checkpoint], study_file=study, arguments={"bias": bias}, times=None, threads=1
+        checkpoints=checkpoints, study_file=path, arguments=arguments, times=times, threads=1
     )
-    return checkpoint
+    return checkpoints
+
+
+def biases(checkpoints):
+    model = torch.nn.Linear(2, 2)
+    for path in checkpoints:
+        load_checkpoint(model, path)
+        yield model.bias[0].item()
 
 
 def test_a_checkpoint_is_what_training_ended_with(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    load_checkpoint(model, train(tmp_path, 3.0))
-    assert model.bias.tolist() == [3, 3]
+    assert list(biases(train(tmp_path, bias=3.0))) == [3]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ def test_a_checkpoint_is_what_training_ended_with(tmp_path):
 )
 def test_no_checkpoint_of_a_bad_training(tmp_path, bias, message):
     with pytest.raises(InputError, match=message):
-        train(tmp_path, bias)
+        train(tmp_path, bias=bias)
     assert not list(tmp_path.rglob("*.pt*"))
 
 
@@ -86,23 +93,6 @@ def train(steps, data=None):
 """
 
 
-def train_along(tmp_path, times, study=ALONG, steps=8):
-    path = tmp_path / "study.py"
-    path.write_text(study)
-    checkpoints = [tmp_path / f"{i}.pt" for i in range(len(times or [1]))]
-    train_checkpoint(
-        checkpoints=checkpoints, study_file=path, arguments={"steps": steps}, times=times, threads=1
-    )
-    return checkpoints
-
-
-def biases(checkpoints):
-    model = torch.nn.Linear(2, 2)
-    for path in checkpoints:
-        load_checkpoint(model, path)
-        yield model.bias[0].item()
-
-
 @pytest.mark.parametrize(
     ("times", "ends"), [([0.5, 1.75], False), ([0.25, 2], False), (None, True)]
 )
@@ -110,8 +100,8 @@ def test_one_training_leaves_a_checkpoint_at_each_time_and_no_more(
     tmp_path, monkeypatch, times, ends
 ):
     monkeypatch.chdir(tmp_path)
-    found = list(biases(train_along(tmp_path, times)))
-    assert found == [8] if times is None else found == [4 * at for at in times]
+    ended = list(biases(train(tmp_path, ALONG, times, steps=8)))
+    assert ended == ([8] if times is None else [4 * at for at in times])
     # Past the last of them nothing is trained.
     assert (tmp_path / "ended").exists() == ends
 
@@ -132,10 +122,8 @@ def test_one_training_leaves_a_checkpoint_at_each_time_and_no_more(
         ([0.5], ALONG.replace("model.bias, step", "model.bias, step / 0"), "division by zero"),
     ],
 )
-def test_a_training_that_does_not_yield_what_is_asked_for(
-    tmp_path, monkeypatch, times, study, message
-):
+def test_a_training_that_does_not_yield_what_it_must(tmp_path, monkeypatch, times, study, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=message):
-        train_along(tmp_path, times, study)
-    assert not list(tmp_path.glob("1.pt*"))
+        train(tmp_path, study, times, steps=8)
+    assert not list(tmp_path.rglob("1.pt*"))

@@ -11,9 +11,13 @@ from trak_core.spec import ProjectionSpec, stream_of
 
 
 def jacobian(model, samples, output):
-    """Gradients (n, p), outputs and labels, one sample and one backward pass at a time."""
-    rows, outputs, labels = [], [], []
+    """Gradients (n, p), outputs and labels, one sample and one backward pass at a time.
+
+    The model is taken in evaluation mode and float64.
+    """
+    model = copy.deepcopy(model).double().eval()
     parameters = list(model.parameters())
+    rows, outputs, labels = [], [], []
     for *inputs, label in samples:
         logits = model(*(x.double().unsqueeze(0) for x in inputs))[0]
         if output == "image_classification":
@@ -28,37 +32,32 @@ def jacobian(model, samples, output):
     return torch.stack(rows).numpy(), np.array(outputs), np.array(labels)
 
 
-def parts(models, train, targets, *, output, proj_dim=None, seed=0):
+def parts(jacobians, proj_dim=None):
     """Features of training samples and of targets, outputs and labels under each checkpoint.
 
+    `jacobians` has what `jacobian` gives for training samples, and for targets, by checkpoint.
     Without proj_dim features are whole gradients.
     """
-    made = []
-    for checkpoint, model in models.items():
-        model = copy.deepcopy(model).double().eval()
-        gradients, f, y = jacobian(model, train, output)
-        target_gradients, _, _ = jacobian(model, targets, output)
+    features = []
+    for checkpoint, ((gradients, f, y), (target_gradients, *_)) in jacobians.items():
         if proj_dim is not None:
             spec = ProjectionSpec(
                 kind="rademacher",
                 n_params=gradients.shape[1],
                 proj_dim=proj_dim,
-                seed=seed,
+                seed=0,
                 stream=stream_of(checkpoint),
             )
             matrix = projection_matrix(spec) / np.sqrt(proj_dim)
             gradients, target_gradients = gradients @ matrix, target_gradients @ matrix
-        made.append((gradients, target_gradients, f, y))
-    return made
+        # In an orthonormal basis of all that training samples span nothing changes: what targets
+        # have beside it meets no training sample. The matrices to invert are smaller.
+        basis, _ = np.linalg.qr(gradients.T)
+        features.append((gradients @ basis, target_gradients @ basis, f, y))
+    return features
 
 
-def scores(models, train, targets, *, output, proj_dim=None, seed=0, **settings):
-    """Return the (n, m) scores of a dict of models, checkpoint id to module."""
-    features = parts(models, train, targets, output=output, proj_dim=proj_dim, seed=seed)
-    return scores_of(features, output=output, **settings)
-
-
-def scores_of(
+def scores(
     features,
     *,
     output,

@@ -16,6 +16,9 @@ from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.join_shards import join_shards
 
+# How a job runs that computes gradients.
+ON_CPU = {"code": "code", "device": "cpu", "batch_size": 64, "memory_mb": 500, "threads": 1}
+
 
 def scores_spec(
     checkpoints,
@@ -106,7 +109,8 @@ def run_stages(
     made: Path | None = None,
     **settings,
 ) -> Path:
-    """Results; ``made`` is a run whose features are taken as they are."""
+    """Return the scores file; ``made`` is a run whose features are taken as they are."""
+    resources = ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb}
     projection = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
     spec = scores_spec(
         checkpoints, targets, model_output=model_output, projection=projection, **settings
@@ -129,11 +133,7 @@ def run_stages(
                 targets=ids,
                 shard=number,
                 n_shards=of,
-                code="code",
-                device="cpu",
-                batch_size=batch_size,
-                memory_mb=memory_mb,
-                threads=1,
+                **resources,
             )
             return file
 
@@ -165,9 +165,8 @@ def run_stages(
         )
         checkpoint_scores.append(scores)
         train_features.append(train)
-    return _averaged(
-        results, spec, checkpoint_scores, train_features * (keep == "top_k"), top, memory_mb
-    )
+    features = train_features if keep == "top_k" else []
+    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, features, top, memory_mb)
 
 
 def run_exact_stages(
@@ -184,6 +183,7 @@ def run_exact_stages(
 ) -> Path:
     """The same without a projection; ``made`` has the Gramians."""
     settings = {"model_output": model_output, "projection": {"kind": EXACT}, **settings}
+    resources = ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb}
     spec = scores_spec(checkpoints, targets, dtype="float64", **settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
@@ -199,11 +199,7 @@ def run_exact_stages(
                 study_file=study,
                 spec=own.of_train() if split == "train" else own.of_targets(),
                 targets=targets if split == "mine" else None,
-                code="code",
-                device="cpu",
-                batch_size=batch_size,
-                memory_mb=memory_mb,
-                threads=1,
+                **resources,
             )
         scores = results / "scores/mine" / f"{checkpoint}.h5"
         compute_exact_scores(
@@ -215,13 +211,13 @@ def run_exact_stages(
             memory_mb=memory_mb,
         )
         checkpoint_scores.append(scores)
-    return _averaged(results, spec, checkpoint_scores, [], 5, memory_mb)
+    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
 
 
-def _averaged(results, spec, checkpoint_scores, features, top, memory_mb) -> Path:
-    final = results / "scores/mine.h5"
+def averaged(scores: Path, checkpoint_scores, spec, features=(), top=5, memory_mb=500) -> Path:
+    """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
-        scores=final,
+        scores=scores,
         checkpoint_scores=checkpoint_scores,
         features=features,
         spec=spec,
@@ -231,7 +227,7 @@ def _averaged(results, spec, checkpoint_scores, features, top, memory_mb) -> Pat
         code="code",
         memory_mb=memory_mb,
     )
-    return final
+    return scores
 
 
 def changed(spec, **changes):

@@ -23,11 +23,12 @@ ARGUMENTS = {"steps": 8}
 SEEDS = (0, 1, 2)
 N_TARGETS, PROJ_DIM = 5, 40
 SUBSETS, REPEATS = 9, 2
+OUTPUT = "image_classification"
 PROJECTION = {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0}
 RETRAINED = RetrainedSpec(
     subsets="halves",
     arguments=ARGUMENTS,
-    model_output="image_classification",
+    model_output=OUTPUT,
     study_digest="digest",
     seeds=REPEATS,
     seed=4,
@@ -57,35 +58,31 @@ class Run:
                 times=None,
                 threads=1,
             )
-        self.scores = self.stages(folder / "run")
+        self.scores = self.features_of(PROJ_DIM) / "scores/mine.h5"
         self.retrained = [self.retrain(0, 4), self.retrain(5, SUBSETS - 1)]
 
     def stages(
-        self,
-        results,
-        damping=2,
-        combine="product_of_averages",
-        power=0.5,
-        dim=PROJ_DIM,
-        weighting="plain",
-        *,
-        normalize=False,
-        runs=None,
+        self, results, damping=2, combine="product_of_averages", power=0.5, dim=PROJ_DIM, **settings
     ):
+        study = STUDY, self.checkpoints, self.targets
+        settings |= {"damping": damping, "combine": combine, "power": power, "proj_dim": dim}
         return run_stages(
-            results,
-            STUDY,
-            self.checkpoints,
-            self.targets,
-            model_output="image_classification",
-            proj_dim=dim,
-            damping=damping,
-            combine=combine,
-            power=power,
-            weighting=weighting,
-            normalize=normalize,
-            runs=runs,
+            results, *study, model_output=OUTPUT, made=self.features_of(dim), **settings
         )
+
+    def features_of(self, dim):
+        """A run for its features, with as many dimensions; settings of scoring leave them be."""
+        results = self.folder / ("run" if dim == PROJ_DIM else f"run-{dim}")
+        if not results.exists():
+            study = STUDY, self.checkpoints, self.targets
+            run_stages(results, *study, model_output=OUTPUT, proj_dim=dim, power=0.5)
+        return results
+
+    def with_checkpoints(self, *names):
+        """The same run, as if there were these checkpoints alone."""
+        run = Run.__new__(Run)
+        run.__dict__ |= {**vars(self), "checkpoints": {c: self.checkpoints[c] for c in names}}
+        return run
 
     def retrain(self, first, last, folder=None):
         path = (folder or self.folder) / f"{first}-{last}.h5"
@@ -110,14 +107,10 @@ class Run:
     @property
     def spec(self):
         return scores_spec(
-            self.checkpoints,
-            self.targets,
-            model_output="image_classification",
-            projection=PROJECTION,
-            power=0.5,
+            self.checkpoints, self.targets, model_output=OUTPUT, projection=PROJECTION, power=0.5
         )
 
-    def evaluate(self, path, retrained=None, stages=None, **asked):
+    def evaluate(self, path, retrained=None, stages=None, **changes):
         given = {
             "baselines": [],
             "sweep": None,
@@ -136,7 +129,7 @@ class Run:
             embeddings_spec=embeddings_spec(self),
             code="code",
             memory_mb=300,
-            **{**given, **asked},
+            **{**given, **changes},
         )
         return path
 

@@ -1,11 +1,12 @@
 """Two small studies with trained checkpoints, and what their scores must be."""
 
+from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
 import oracle
 import torch
-from pipeline import run_stages
+from pipeline import run_exact_stages, run_stages
 from torch import nn
 
 from trak_core.study.study import Study
@@ -31,7 +32,7 @@ class Case:
     """A study with three trained checkpoints on disk."""
 
     def __init__(self, name, folder):
-        self.path = STUDIES / f"{name}.py"
+        self.folder, self.path = folder, STUDIES / f"{name}.py"
         study = Study.load(self.path)
         digits = name == "small_digits"
         self.output = "image_classification" if digits else "regression"
@@ -39,7 +40,7 @@ class Case:
         self.targets = list(study.function("target_ids")()[:N_TARGETS])
         self.targets = [t.item() if hasattr(t, "item") else t for t in self.targets]
         self.target_split = study.split("mine", self.targets)
-        self.models, self.checkpoints, self._parts = {}, {}, {}
+        self.models, self.checkpoints = {}, {}
         for seed in range(3):
             if digits:
                 model = study.function("train")(seed=seed, steps=15)
@@ -48,28 +49,68 @@ class Case:
             self.models[f"c{seed}"] = model
             self.checkpoints[f"c{seed}"] = folder / f"{name}-{seed}.pt"
             torch.save(model.state_dict(), self.checkpoints[f"c{seed}"])
+        self.features, self.parts = cache(self._features), cache(self._parts)
 
-    def stages(self, results, n_checkpoints=3, **settings):
-        checkpoints = dict(list(self.checkpoints.items())[:n_checkpoints])
-        return run_stages(
-            results, self.path, checkpoints, self.targets, model_output=self.output, **settings
-        )
+    def stages(
+        self,
+        results,
+        n_checkpoints=3,
+        *,
+        stages=run_stages,
+        checkpoints=None,
+        path=None,
+        targets=None,
+        **settings,
+    ):
+        """Run the stages under the first checkpoints; what is given comes in place of its own."""
+        checkpoints = checkpoints or dict(list(self.checkpoints.items())[:n_checkpoints])
+        study = path or self.path, checkpoints, targets or self.targets
+        return stages(results, *study, model_output=self.output, **settings)
+
+    def exact_stages(self, results, n_checkpoints=3, **settings):
+        return self.stages(results, n_checkpoints, stages=run_exact_stages, **settings)
+
+    def spoiled(self, path, change):
+        """Save the first checkpoint with changed weights, and return the checkpoints of a run."""
+        state = {key: value.clone() for key, value in self.models["c0"].state_dict().items()}
+        change(state)
+        torch.save(state, path)
+        return {"bad": path}
+
+    def _features(self, proj_dim=None):
+        """A run for its features, or without proj_dim its Gramians: scoring leaves them be."""
+        results = self.folder / f"{self.path.stem}-{proj_dim}"
+        if proj_dim is None:
+            self.exact_stages(results)
+        else:
+            self.stages(results, proj_dim=proj_dim)
+        return results
+
+    def samples(self, split):
+        return [split.samples[i] for i in range(len(split.ids))]
+
+    @cached_property
+    def jacobians(self):
+        """What `oracle.jacobian` gives of training samples and of targets, by checkpoint."""
+        splits = self.train, self.target_split
+        return {
+            checkpoint: [oracle.jacobian(model, self.samples(s), self.output) for s in splits]
+            for checkpoint, model in self.models.items()
+        }
+
+    def _parts(self, proj_dim, n_train):
+        jacobians = {
+            checkpoint: ([values[:n_train] for values in train], targets)
+            for checkpoint, (train, targets) in self.jacobians.items()
+        }
+        return oracle.parts(jacobians, proj_dim)
 
     def expected(self, n_checkpoints=3, proj_dim=None, n_train=None, **settings):
         """Scores in float64; gradients are taken once, since settings of scoring leave them be."""
-        key = proj_dim, n_train
-        if key not in self._parts:
-            self._parts[key] = oracle.parts(
-                self.models,
-                [self.train.samples[i] for i in range(n_train or len(self.train.ids))],
-                [self.target_split.samples[i] for i in range(N_TARGETS)],
-                output=self.output,
-                proj_dim=proj_dim,
-            )
-        parts = self._parts[key][:n_checkpoints]
-        return oracle.scores_of(parts, output=self.output, **settings)
+        parts = self.parts(proj_dim, n_train)[:n_checkpoints]
+        return oracle.scores(parts, output=self.output, **settings)
 
 
-def assert_close(found, expected, relative):
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+def assert_close(values, expected, relative):
+    error = np.abs(values - expected).max() / np.abs(expected).max()
     assert error < relative, error

@@ -15,16 +15,9 @@ from trak_core.spec import RetrainedSpec
 def read_ground_truth(
     paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
 ) -> GroundTruth:
-    """Read retrained models.
+    """Return subsets and outputs of all files, with samples in the order of the given ids.
 
-    Args:
-        paths: The pipeline's files, or one of a user's.
-        train_ids: Ids of the training samples, in order.
-        target_ids: Ids of the targets, in order.
-        spec: What the pipeline's files must be made for; None for a user's.
-
-    Returns:
-        Subsets and outputs of all files, one after another.
+    ``spec`` is what the pipeline's files must be made for; None for one file of a user's.
 
     Raises:
         InputError: If a file is not what it must be, or about other samples.

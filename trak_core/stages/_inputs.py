@@ -1,4 +1,4 @@
-"""What several stages read of features, normal matrices and scores."""
+"""Reads and writes what several stages share of features, normal matrices and scores."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -31,12 +31,9 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None) -> ReadRows:
-    """Return how to get rows of a stored matrix from start to stop.
+    """Return how to get rows of a stored matrix from start to stop, of its ``first`` columns.
 
-    Args:
-        values: The matrix.
-        normalize: Whether rows are divided by their lengths, in float64.
-        first: How many columns count, from the first on; None for all.
+    With ``normalize`` rows are divided by their lengths, in float64.
     """
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
@@ -46,12 +43,7 @@ def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
     """Return the diagonal of W: ones, or a power of the curvature of the training samples' loss.
 
-    Args:
-        train: The file of the training samples.
-        curvature_power: None for ones.
-
-    Returns:
-        Shape (n,), float64.
+    Shape (n,), float64.
 
     Raises:
         InputError: If the file holds no curvature where the power needs one.
@@ -62,7 +54,8 @@ def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray
         raise InputError(
             f"{train.path}: training samples weighted by `curvature` must come with the curvature "
             f"of their loss. The model output {train.spec['model_output']} has none; set "
-            "scoring.weighting to plain."
+            "scoring.weighting to plain.",
+            code="stages.no_curvature",
         )
     return train.vector("curvature").astype(np.float64) ** curvature_power
 
@@ -85,15 +78,7 @@ class Damped:
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Read it.
-
-        Args:
-            file: The normal matrix.
-            train: The training features that it must be made of.
-            spec: What decides one checkpoint's scores.
-
-        Returns:
-            What solves for any targets.
+        """Return the normal matrix that must be made of these training features.
 
         Raises:
             InputError: If it is not what it must be, or if N_c is not above 0.
@@ -126,13 +111,7 @@ def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: floa
 def score_rows(
     parts: Sequence[Artifact], similarities: Sequence[ReadRows], spec: ScoresSpec
 ) -> ReadRows:
-    """Return how to get rows of the scores that checkpoints give together.
-
-    Args:
-        parts: Each checkpoint's scores.
-        similarities: How to get rows of each A_c.
-        spec: What decides the scores, of all checkpoints.
-    """
+    """Return how to get rows of the scores of all checkpoints, from rows of each A_c."""
     assert spec.loss_weight_power is not None
     combine, power = Combine(spec.combine), spec.loss_weight_power
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -149,13 +128,8 @@ def self_influences(
 ) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
 
-    Predictions and outputs are those of the last checkpoint of every run.
-
-    Args:
-        features: Training features of each checkpoint.
-        normal_matrices: Their normal matrices.
-        spec: What decides the numbers, of all checkpoints and no experiment.
-        memory_mb: Budget for arrays; changes nothing but rounding.
+    Predictions and outputs are those of the last checkpoint of every run. There are features and a
+    normal matrix for each checkpoint; ``spec`` is about no experiment.
 
     Returns:
         Columns id, label, prediction, output and self_influence, an entry a sample; the loss

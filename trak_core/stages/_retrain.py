@@ -1,6 +1,6 @@
 """Retrains models on parts of the training data, and keeps what they make of all targets.
 
-A file of retrained models holds two frames and, beside them, a third:
+A file of retrained models holds three frames:
 
     masks         (subsets, n) uint8   rows: subsets by number, columns: training ids; 1 where
                                        trained on
@@ -44,17 +44,9 @@ def retrain(
 ) -> None:
     """Train on each subset with each of its seeds, and write what the models say.
 
-    Args:
-        retrained: The file to write.
-        study: With a function ``train`` that takes ``seed`` and ``data``.
-        train: The study's training samples.
-        masks: Which samples belong to each subset, shape (subsets, n), bool.
-        numbers: The subsets' numbers.
-        seeds: Seeds of the trainings on each subset.
-        spec: What decides the numbers, beside the subsets.
-        code: The stage's code digest.
-        batch_size: Targets at once.
-        more: What decided the subsets, to be written into the file.
+    ``masks`` (subsets, n), bool, say which samples belong to each subset; ``numbers`` name them.
+    The study's ``train`` takes ``seed`` and ``data``. What decided the subsets, beside ``spec``, is
+    ``more``, and comes into the file's.
 
     Raises:
         InputError: If training fails, or if the targets are not what they must be.

@@ -31,18 +31,11 @@ def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> Read
     """Return how to get rows of A_c: as stored, or from the solved targets."""
     if features is None:
         return read_rows(part.matrix("similarities"))
-    check_same(
-        "training features",
-        part.spec.get("train_features"),
-        features.content_hash,
-        features.path,
-        "compute_features",
-    )
+    hashes = part.spec.get("train_features"), features.content_hash
+    check_same("training features", *hashes, features.path, FEATURES.rule)
     # Read again for every block: one checkpoint's solved targets are in memory at a time.
-    solved, phi = (
-        part.matrix("solved_targets"),
-        read_rows(features.matrix("features"), normalize=normalize),
-    )
+    solved = part.matrix("solved_targets")
+    phi = read_rows(features.matrix("features"), normalize=normalize)
     return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
@@ -99,8 +92,7 @@ def _influences(
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     kept = sizes > 0
     target, sign, rank = np.nonzero(kept)
-    signs = np.array([1, -1])[sign]
-    train_rows = rows[kept]
+    signs, train_rows = np.array([1, -1])[sign], rows[kept]
     return pd.DataFrame({
         "target_id": targets["id"].to_numpy()[target],
         "rank": rank + 1,
@@ -133,19 +125,9 @@ def average_scores(
 ) -> None:
     """Combine A_c and loss weights over all checkpoints, block of rows by block of rows.
 
-    Args:
-        scores: The file to write.
-        checkpoint_scores: One file a checkpoint.
-        features: Their training features, where only the solved targets were kept; else empty.
-        spec: What decides the numbers, of all checkpoints.
-        defaults: What the config left open of scoring, in words; empty for nothing.
-        columns: What labels and predictions are, in words.
-        top: Influences of either sign kept for each target.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing.
-
-    Raises:
-        InputError: If the files don't belong together, or exceed the budget.
+    There are scores for each checkpoint, and training features where only the solved targets were
+    kept. ``top`` influences of either sign are kept for each target. Into the file come, in words,
+    ``columns``: what labels and predictions are; and ``defaults``: what the config left open.
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
 """Compare models without the most helpful training samples with models without random ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,15 +16,16 @@ from trak_core.system.progress import software
 CONFIDENCE = 0.95
 _N_DRAWS = 1000
 
+# What a removal did, (seeds, targets): `change` of f, and `flips`, parts of flipped predictions,
+# where predictions are classes.
+_Effects = dict[str, np.ndarray]
+
 
 def mean_interval(changes: np.ndarray) -> tuple[float, float]:
     """Return the bootstrap interval of a mean over trainings and targets.
 
-    Both are drawn anew, because all targets share the models that saw everything, and what these
-    have by chance must not look like an effect.
-
-    Args:
-        changes: Shape (seeds, targets).
+    ``changes`` has shape (seeds, targets). Both are drawn anew, because all targets share the
+    models that saw everything, and what these have by chance must not look like an effect.
 
     Returns:
         Ends of the percentile interval.
@@ -54,48 +55,28 @@ def _models(
         return outputs, predictions, file.content_hash
 
 
-@dataclass(frozen=True, slots=True)
-class _Removal:
-    """What a removal did: changes of f, and parts of flipped predictions, (seeds, targets)."""
+def _effects(models: Sequence[np.ndarray], everything: Sequence[np.ndarray]) -> _Effects:
+    """Compare models (draws, seeds, targets) with those of the same seed that saw everything."""
+    outputs, predictions = models
+    effects = {"change": (outputs.astype(np.float64) - everything[0]).mean(axis=0)}
+    if predictions.dtype.kind != "f":
+        effects["flips"] = (predictions != everything[1]).mean(axis=0)
+    return effects
 
-    change: np.ndarray
-    flips: np.ndarray | None
 
-    @classmethod
-    def of(
-        cls, outputs: np.ndarray, predictions: np.ndarray, everything: Sequence[np.ndarray]
-    ) -> Self:
-        """Compare models (draws, seeds, targets) with those of the same seed that saw all."""
-        flips = None
-        if predictions.dtype.kind != "f":
-            flips = (predictions != everything[1]).mean(axis=0)
-        return cls((outputs.astype(np.float64) - everything[0]).mean(axis=0), flips)
-
-    def beyond(self, other: Self) -> Self:
-        """Return what it did more than another removal; the models that saw all cancel."""
-        flips = None
-        if self.flips is not None and other.flips is not None:
-            flips = self.flips - other.flips
-        return replace(self, change=self.change - other.change, flips=flips)
-
-    def row(self) -> dict[str, float]:
-        """Return means, and the interval of the mean change."""
-        low, high = mean_interval(self.change)
-        flips = {} if self.flips is None else {"flips": float(self.flips.mean())}
-        return {"change": float(self.change.mean()), **flips, "low": low, "high": high}
-
-    def targets(self) -> dict[str, np.ndarray]:
-        """Return each target's means over trainings."""
-        flips = {} if self.flips is None else {"flips": self.flips.mean(axis=0)}
-        return {"change": self.change.mean(axis=0), **flips}
+def _summary(effects: _Effects) -> dict[str, float]:
+    """Return means, and the interval of the mean change."""
+    low, high = mean_interval(effects["change"])
+    means = {key: float(values.mean()) for key, values in effects.items()}
+    return means | {"low": low, "high": high}
 
 
 def _without_top(
     top: Sequence[Path], groups: Sequence[Sequence[Any]], spec: RetrainedSpec, scores_hash: str
-) -> tuple[dict[int, tuple[np.ndarray, np.ndarray]], list[str]]:
+) -> tuple[dict[int, list[np.ndarray]], list[str]]:
     """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
     targets = [target for group in groups for target in group]
-    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in spec.n_removed}
+    parts: dict[int, list[list[np.ndarray]]] = {size: [] for size in spec.n_removed}
     hashes = []
     for path, group in zip(top, groups, strict=True):
         about = {"scores": scores_hash, "targets": list(group)}
@@ -103,13 +84,9 @@ def _without_top(
         hashes.append(hash_)
         for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
             j = targets.index(target)
-            outputs, predictions = (values[i : i + 1, :, j : j + 1] for values in models)
-            parts[size].append((outputs, predictions))
+            parts[size].append([values[i : i + 1, :, j : j + 1] for values in models])
     joined = {
-        size: (
-            np.concatenate([outputs for outputs, _ in of_size], axis=2),
-            np.concatenate([predictions for _, predictions in of_size], axis=2),
-        )
+        size: [np.concatenate(values, axis=2) for values in zip(*of_size, strict=True)]
         for size, of_size in parts.items()
     }
     return joined, hashes
@@ -127,17 +104,10 @@ def compare_removals(
 ) -> None:
     """Put models without some samples beside those of the same seed that saw everything.
 
-    Args:
-        removals: The file to write; ``docs/evaluation.md`` describes its tables.
-        scores: The experiment's scores, which said which samples are most helpful.
-        random: Models trained on everything, and without random samples.
-        top: Models without the most helpful samples of some targets, a file a group.
-        groups: Target ids of each group.
-        spec: What decides the random removals; except the draws it decides the others too.
-        code: The stage's code digest.
-
-    Raises:
-        ArtifactError: If the models were made for another config, or for other scores.
+    ``random`` are models trained on everything and without random samples; ``top`` those without
+    the samples that ``scores`` call most helpful for a group of targets, a file for each of
+    ``groups``. Except for its draws ``spec`` decides both kinds. ``docs/evaluation.md`` describes
+    the tables.
     """
     targets = [target for group in groups for target in group]
     outputs, predictions, hash_ = _models(random, targets, spec, "retrain_without_random")
@@ -147,31 +117,27 @@ def compare_removals(
     top_spec = replace(spec, subsets="top removals", draws=0)
     without, hashes = _without_top(top, groups, top_spec, scores_hash)
     sizes = random_removals(spec.n_removed, spec.draws)
-    done = {}
+    effects: dict[tuple[str, int], _Effects] = {}
     for size in spec.n_removed:
         drawn = [i + 1 for i, (n, _) in enumerate(sizes) if n == size]
-        done["random", size] = _Removal.of(outputs[drawn], predictions[drawn], everything)
-        done["top", size] = _Removal.of(*without[size], everything)
-        done["difference", size] = done["top", size].beyond(done["random", size])
+        own = _effects(without[size], everything)
+        chance = _effects([outputs[drawn], predictions[drawn]], everything)
+        # The models that saw everything cancel.
+        beyond = {key: own[key] - chance[key] for key in own}
+        effects |= {("top", size): own, ("random", size): chance, ("difference", size): beyond}
     summary = pd.DataFrame([
-        {"removed": removed, "n_removed": size, **done[removed, size].row()}
+        {"removed": removed, "n_removed": size, **_summary(effects[removed, size])}
         for removed in ("top", "random", "difference")
         for size in spec.n_removed
     ])
     about = {"target_id": targets, "output": outputs[0].mean(axis=0, dtype=np.float64)}
-    table = pd.concat(
-        [
-            pd.DataFrame({
-                "removed": removed,
-                "n_removed": size,
-                **about,
-                **done[removed, size].targets(),
-            })
-            for removed in ("top", "random")
-            for size in spec.n_removed
-        ],
-        ignore_index=True,
-    )
+    tables = []
+    for removed in ("top", "random"):
+        for size in spec.n_removed:
+            means = {key: values.mean(axis=0) for key, values in effects[removed, size].items()}
+            columns = {"removed": removed, "n_removed": size, **about, **means}
+            tables.append(pd.DataFrame(columns))
+    table = pd.concat(tables, ignore_index=True)
     provenance = software(code, "cpu", "numpy", "pandas")
     file_spec = spec.as_dict() | {"scores": scores_hash, "retrained": [hash_, *hashes]}
     with create(removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE) as writer:

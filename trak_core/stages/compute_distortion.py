@@ -30,7 +30,7 @@ from trak_core.study.split import Split
 from trak_core.study.study import TRAIN
 from trak_core.system.progress import software, with_progress
 
-# Of the draw of samples.
+# Draws the samples.
 _SEED = 0
 
 
@@ -104,7 +104,8 @@ def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
     if len(ids) - len(zero) < 2:
         raise InputError(
             "Measuring distortion needs at least two samples whose gradients aren't zero. Found "
-            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Leave `distortion` out."
+            f"{len(ids) - len(zero)} among the {len(ids)} drawn. Leave `distortion` out.",
+            code="stages.zero_gradients",
         )
     if zero:
         print(
@@ -132,32 +133,13 @@ def compute_distortion(
     """Compare squared norms and inner products of projected gradients with the exact ones.
 
     The training samples are the same for every checkpoint, so that checkpoints differ by their
-    gradients alone; those with a zero gradient are left out. Each stream is a projection matrix.
-    The numbers don't depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding.
-
-    Args:
-        distortion: The file to write.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers, of one checkpoint's training samples.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection.
-        batch_size: Samples differentiated at once, at most.
-        memory_mb: MiB for all arrays; on CUDA the gradients and activations in work may take its
-            free memory instead.
-        threads: CPU threads of torch and the projection.
-        most_samples: Training samples to compare, fewer if there are fewer.
-        n_streams: Projection matrices to compare with: the checkpoint's own, and those of the
-            stream numbers that follow it. Standard errors run over them.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, if fewer than two
-            gradients aren't zero, or if the budget doesn't hold it.
+    gradients alone: ``most_samples``, if there are as many. Those with a zero gradient are left
+    out, and two must stay. Each stream is a projection matrix: the checkpoint's own, and those of
+    the stream numbers that follow it. Standard errors run over the ``n_streams`` of them.
     """
     torch.set_num_threads(threads)
-    loaded = LoadedModel.load(
-        study_file, checkpoint, spec, full_precision(projecting_device(device))
-    )
+    computes_on = full_precision(projecting_device(device))
+    loaded = LoadedModel.load(study_file, checkpoint, spec, computes_on)
     where = device_name(loaded.device)
     shapes = [parameter.shape for parameter in loaded.parameters.values()]
     projections = [projection_of(spec, shapes, i) for i in range(n_streams)]
@@ -190,9 +172,8 @@ def compute_distortion(
     counts = {"n_streams": n_streams, "n_zero_gradients": n_drawn - len(rows)}
     with create(distortion, DISTORTION, file_spec, provenance, **counts) as writer:
         columns = ["measured", "standard_error", "predicted"]
-        writer.matrix("agreement", list(errors), columns, dtype=np.float64)[:] = list(
-            errors.values()
-        )
+        values = list(errors.values())
+        writer.matrix("agreement", list(errors), columns, dtype=np.float64)[:] = values
         # From the order of computing to that of the study.
         order = rows[np.argsort(kept.places[rows])]
         writer.vector("sample_ids", [kept.ids[i] for i in order.tolist()])

@@ -32,18 +32,7 @@ def compute_embeddings(
 ) -> None:
     """Write what enters the model's last linear layer, for every sample of both pools.
 
-    Args:
-        embeddings: The file to write: the frames ``train`` and ``targets``, (samples, width).
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
-        batch_size: Samples at once.
-        threads: For torch.
-
-    Raises:
-        InputError: If the model calls no linear layer.
+    The frames ``train`` and ``targets`` have shape (samples, width).
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))

@@ -33,19 +33,11 @@ def compute_exact_scores(
 
     Writes A_c = (K_c W_c + ridge_c I)^-1 K_c,t, ridge_c = damping * mean_i w_i K_c[i, i]: what
     the scores of a projection converge to as its dimensions grow, in the same kind of file. With
-    ``spec.normalize`` the training samples' gradients have length 1 in both.
-
-    Args:
-        scores: The file to write.
-        train_path: The checkpoint's Gramian of the training samples.
-        targets_path: Its Gramian between them and the experiment's targets.
-        spec: What decides the numbers, of one checkpoint and experiment.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing.
+    ``spec.normalize`` the training samples' gradients have length 1 in both. The paths are the
+    checkpoint's Gramian of the training samples, and that between them and the targets.
 
     Raises:
-        InputError: If the files don't belong together, if the damped Gramian is singular, or if the
-            solve exceeds the budget.
+        InputError: If the damped Gramian is singular, too.
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,

@@ -22,7 +22,7 @@ from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress
 
-# What is kept of texts that are ordered by length among themselves; and how many at least.
+# Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
 
 
@@ -37,13 +37,14 @@ def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.nd
     with np.errstate(invalid="ignore"):
         lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
     if lost.any():
-        found = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
         size = np.abs(rows[lost])
         raise InputError(
             "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
             "entries of 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(found)}. "
-            "Set features_dtype to float32."
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(named)}. "
+            "Set features_dtype to float32.",
+            code="stages.float16",
         )
     return stored
 
@@ -66,27 +67,7 @@ def compute_features(
 ) -> None:
     """Fold gradients and projection over the samples of one split, or of one shard of it.
 
-    The numbers don't depend on ``n_shards``, ``batch_size``, ``memory_mb`` or ``threads``, to
-    float32 rounding.
-
-    Args:
-        features: The file to write.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for all of its file, or training samples.
-        question: The file of an experiment that brings its own targets.
-        shard: Which shard, from 1.
-        n_shards: How many there are; 1 for the whole split.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``, for gradients and projection; see ``find_device``.
-        batch_size: Samples differentiated at once, at most.
-        memory_mb: MiB for gradients and activations on the CPU; fewer samples at once if they
-            don't fit. On CUDA its free memory counts.
-        threads: For torch and the projection.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be.
+    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
@@ -104,7 +85,6 @@ def compute_features(
         file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
     where = device_name(loaded.device)
-    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     print(
         f"{split}: samples {start} to {stop} of {len(data.ids)}, {projection.n_params} parameters "
         f"to {projection.proj_dim} dimensions ({projection.kind}"
@@ -132,26 +112,25 @@ def compute_features(
         """Return the features of some samples to be stored, and what goes with each sample."""
         batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
         check_labels(batch.labels, output, n_classes, ids)
-        what = model, parameters, output, batch
         sums = Features.zeros(parameters, [projection], len(batch), threads, loaded.scales)
         try:
-            columns = method(*what, sums)
+            columns = method(model, parameters, output, batch, sums)
             (rows,) = sums.scaled()
         except NotFiniteError:
-            explain_not_finite(*what, ids)
+            explain_not_finite(model, parameters, output, batch, ids)
             raise
         if not columns[0].isfinite().all():
-            explain_not_finite(*what, ids)
+            explain_not_finite(model, parameters, output, batch, ids)
         numbers = torch.vmap(output.label_number)(batch.labels)
         stored = _stored(rows.cpu().numpy(), spec.dtype, ids)
         return [torch.from_numpy(stored), *(column.cpu() for column in (numbers, *columns))]
 
     kept: list[Tensor] = []
     ids = data.ids[start:stop]
+    provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     with create(features, kind, file_spec, provenance) as writer:
-        rows = writer.matrix(
-            "features", ids, range(projection.proj_dim), dtype=np.dtype(spec.dtype)
-        )
+        names = range(projection.proj_dim)
+        rows = writer.matrix("features", ids, names, dtype=np.dtype(spec.dtype))
         chunks = in_chunks(computed, len(ids), samples.batches_of(batch_size, room))
         done = with_progress(chunks, len(ids), "samples")
         for first, last, (stored, *columns) in samples.in_order(done):

@@ -1,4 +1,4 @@
-"""Inner products of gradients under one checkpoint, without a projection."""
+"""Compute inner products of gradients under one checkpoint, without a projection."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,23 +31,23 @@ from trak_core.system.progress import software, with_progress
 
 
 def _room(
-    loaded: LoadedModel, looks: Sequence[tuple[OrderedSamples, StoredSamples]], left_mb: int
+    loaded: LoadedModel, splits: Sequence[tuple[OrderedSamples, StoredSamples]], left_mb: int
 ) -> Room:
     """Check all labels, and return how many samples fit beside what is held."""
-    seen = []
-    for samples, kept in looks:
+    needs = []
+    for samples, kept in splits:
         few, n_classes = loaded.few(samples)
         for part, sample_id in zip(kept.parts, kept.ids, strict=True):
             check_labels(part.labels, loaded.output, n_classes, [sample_id])
-        seen.append((loaded.memory(few), samples, few))
-    needed, samples, _ = max(seen, key=lambda one: (one[0].longest, one[0].of_longest.of(1)))
+        needs.append((loaded.memory(few), samples, few))
+    needed, samples, _ = max(needs, key=lambda need: (need[0].longest, need[0].of_longest.of(1)))
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
     largest = max(p.nbytes for p in loaded.parameters.values())
     needed = needed.mapped(lambda memory: replace(memory, gradient_bytes=largest))
-    held = sum(kept.n_bytes for _, kept in looks)
+    held = sum(kept.n_bytes for _, kept in splits)
     with samples.naming_longest():
         room = needed.room(loaded.device, left_mb - held // 2**20)
-    for _, _, few in seen:
+    for _, _, few in needs:
         loaded.check_apart(few, room.most(needed.longest))
     return room
 
@@ -59,17 +59,17 @@ def _gramian(
     at_once: Callable[[int], int],
 ) -> np.ndarray:
     """Return the Gramian, block of rows by block of rows; without targets, of train with itself."""
-    what = loaded.model, loaded.parameters, loaded.output
+    model = loaded.model, loaded.parameters, loaded.output
     columns = train if targets is None else targets
     gramian = np.empty((len(train), len(columns)))
 
     def fill(first: int, last: int) -> None:
         rows, places = train.rows(slice(first, last)), train.places[first:last]
         if targets is None:
-            gramian[np.ix_(places, places)] = train_gramian(*what, [rows])
-        for which, block in columns.blocks(last if targets is None else 0, last - first):
-            beside = columns.places[which]
-            part = cross_gramian(*what, [rows], [block])
+            gramian[np.ix_(places, places)] = train_gramian(*model, [rows])
+        for numbers, block in columns.blocks(last if targets is None else 0, last - first):
+            beside = columns.places[numbers]
+            part = cross_gramian(*model, [rows], [block])
             gramian[np.ix_(places, beside)] = part
             if targets is None:
                 gramian[np.ix_(beside, places)] = part.T
@@ -90,7 +90,7 @@ def _columns(
         numbers = torch.vmap(loaded.output.label_number)(block.labels)
         return [numbers, *columns_of(loaded.model, loaded.output, block)]
 
-    parts = [found for *_, found in samples.in_order(in_chunks(of, len(kept), at_once))]
+    parts = [part for *_, part in samples.in_order(in_chunks(of, len(kept), at_once))]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
@@ -110,26 +110,9 @@ def compute_gramian(
 ) -> None:
     """Compute K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
 
-    J are the gradients of the model output, which are never formed as a whole. The numbers don't
-    depend on ``batch_size``, ``memory_mb`` or ``threads``, to rounding of the model's precision.
-
-    Args:
-        gramian: The file to write: rows are training samples, columns the split's.
-        checkpoint: File or folder with the weights.
-        study_file: The study's Python file.
-        spec: What decides the numbers: of one checkpoint and split.
-        targets: Ids of the experiment's targets; None for all of its file, or training samples.
-        question: The file of an experiment that brings its own targets.
-        code: The stage's code digest.
-        device: ``auto``, ``cpu`` or ``cuda``; see ``find_device``.
-        batch_size: Two blocks of so many samples are in the model at once, at most.
-        memory_mb: MiB for the Gramian, the samples, and on the CPU the activations; fewer samples
-            at once if they don't fit. On CUDA its free memory counts for these.
-        threads: For torch.
-
-    Raises:
-        InputError: If study, checkpoint or gradients are not what they must be, or if the Gramian
-            exceeds the budget.
+    J are the gradients of the model output, which are never formed as a whole. Rows are training
+    samples, columns the split's. Two blocks of ``batch_size`` samples are in the model at once, at
+    most; ``memory_mb`` must hold the Gramian.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
@@ -141,9 +124,9 @@ def compute_gramian(
     where = device_name(loaded.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
     ordered = loaded.ordered(*([data] if split == TRAIN else [own, data]))
-    looks = [(samples, loaded.stored(samples)) for samples in ordered]
-    (samples, kept), (train, rows) = looks[0], looks[-1]
-    room = _room(loaded, looks, memory_mb - need.fixed_bytes // 2**20)
+    splits = [(samples, loaded.stored(samples)) for samples in ordered]
+    (samples, kept), (train, rows) = splits[0], splits[-1]
+    room = _room(loaded, splits, memory_mb - need.fixed_bytes // 2**20)
     longest = 0 if split == TRAIN else samples.length(0)
 
     def at_once(first: int) -> int:
@@ -153,10 +136,9 @@ def compute_gramian(
         return max(1, min(batch_size, fit // 2))
 
     print(f"two times {at_once(0)} samples at once", flush=True)
-    alone = _columns(loaded, samples, kept, samples.batches_of(batch_size, room))
-    numbers, outputs, *columns = alone
-    if not outputs.isfinite().all():
-        bad = (~outputs.isfinite()).nonzero().flatten().tolist()
+    columns = _columns(loaded, samples, kept, samples.batches_of(batch_size, room))
+    bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
+    if bad:
         refuse_not_finite([own.ids[i] for i in bad], "Model outputs")
     with in_evaluation_mode(loaded.model):
         values = _gramian(loaded, rows, None if split == TRAIN else kept, at_once)
@@ -165,4 +147,4 @@ def compute_gramian(
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values
-        write_columns(writer, own.ids, [numbers, outputs, *columns], spec)
+        write_columns(writer, own.ids, columns, spec)

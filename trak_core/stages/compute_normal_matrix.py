@@ -26,16 +26,6 @@ def compute_normal_matrix(
 
     With ``norm_power`` also its eigenvalues, and the k x k products that N_c of any damping comes
     from: no other stage needs all training features again for it.
-
-    Args:
-        normal_matrix: The file to write.
-        features: The checkpoint's training features.
-        spec: What decides the numbers.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing but rounding.
-
-    Raises:
-        InputError: If the features are not what they must be, or exceed the budget.
     """
     with open_artifact(features, FEATURES) as train:
         check_made_for(train, spec.features, FEATURES.rule)
@@ -56,13 +46,8 @@ def compute_normal_matrix(
         matrix, *others = weighted_gramians(blocks())
         own = {key: value for key, value in spec.as_dict().items() if key not in train.spec}
         file_spec = {**train.spec, **own, "features": train.content_hash}
-    with create(
-        normal_matrix,
-        NORMAL_MATRIX,
-        file_spec,
-        software(code, "cpu", "numpy", "scipy"),
-        weighting=spec.weighting,
-    ) as writer:
+    provenance, way = software(code, "cpu", "numpy", "scipy"), spec.weighting
+    with create(normal_matrix, NORMAL_MATRIX, file_spec, provenance, weighting=way) as writer:
         names = range(proj_dim)
         writer.matrix("normal_matrix", names, names, dtype=np.float64)[:] = matrix
         writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))

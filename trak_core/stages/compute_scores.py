@@ -36,21 +36,10 @@ def compute_scores(
     Writes A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T, ridge_c = damping * mean_i w_i
     |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
     every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
-    and the average streams Phi_c again: n x m is never stored.
-
-    Args:
-        scores: The file to write.
-        train_path: The checkpoint's training features.
-        targets_path: Its features of the experiment's targets.
-        normal_matrix: Its normal matrix.
-        spec: What decides the numbers, of one checkpoint and experiment.
-        keep: ``full`` or ``top_k``.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays; changes nothing but rounding.
+    and the average streams Phi_c again: n x m is never stored; the other choice is ``full``.
 
     Raises:
-        InputError: If the files don't belong together, if the damped matrix is singular, or if the
-            solve exceeds the budget.
+        InputError: If the damped matrix is singular, too.
     """
     with (
         open_artifact(train_path, FEATURES) as train_file,
@@ -62,12 +51,8 @@ def compute_scores(
         train_ids, target_ids = train_file.index("features"), target_file.index("features")
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = Damped.read(matrix_file, train_file, spec)
-        solved = damped_solve(
-            damped.matrix,
-            damped.ridge,
-            damped.ends,
-            target_file.matrix("features")[:].astype(np.float64).T,
-        )
+        target_features = target_file.matrix("features")[:].astype(np.float64)
+        solved = damped_solve(damped.matrix, damped.ridge, damped.ends, target_features.T)
         file_spec = {
             **spec.as_dict(),
             **shared,
@@ -83,7 +68,6 @@ def compute_scores(
                 for start, stop in blocks_with_progress(n_train, block, "training samples"):
                     values[start:stop] = similarities(rows(start, stop), solved)
             else:
-                writer.matrix("solved_targets", range(proj_dim), target_ids, dtype=np.float64)[
-                    :
-                ] = solved
+                names = range(proj_dim), target_ids
+                writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
             write_samples(writer, train_file, target_file, damped.norm)

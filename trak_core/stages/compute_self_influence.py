@@ -20,18 +20,10 @@ def compute_self_influence(
     code: str,
     memory_mb: int,
 ) -> None:
-    """Write the self-influence of every training sample.
-
-    Args:
-        self_influence: The file to write.
-        features: Training features of each checkpoint.
-        normal_matrices: Their normal matrices.
-        spec: What decides the numbers, of all checkpoints and no experiment.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays.
-    """
-    files = features, normal_matrices
-    columns, _, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
+    """Write what ``self_influences`` gives, as a table."""
+    columns, _, file_spec = self_influences(
+        features, normal_matrices, spec=spec, memory_mb=memory_mb
+    )
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
         writer.table("train", pd.DataFrame(columns), ["id", "self_influence"])

@@ -61,7 +61,7 @@ from trak_core.system.progress import software
 def _passes(
     settings: Sequence[Setting], own: Setting, spec: ScoresSpec, loss_weights: Mapping[str, Any]
 ) -> list[FeaturePass]:
-    """Return what is to be read of features: the ends of runs by their defaults, and settings."""
+    """Return passes over the features: the ends of runs by their defaults, and settings."""
     unit_dim = own.proj_dim if spec.normalize else None
     passes = []
     if len(spec.ends) < len(spec.checkpoints):
@@ -119,8 +119,8 @@ def _feature_sums(
             open_artifact(targets_path, FEATURES) as targets,
         ):
             check_splits(train, targets, spec.under(checkpoint), FEATURES)
-            made_of = scored.spec["train_features"]
-            check_same("training features", made_of, train.content_hash, train.path, FEATURES.rule)
+            hashes = scored.spec["train_features"], train.content_hash
+            check_same("training features", *hashes, train.path, FEATURES.rule)
             ids = scored.ids("target_ids"), targets.ids("sample_ids")
             check_same("targets", *ids, targets.path, FEATURES.rule)
             for own, total in zip(passes, totals, strict=True):
@@ -151,11 +151,10 @@ def _embedding_sums(
     for path, spec in zip(paths, specs, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
             check_made_for(file, spec, EMBEDDINGS.rule)
-            same = train_ids, file.index("train")
-            check_same("training samples", *same, path, EMBEDDINGS.rule)
+            check_same("training samples", train_ids, file.index("train"), path, EMBEDDINGS.rule)
             row = {target: i for i, target in enumerate(file.index("targets"))}
-            there = [target for target in target_ids if target in row]
-            check_same("targets", target_ids, there, path, EMBEDDINGS.rule)
+            embedded = [target for target in target_ids if target in row]
+            check_same("targets", target_ids, embedded, path, EMBEDDINGS.rule)
             # HDF5 reads rows in their own order.
             rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
             train = blocks_of(read_rows(file.matrix("train")), len(train_ids), block)
@@ -182,24 +181,11 @@ def evaluate_scores(
 ) -> None:
     """Compare subset sums of scores, and of baselines, with what retrained models say.
 
-    Args:
-        evaluation: The file to write.
-        scores: The experiment's scores.
-        checkpoint_scores: Scores of each checkpoint.
-        retrained: The pipeline's retrained models, or a file of a user's.
-        train_paths: Training features of each checkpoint; empty where nothing needs features.
-        targets_paths: Each checkpoint's features of the targets; empty with ``train_paths``.
-        embeddings: By the last checkpoint of each run; empty without ``embedding_cosine``.
-        spec: What the scores must be: of all checkpoints.
-        embeddings_spec: What the embeddings must be.
-        retrained_spec: What retrained models must be; None for a user's.
-        baselines: Any of random, same_class, gradient_dot and embedding_cosine.
-        sweep: Values of each field of ``Setting`` except ``combine``; None for none.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays.
-
-    Raises:
-        InputError: If files don't belong together, or exceed the budget.
+    The paths of features, of all checkpoints, are empty where nothing needs features;
+    ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
+    retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
+    ``baselines`` are any of random, same_class, gradient_dot and embedding_cosine; ``sweep`` has
+    values for each field of ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection

@@ -33,17 +33,12 @@ def find_flipped(
 ) -> None:
     """Rank the training samples of models trained with flipped labels, and count who is found.
 
-    Args:
-        flipped: The file to write.
-        features: Training features, with the flipped labels, of each checkpoint trained with them.
-        normal_matrices: Their normal matrices.
-        original: Training features of any checkpoint of the study, which have the true labels.
-        spec: What decides the self-influences; its features say how labels were flipped.
-        code: The stage's code digest.
-        memory_mb: Budget for arrays.
+    ``features`` and ``normal_matrices`` are those of checkpoints trained with the flipped labels;
+    ``original`` are training features of any checkpoint, which have the true labels.
     """
-    files = features, normal_matrices
-    table, loss_weights, file_spec = self_influences(*files, spec=spec, memory_mb=memory_mb)
+    table, loss_weights, file_spec = self_influences(
+        features, normal_matrices, spec=spec, memory_mb=memory_mb
+    )
     assert spec.features.flipped is not None
     is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:

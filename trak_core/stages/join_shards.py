@@ -25,30 +25,16 @@ def _check(parts: Sequence[Artifact]) -> None:
         expected = {"number": number, "of": len(parts), "first row": end}
         # A whole split says nothing of shards; its type is the same.
         shard = part.spec.get("shard") or {"rows": [None]}
-        found = {
-            "number": shard.get("number"),
-            "of": shard.get("of"),
-            "first row": shard["rows"][0],
-        }
-        check_same("order of shards", expected, found, part.path, _RULE)
+        stored = {key: shard.get(key) for key in ("number", "of")}
+        stored["first row"] = shard["rows"][0]
+        check_same("order of shards", expected, stored, part.path, _RULE)
         n_rows = len(part.vector("sample_ids"))
         check_same("rows of the shard", [end, end + n_rows], shard["rows"], part.path, _RULE)
         end += n_rows
 
 
 def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
-    """Write one features file from the shards of a split.
-
-    The result holds what ``compute_features`` writes without shards.
-
-    Args:
-        features: The file to write.
-        shards: All shards of the split, in order.
-        code: The stage's code digest.
-
-    Raises:
-        ArtifactError: If a shard is damaged, or if the shards are not those of one split.
-    """
+    """Write what ``compute_features`` writes of a whole split, from its shards in order."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(p, FEATURE_SHARD)) for p in shards]
         if not parts:
@@ -58,11 +44,11 @@ def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
         ids = [sample_id for part in parts for sample_id in part.index("features")]
         matrix = first.matrix("features")
         columns = first.columns("features")
-        made = [part.provenance for part in parts]
+        sources = [part.provenance for part in parts]
         # Shards may come from different machines: everything that took part is named.
         provenance = {
-            key: ", ".join(sorted({str(one[key]) for one in made if key in one}))
-            for key in sorted({key for one in made for key in one})
+            key: ", ".join(sorted({str(source[key]) for source in sources if key in source}))
+            for key in sorted(set().union(*sources))
         } | {"join": software(code, "cpu", "numpy")["code"]}
         with create(features, FEATURES, _common(first.spec), provenance) as writer:
             rows = writer.matrix("features", ids, columns, dtype=matrix.dtype)

@@ -22,22 +22,9 @@ def retrain_subsets(
     batch_size: int,
     threads: int,
 ) -> None:
-    """Retrain on random halves, numbers ``first`` to ``last``.
+    """Retrain on random halves, numbers ``first`` to ``last``, both among them.
 
     A subset and its trainings depend on its number and the seed alone, not on how many there are.
-
-    Args:
-        retrained: The file to write; see ``trak_core.stages._retrain``.
-        study_file: The study's Python file.
-        spec: What decides the numbers, beside the subsets.
-        first: Number of the first subset.
-        last: Number of the last, which is among them.
-        code: The stage's code digest.
-        batch_size: Targets at once.
-        threads: CPU threads of torch.
-
-    Raises:
-        InputError: If training fails, or if the targets are not what they must be.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

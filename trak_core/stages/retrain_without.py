@@ -19,10 +19,7 @@ from trak_core.study.study import TRAIN, Study
 
 
 def without_top(scores: Artifact, removals: Sequence[tuple[Any, int]]) -> np.ndarray:
-    """Return which training samples stay, shape (removals, n), bool.
-
-    The largest scores go, as far as they are above 0.
-    """
+    """Return which samples stay, (removals, n), bool: the largest scores go, if above 0."""
     values = scores.matrix("scores")
     column = {target: i for i, target in enumerate(scores.columns("scores"))}
     masks = np.ones((len(removals), len(values)), dtype=bool)
@@ -47,22 +44,11 @@ def retrain_without(
 ) -> None:
     """Retrain without the most helpful samples of some targets; or on everything and at random.
 
-    Args:
-        retrained: The file to write; see ``trak_core.stages._retrain``. Subset i is the i-th of
-            ``top_removals``; without scores subset 0 is everything, and i + 1 the i-th of
-            ``random_removals``.
-        study_file: The study's Python file.
-        spec: What decides the numbers, beside the subsets.
-        scores: The experiment's scores; None for everything and random removals.
-        scores_spec: What the scores must be; None without them.
-        target_ids: Ids of the targets.
-        code: The stage's code digest.
-        batch_size: Targets at once.
-        threads: CPU threads of torch.
+    With ``scores``, which must be made by ``scores_spec``, subset i is the i-th of
+    ``top_removals``. Without, subset 0 is everything, and i + 1 the i-th of ``random_removals``.
 
     Raises:
-        InputError: If more samples are to go than there are, if the scores are of another config
-            than today's, or if training fails.
+        InputError: If more samples are to go than there are, or if training fails, too.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

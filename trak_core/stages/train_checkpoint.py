@@ -23,17 +23,13 @@ def train_checkpoint(
 ) -> None:
     """Call the study's ``train`` and keep the state dict it ends with, or those along its way.
 
-    Args:
-        checkpoints: The files to write, each whole or not at all, in the order of ``times``.
-        study_file: The study's Python file.
-        arguments: Passed to ``train`` by name.
-        times: When to keep one, ascending; None for one at the end.
-        threads: For torch; 1 makes training repeatable to the bit on one machine.
-        flipped: Train with some labels flipped: ``fraction`` and ``seed`` of the draw.
+    ``arguments`` are passed to ``train`` by name. A checkpoint is kept at each of ``times``, which
+    ascend, or at the end. With ``flipped``, ``fraction`` and ``seed`` of a draw, some labels are
+    wrong. Training on 1 thread repeats to the bit on one machine.
 
     Raises:
-        InputError: If ``train`` doesn't return a model, or yields none at a time that is asked for,
-            or one with parameters that are not finite.
+        InputError: If ``train`` doesn't return a model, or yields none at one of the times, or one
+            with parameters that are not finite.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

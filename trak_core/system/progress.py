@@ -3,6 +3,7 @@
 import platform
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any, TypeVarTuple
 
@@ -58,6 +59,10 @@ def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[i
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, what)
 
 
+# The files that have it are read and parsed, 10 ms each.
+_version = cache(version)
+
+
 def software(
     code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
@@ -74,7 +79,7 @@ def software(
         "python": platform.python_version(),
         "code": code,
         "device": device,
-        **{package: version(package) for package in packages},
+        **{package: _version(package) for package in packages},
     }
     once = [one for i, one in enumerate(made_from) if one not in made_from[:i]]
     return made | {"made_from": once} if once else made

@@ -1,5 +1,5 @@
-# One rule for the runs whose files are named alike, and one more for them with flipped labels: what
-# a rule leaves can differ by its wildcards alone, and runs may be asked for other times each.
+# One rule for the runs whose files are named alike, and one more for them with flipped labels. What a
+# rule leaves can differ by its wildcards alone, and runs may have other times each.
 trainings = {"train_checkpoint": ("", None)}
 if "flipped" in specs.evaluation:
     trainings["train_checkpoint_flipped"] = ("flipped/", specs.flipped)

@@ -1,4 +1,4 @@
-# The config, checked and with its defaults; what decides each job's numbers; the look beforehand.
+# Checks the config and fills in its defaults; says what decides each job's numbers; preflight.
 import os
 import sys
 import sysconfig
@@ -12,17 +12,16 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.load import check_unique_keys, with_values_read
+from trak_core.config.load import check_config, check_unique_keys, with_values_read
 from trak_core.config.preflight import check_sources, look_over
-from trak_core.config.load import check_config
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature, study_imports
 from trak_core.system.fork_server import can_fork, start_fork_server
 from trak_core.system.job import explain_interrupts
 
-# Jobs are processes of their own: they import the trak_core that this file imports, which they find
-# by themselves where it is installed.
+# Jobs are processes of their own. They import the trak_core that this file imports, and find it
+# without help where it is installed.
 library = str(Path(trak_core.__file__).parents[1])
 if library not in sysconfig.get_paths().values():
     # Not by [...] =, which Snakemake's linter takes for a variable that users must set.
@@ -30,7 +29,7 @@ if library not in sysconfig.get_paths().values():
         PYTHONPATH=os.pathsep.join(filter(None, [library, os.getenv("PYTHONPATH")]))
     )
 schema = workflow.source_path("../schemas/config.schema.yaml")
-# What is in Snakemake's list of configs without being one, see below; of all modules of this kind.
+# What is in Snakemake's list of configs without being one (see below), from all such modules.
 brought_along = vars(workflow).setdefault("trak_core_brought_along", [])
 # With a default storage provider all files of rules are in its store, a user's too.
 stored = workflow.storage_settings.default_storage_provider is not None
@@ -75,7 +74,7 @@ with explained():
         look_over(specs, Path(moved).parent, is_stored=stored)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
-            # Snakemake brings configs along to jobs, and of the rest what git knows.
+            # Snakemake brings configs along to jobs; other files only where git knows them.
             brought_along += map(str, specs.files)
             workflow.configfiles += map(str, specs.files)
 compute, scoring = config["compute"], config["scoring"]

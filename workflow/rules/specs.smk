@@ -1,7 +1,8 @@
 # Files and params of jobs, as functions of their wildcards; there are no rules here.
 #
-# Snakemake compares params as an unordered set of values, and each value as text: numbers that could
-# change places go into one spec, with its keys sorted; beside it stand values that no other equals.
+# Snakemake compares params as an unordered set of values, and each value as text. So numbers that
+# could change places go into one spec, with its keys sorted. Beside it stand values that no other
+# equals.
 folder = config["results"]
 trained = "training" in config
 
@@ -20,8 +21,10 @@ def own_file(path):
 
 @cache
 def own_signature(file):
-    """Its size and time: Snakemake alone would miss one that was replaced by an older file, or
-    changed inside a folder. Only where jobs are planned: a node may not have it."""
+    """Return size and time of a user's file, where jobs are planned: a node may not have it.
+
+    Snakemake alone would miss a file replaced by an older one, or changed inside a folder.
+    """
     if not workflow.is_main_process:
         return None
     store = get_flag_value(file, "storage_object")
@@ -31,7 +34,7 @@ def own_signature(file):
 
 
 own_checkpoints = (
-    {} if trained else {c: own_file(one.path) for c, one in specs.checkpoints.items()}
+    {} if trained else {id_: own_file(c.path) for id_, c in specs.checkpoints.items()}
 )
 
 
@@ -93,8 +96,8 @@ def shards_of(wildcards):
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
 
 
-# The files that Snakemake's `benchmark:` leaves: the report's inputs where they are in a store. Where
-# they are not it reads what is there, so that to delete them runs nothing again.
+# The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
+# it reads what is there, so that nothing runs again where they were deleted.
 timings = []
 
 
@@ -102,7 +105,7 @@ def timed(job, /, **names):
     timings.extend(expand(f"<results>/benchmarks/{job}.tsv", **names))
 
 
-# What is asked for beside scores, as files: none for what the config leaves out.
+# The files that a config wants beside scores: none for what it leaves out.
 distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [

@@ -1,0 +1,22 @@
+import pytest
+import torch
+from trained_cases import Case
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory):
+    """Two small studies with trained checkpoints; their features and oracles are computed once."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    torch.set_num_threads(1)
+    return {name: Case(name, folder) for name in ("small_digits", "diabetes")}
+
+
+@pytest.fixture(scope="session")
+def digits(cases):
+    """The study of images, a classification."""
+    return cases["small_digits"]
+
+
+@pytest.fixture(params=["small_digits", "diabetes"])
+def case(request, cases):
+    return cases[request.param]
