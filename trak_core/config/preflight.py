@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.memory import check_memory, evaluation_need
+from trak_core.config.memory_budget import check_memory, evaluation_need
 from trak_core.config.rules import check_columns, check_sizes
-from trak_core.config.specs import TRAIN, Specs
+from trak_core.config.specs import Specs
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
-from trak_core.spec import OPTIMIZER_FILE, projection_of
+from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.system.files import read_record, write_record
 
 # Snakemake leaves out a larger one, and only warns.
 _MAX_SOURCE_BYTES = 10_000_000
 
 
-def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
+def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
     """Refuse what some job would stop at later.
 
     Args:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.config.digests import study_digests, targets_digest
-from trak_core.config.load import target_ids
 from trak_core.config.rules import (
     check_evaluation,
     check_exact,
@@ -14,11 +13,13 @@ from trak_core.config.rules import (
     fill_in_scoring,
 )
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import study_modules
 from trak_core.spec import (
     EXACT,
+    TRAIN,
     Combine,
     FeaturesSpec,
     NormalSpec,
@@ -31,7 +32,6 @@ from trak_core.spec import (
 )
 from trak_core.system.files import data_digests
 
-TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.

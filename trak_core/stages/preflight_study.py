@@ -33,10 +33,10 @@ from trak_core.gradients import (
 from trak_core.model.named_output import model_output as named_output
 from trak_core.model.sample_order import blaming
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import Weighting
+from trak_core.spec import TRAIN, Weighting
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.split import Split, users_code
-from trak_core.study.study import TRAIN, Study
+from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 from trak_core.system.job import quiet_libraries
 

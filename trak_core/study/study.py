@@ -27,9 +27,8 @@ from typing import Any
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.spec import TRAIN
 from trak_core.study.split import Split, checked_ids, users_code
-
-TRAIN = "train"
 
 
 def _run(path: Path) -> ModuleType:

@@ -1,8 +1,6 @@
-"""Read a config, and the tables beside it, and compare it with its schema in a user's words."""
+"""Read a config and compare it with its JSON Schema, in a user's words."""
 
-import csv
 import math
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -228,73 +226,3 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines))
-
-
-def read_table(
-    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> list[tuple[str, ...]]:
-    """Read columns of a tab-separated table with a header.
-
-    Args:
-        path: The table.
-        columns: Names of the columns to read.
-        optional: Names of more, which need not be there, nor be filled.
-
-    Returns:
-        One tuple of stripped strings a row, empty ones for what is not there.
-
-    Raises:
-        InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
-    """
-    if not path.is_file():
-        raise InputError(f"{path}: the table must exist. Found nothing there.")
-    try:
-        # Spreadsheets begin UTF-8 with a mark.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t", strict=True)
-            return _read_rows(reader, path, columns, optional)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
-        ) from error
-
-
-def _read_rows(
-    reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    found = [*(reader.fieldnames or ())]
-    if any(found.count(c) != 1 for c in columns) or any(found.count(c) > 1 for c in optional):
-        missing = ", ".join(c for c in columns if c not in found) or "none"
-        raise InputError(
-            f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
-            f"once. Missing: {missing}; found {', '.join(found) or 'nothing'}."
-        )
-    rows = []
-    for row in reader:
-        cells = tuple((row[c] or "").strip() for c in columns)
-        if not all(cells):
-            raise InputError(
-                f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
-                f"{', '.join(map(repr, cells))} in line {reader.line_num}."
-            )
-        rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
-    if not rows:
-        raise InputError(f"{path}: the table must have rows. Found only a header.")
-    return rows
-
-
-def target_ids(targets: list[int | str] | str) -> list[int | str]:
-    """Return an experiment's target ids.
-
-    Args:
-        targets: The ids, or the path of a table with the column ``id``; ids there count as
-            integers if all of them are written as one is, so that 0007 stays text.
-
-    Raises:
-        InputError: If the table is missing or malformed.
-    """
-    if not isinstance(targets, str):
-        return list(targets)
-    ids = [row[0] for row in read_table(Path(targets), ("id",))]
-    integers = all(re.fullmatch(r"0|-?[1-9]\d*", i) for i in ids)
-    return [int(i) for i in ids] if integers else list(ids)
