@@ -39,11 +39,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a YAML file in which a key stands twice in one mapping.
-
-    Raises:
-        InputError: It names the key and both lines.
-    """
+    """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
     with path.open(encoding="utf-8") as file:
         try:
             yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
@@ -64,16 +60,13 @@ _TextKeyLoader.add_constructor(
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Read values that Snakemake's ``--config`` left as text, as a file's values are read.
+    """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
 
     It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
 
     Args:
         config: With what the entries gave.
         entries: Each as the command line has it, ``key=value``.
-
-    Returns:
-        The config, with those values read.
 
     Raises:
         InputError: If one of them is no YAML; it names the key.
@@ -84,32 +77,25 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
             return given
         return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
 
-    found = dict(config)
+    read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
-        if isinstance(found.get(key), Mapping | list):
+        if isinstance(read.get(key), Mapping | list):
             try:
                 given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
             except (yaml.YAMLError, ValueError) as error:
                 raise InputError(f"--config {key}: the value must be YAML. {error}") from error
-            found[key] = merged(found[key], given)
-    return found
+            read[key] = merged(read[key], given)
+    return read
 
 
-def check_plain(value: Any, where: str = "") -> None:
+def _check_plain(value: Any, where: str = "") -> None:
     """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
 
-    Ids of checkpoints are made strings.
-
-    Args:
-        value: A config, or a part of it.
-        where: That part's key, for the message.
-
-    Raises:
-        InputError: It names the key.
+    Ids of checkpoints may be numbers; they are made strings later.
     """
     if isinstance(value, list):
         for i, inner in enumerate(value):
-            check_plain(inner, f"{where}[{i}]")
+            _check_plain(inner, f"{where}[{i}]")
         return
     if not isinstance(value, Mapping):
         if not isinstance(value, str | int | float | None):
@@ -123,7 +109,7 @@ def check_plain(value: Any, where: str = "") -> None:
             raise InputError(
                 f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes."
             )
-        check_plain(inner, f"{where}.{key}".removeprefix("."))
+        _check_plain(inner, f"{where}.{key}".removeprefix("."))
 
 
 # JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
@@ -144,12 +130,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
         known = schema.get("properties", {})
         given = error.instance if isinstance(error.instance, Mapping) else {}
         unknown = ", ".join(repr(key) for key in given if key not in known)
-        near = [
-            one
-            for key in given
-            if key not in known
-            for one in get_close_matches(str(key), known, 1)
-        ]
+        matches = (get_close_matches(str(key), known, 1) for key in given if key not in known)
+        near = [name for names in matches for name in names]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
@@ -165,9 +147,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "exclusiveMinimum": lambda: f"must be above {limit}",
         "maximum": lambda: f"must be at most {limit}",
         "exclusiveMaximum": lambda: f"must be below {limit}",
-        "minItems": lambda: "must not be empty",
-        "minLength": lambda: "must not be empty",
-        "minProperties": lambda: "must not be empty",
+        **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
         "uniqueItems": lambda: "must list each once",
         "pattern": lambda: "must be as its meaning says",
     }.get(str(error.validator), lambda: error.message)()
@@ -212,16 +192,12 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Compare a config with its schema.
-
-    Args:
-        config: Plain values.
-        schema: JSON Schema, draft 2020-12.
+    """Compare a config with its JSON Schema, draft 2020-12.
 
     Raises:
         InputError: It lists everything that is wrong, a line each.
     """
-    check_plain(config)
+    _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:

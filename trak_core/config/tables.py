@@ -10,12 +10,7 @@ from trak_core.errors import InputError
 def read_table(
     path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Read columns of a tab-separated table with a header.
-
-    Args:
-        path: The table.
-        columns: Names of the columns to read.
-        optional: Names of more, which need not be there, nor be filled.
+    """Read columns of a tab-separated table with a header; optional ones may lack, or be empty.
 
     Returns:
         One tuple of stripped strings a row, empty ones for what is not there.
@@ -39,12 +34,12 @@ def read_table(
 def _read_rows(
     reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
 ) -> list[tuple[str, ...]]:
-    found = [*(reader.fieldnames or ())]
-    if any(found.count(c) != 1 for c in columns) or any(found.count(c) > 1 for c in optional):
-        missing = ", ".join(c for c in columns if c not in found) or "none"
+    header = [*(reader.fieldnames or ())]
+    if any(header.count(c) != 1 for c in columns) or any(header.count(c) > 1 for c in optional):
+        missing = ", ".join(c for c in columns if c not in header) or "none"
         raise InputError(
             f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
-            f"once. Missing: {missing}; found {', '.join(found) or 'nothing'}."
+            f"once. Missing: {missing}; found {', '.join(header) or 'nothing'}."
         )
     rows = []
     for row in reader:
@@ -61,14 +56,9 @@ def _read_rows(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str]:
-    """Return an experiment's target ids.
+    """Return an experiment's target ids, which are given or in a table's column ``id``.
 
-    Args:
-        targets: The ids, or the path of a table with the column ``id``; ids there count as
-            integers if all of them are written as one is, so that 0007 stays text.
-
-    Raises:
-        InputError: If the table is missing or malformed.
+    Ids of a table count as integers if all of them are written as one is, so that 0007 stays text.
     """
     if not isinstance(targets, str):
         return list(targets)
