@@ -24,39 +24,30 @@ peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test`
 lora = pytest.importorskip("lora_models")
 
 LLAMA = ("q_proj", "v_proj")
-# A base and settings: what peft stores in ways of its own.
+
+
+def on_llama(**settings):
+    return lora.llama, peft.LoraConfig, {"target_modules": LLAMA, **settings}
+
+
+def on_gpt2(**settings):
+    settings |= {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+    return lora.gpt2, peft.LoraConfig, settings
+
+
+# A base, a kind of config and its settings: what peft stores in ways of its own.
 KINDS = {
-    "LoRA": (lora.llama, peft.LoraConfig, {"target_modules": LLAMA}),
-    "all linear layers": (lora.llama, peft.LoraConfig, {"target_modules": "all-linear"}),
+    "LoRA": on_llama(),
+    "all linear layers": on_llama(target_modules="all-linear"),
     "peft's own choice of layers": (lora.llama, peft.LoraConfig, {}),
-    "GPT-2": (lora.gpt2, peft.LoraConfig, {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
-    "ranks and alphas by layer": (
-        lora.llama,
-        peft.LoraConfig,
-        {"target_modules": LLAMA, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}},
-    ),
-    "DoRA, rsLoRA": (
-        lora.llama,
-        peft.LoraConfig,
-        {"target_modules": LLAMA, "use_dora": True, "use_rslora": True},
-    ),
-    "PiSSA": (lora.llama, peft.LoraConfig, {"target_modules": LLAMA, "init_lora_weights": "pissa"}),
-    "whole modules": (
-        lora.llama,
-        peft.LoraConfig,
-        {"target_modules": LLAMA, "modules_to_save": ["lm_head", "embed_tokens"]},
-    ),
-    "embeddings": (lora.llama, peft.LoraConfig, {"target_modules": [*LLAMA, "embed_tokens"]}),
-    "some tokens": (
-        lora.llama,
-        peft.LoraConfig,
-        {"target_modules": LLAMA, "trainable_token_indices": [3, 5]},
-    ),
-    "biases": (
-        lora.gpt2,
-        peft.LoraConfig,
-        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"},
-    ),
+    "GPT-2": on_gpt2(),
+    "ranks and alphas by layer": on_llama(rank_pattern={"q_proj": 2}, alpha_pattern={"v_proj": 3}),
+    "DoRA, rsLoRA": on_llama(use_dora=True, use_rslora=True),
+    "PiSSA": on_llama(init_lora_weights="pissa"),
+    "whole modules": on_llama(modules_to_save=["lm_head", "embed_tokens"]),
+    "embeddings": on_llama(target_modules=[*LLAMA, "embed_tokens"]),
+    "some tokens": on_llama(trainable_token_indices=[3, 5]),
+    "biases": on_gpt2(bias="all"),
     "IA3": (
         lora.llama,
         peft.IA3Config,

@@ -70,14 +70,6 @@ def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, cap
         load_checkpoint(net(), path)
 
 
-def test_a_model_keeps_a_prefix_of_its_own(state, tmp_path, capsys):
-    model = nn.ModuleDict({"model": net()})
-    torch.save({f"model.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
-    load_checkpoint(model, tmp_path / "a.pt")
-    assert torch.equal(model["model"][0].weight, state["0.weight"])
-    assert not capsys.readouterr().out
-
-
 def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
     state, tmp_path, monkeypatch
 ):
@@ -155,12 +147,13 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_model_with_a_part_called_module(tmp_path, prefix):
+def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
     saved, model = Wrapper(), Wrapper()
     torch.save({prefix + k: v for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
     load_checkpoint(model, tmp_path / "a.pt")
     for key, value in saved.state_dict().items():
         assert torch.equal(model.state_dict()[key], value)
+    assert bool(capsys.readouterr().out) == bool(prefix)
 
 
 def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
@@ -186,9 +179,9 @@ def test_any_ending_of_a_name(state, tmp_path, name):
 
 def test_what_the_system_refuses_to_read(tmp_path):
     with pytest.raises(InputError, match=r"must be; .*Reading it failed: Is a directory\. Give a"):
-        read_tensors(tmp_path, "it must be", "", hashlib.sha256())
+        read_tensors(tmp_path, "it must be", "", hashlib.sha256().update)
     with pytest.raises(InputError, match=r"No such file or directory\. Give a file that may be"):
-        read_tensors(tmp_path / "none.pt", "it must be", "", hashlib.sha256())
+        read_tensors(tmp_path / "none.pt", "it must be", "", hashlib.sha256().update)
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
@@ -254,40 +247,6 @@ def test_tied_parameters_are_needed_once(tmp_path):
     assert torch.equal(model.head.weight, weight)
 
 
-def truncated(state, path):
-    torch.save(state, path)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def whole_model(state, path):
-    torch.save(net(), path)
-
-
-def list_of_tensors(state, path):
-    torch.save(list(state.values()), path)
-
-
-def text(state, path):
-    path.write_text("not a checkpoint")
-
-
-def empty(state, path):
-    path.write_bytes(b"")
-
-
-def other_zip(state, path):
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("a", "b")
-
-
-@pytest.mark.parametrize("write", [truncated, whole_model, list_of_tensors, text, empty, other_zip])
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_what_is_no_checkpoint_is_explained(state, tmp_path, write, name):
-    write(state, tmp_path / name)
-    with pytest.raises(InputError, match=r"a\.\w+: a checkpoint must be a state dict"):
-        read_state_dict(tmp_path / name)
-
-
 def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
     """Of the format that torch writes today; torch alone finds none in the weights."""
     path = tmp_path / "a.pt"
@@ -314,23 +273,3 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
             assert read.keys() == state.keys(), position
             assert all(torch.equal(read[key], state[key]) for key in state), position
     assert n_found > 100
-
-
-def test_no_file_and_no_weights(tmp_path):
-    with refused("study.checkpoint_exists", "gone.pt"):
-        read_state_dict(tmp_path / "gone.pt")
-    (tmp_path / "notes.txt").write_text("")
-    with refused("study.checkpoint_folder", "notes.txt"):
-        read_state_dict(tmp_path)
-
-
-def test_keys_that_do_not_fit_are_listed(state, tmp_path):
-    del state["0.bias"]
-    state["extra"] = torch.zeros(1)
-    state["2.weight"] = torch.zeros(3, 4)
-    torch.save(state, tmp_path / "a.pt")
-    misfits = (
-        "missing in the checkpoint: 0.bias; unknown to the model: extra; of another shape: 2.weight"
-    )
-    with refused("study.checkpoint_keys", misfits, "(3, 4) for (2, 4)"):
-        load_checkpoint(net(), tmp_path / "a.pt")

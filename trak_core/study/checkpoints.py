@@ -53,10 +53,7 @@ def _shards(index: Path) -> list[Path]:
 def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     """Return the files of a checkpoint's weights; and an adapter's config or an index, if any."""
     if not checkpoint.exists():
-        raise InputError(
-            f"{checkpoint}: a checkpoint must exist. Found nothing there.",
-            code="study.checkpoint_exists",
-        )
+        raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
@@ -84,8 +81,7 @@ def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
     raise InputError(
         f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
         f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer leaves them. Found {contents}.",
-        code="study.checkpoint_folder",
+        f"do, as a Trainer leaves them. Found {contents}."
     )
 
 
@@ -136,7 +132,7 @@ def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     if config:
         digest.update(config.read_bytes())
     for path in files:
-        state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest), path)
+        state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest.update), path)
     return state, digest.hexdigest()
 
 

@@ -88,21 +88,16 @@ def adam_scales(
 
 def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
     """Return groups of parameters, what has second moments by number, and the file's SHA-256."""
-    if not source.is_file():
+    is_safe = source.suffix == ".safetensors"
+    if is_safe or not source.is_file():
+        file = "safetensors, which hold no optimizer; name their folder" if is_safe else "no file"
         raise InputError(
-            f"{source}: the optimizer's state must lie with the weights. Found no such file. "
-            f"{_TAKES}",
-            code="study.optimizer_state",
-        )
-    if source.suffix == ".safetensors":
-        raise InputError(
-            f"{source}: the optimizer's state must lie with the weights. Found safetensors, which "
-            f"hold no optimizer; name their folder. {_TAKES}",
+            f"{source}: the optimizer's state must lie with the weights. Found {file}. {_TAKES}",
             code="study.optimizer_state",
         )
     must = "an optimizer's state must be a whole file of torch.save"
     digest = hashlib.sha256()
-    saved = read_tensors(source, must, _TAKES, digest)
+    saved = read_tensors(source, must, _TAKES, digest.update)
     entries = saved if isinstance(saved, dict) else {}
     state = next((entries[key] for key in _KEYS if key in entries), entries)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):

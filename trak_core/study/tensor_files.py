@@ -8,10 +8,10 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Protocol, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 from safetensors.torch import load_file
@@ -26,12 +26,6 @@ _FOLDER = 0x10  # among a zip entry's attributes
 _AGAIN = "Copy it again."
 # What torch and safetensors say of a file that ends too early.
 _CUT = re.compile(r"unexpected EOF|invalid header length|incomplete metadata")
-
-
-class Digest(Protocol):
-    """A hash of hashlib's."""
-
-    def update(self, data: Any, /) -> None: ...
 
 
 class _UnreadableError(Exception):
@@ -90,15 +84,17 @@ def _parts(file: BinaryIO) -> list[tuple[int, zipfile.ZipInfo]]:
 
 
 def _digest(
-    mapped: _MappedFile, parts: Sequence[tuple[int, zipfile.ZipInfo]], digest: Digest
+    mapped: _MappedFile,
+    parts: Sequence[tuple[int, zipfile.ZipInfo]],
+    update: Callable[[memoryview], None],
 ) -> None:
     """Digest all bytes in order, and compare the checksums of parts, which torch doesn't."""
     end = 0
     with memoryview(mapped) as data:
         for start, entry in parts:
             stop = start + entry.file_size
-            digest.update(data[end:start])
-            digest.update(data[start:stop])
+            update(data[end:start])
+            update(data[start:stop])
             if zlib.crc32(data[start:stop]) != entry.CRC:
                 raise _UnreadableError(
                     f"the checksum of its part {entry.filename} differs: the file is damaged, or "
@@ -106,16 +102,26 @@ def _digest(
                     "or save it with checksums."
                 )
             end = stop
-        digest.update(data[end:])
+        update(data[end:])
 
 
-def _unknown(start: bytes, remedy: str) -> str:
-    """Return what a file is that begins as no file of tensors does."""
+def _kind(start: bytes, remedy: str) -> str:
+    """Return the kind of a file that begins so: ``safetensors``, ``zip``, or torch's old one."""
+    if start[7:9] == b"\0{":  # eight bytes of a length, then JSON
+        return "safetensors"
+    if start.startswith(_ZIP):
+        return "zip"
+    if start.startswith(_PICKLE):
+        return "pickle"
     if not start.strip(b"\0"):
-        return f"it {'begins with zeros alone' if start else 'is empty'}. {_AGAIN}"
+        raise _UnreadableError(f"it {'begins with zeros alone' if start else 'is empty'}. {_AGAIN}")
     if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of Git LFS. Fetch the file itself by `git lfs pull`."
-    return f"it begins with {start}, as neither torch.save's files nor safetensors do. {remedy}"
+        raise _UnreadableError(
+            "it is a pointer of Git LFS. Fetch the file itself by `git lfs pull`."
+        )
+    raise _UnreadableError(
+        f"it begins with {start}, as neither torch.save's files nor safetensors do. {remedy}"
+    )
 
 
 def _reason(error: Exception, remedy: str) -> str:
@@ -160,18 +166,7 @@ def _explained(path: Path, must: str, remedy: str) -> Generator[None, None, None
         ) from error
 
 
-def _is_safetensors(start: bytes) -> bool:
-    return start[7:9] == b"\0{"  # eight bytes of a length, then JSON
-
-
-def _is_zip(start: bytes, remedy: str) -> bool:
-    """Return whether a file is a zip file of PyTorch's, False for an old one."""
-    if not start.startswith((_ZIP, _PICKLE)):
-        raise _UnreadableError(_unknown(start, remedy))
-    return start.startswith(_ZIP)
-
-
-def read_tensors(path: Path, must: str, remedy: str, digest: Digest) -> Any:
+def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryview], None]) -> Any:
     """Read a file of tensors, and of nothing that would run code, on the CPU.
 
     The process never holds a file of ``torch.save`` beside its tensors: the file is mapped, so that
@@ -182,7 +177,7 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Digest) -> Any:
         path: Written by ``torch.save`` or safetensors; its first bytes tell which, not its name.
         must: What it must be, for the message.
         remedy: What to do if it is whole and holds something else, for the message.
-        digest: Gets the file's bytes, in order.
+        update: The method of a hash; it gets the file's bytes, in order.
 
     Returns:
         What was saved.
@@ -191,12 +186,11 @@ def read_tensors(path: Path, must: str, remedy: str, digest: Digest) -> Any:
         InputError: If the file cannot be read, or is damaged.
     """
     with _explained(path, must, remedy), path.open("rb") as file:
-        start = file.read(32)
-        is_safe = _is_safetensors(start)
-        parts = _parts(file) if not is_safe and _is_zip(start, remedy) else []
+        kind = _kind(file.read(32), remedy)
+        parts = _parts(file) if kind == "zip" else []
         with _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            _digest(mapped, parts, digest)
-            if is_safe:
+            _digest(mapped, parts, update)
+            if kind == "safetensors":
                 return load_file(path)
             # A file, not its path, because torch looks at a path's ending.
             return torch.load(cast(IO[bytes], mapped), map_location="cpu", weights_only=True)
@@ -215,10 +209,10 @@ def read_shapes(path: Path, must: str, remedy: str) -> Any:
         InputError: If the file cannot be read; checksums are not compared.
     """
     with _explained(path, must, remedy), path.open("rb") as file:
-        start = file.read(32)
-        if _is_safetensors(start):
+        kind = _kind(file.read(32), remedy)
+        if kind == "safetensors":
             return load_file(path)  # mapped, and not touched
-        if not _is_zip(start, remedy):
+        if kind == "pickle":
             return None
         _parts(file)
         file.seek(0)
