@@ -28,10 +28,10 @@ class Checkpoint:
 
     Attributes:
         run: Name of the training it comes from.
-        at: When in it, in any unit; None where it doesn't say, or where the run says nothing else.
-        path: Where it lies; None where the pipeline trains it.
-        arguments: What the study's ``train`` gets for this run alone; empty if it has a path.
-        is_listed: Whether it was found by looking into a Trainer's folder.
+        at: When in the run, in any unit; None where nothing says so.
+        path: A file or folder; None where the pipeline trains the checkpoint.
+        arguments: What the study's ``train`` gets for this run alone; empty with a path.
+        is_listed: Whether a Trainer's folder was listed to find it.
     """
 
     run: str

@@ -210,14 +210,14 @@ def _like(old: Any, label: int) -> Any:
     return np.full_like(old, label) if isinstance(old, np.ndarray) else type(old)(label)
 
 
-def class_labels(split: Split) -> np.ndarray:
-    """Return the label of every sample, integers of shape (n,).
+def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
+    """Return the same samples and ids with some labels flipped (see ``flipped_labels``).
 
     Raises:
-        InputError: If a label is not an integer.
+        InputError: If labels are not integers, or all the same.
     """
-    labels = []
-    for i in range(len(split.ids)):
+    labels = np.empty(len(split.ids), dtype=np.int64)
+    for i in range(len(labels)):
         sample = split.samples[i]
         label = torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
         if label.ndim or label.is_floating_point():
@@ -226,17 +226,7 @@ def class_labels(split: Split) -> np.ndarray:
                 f"{tuple(label.shape)} of {label.dtype} in sample {split.ids[i]}.",
                 code="study.flipped_labels",
             )
-        labels.append(int(label))
-    return np.array(labels)
-
-
-def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
-    """Return the same samples and ids with some labels flipped (see ``flipped_labels``).
-
-    Raises:
-        InputError: If labels are not integers, or all the same.
-    """
-    labels = class_labels(split)
+        labels[i] = int(label)
     if len(np.unique(labels)) < 2:
         raise InputError(
             f"Labels to be flipped must be of two classes or more. Found {labels[0]} only.",
