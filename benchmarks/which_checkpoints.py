@@ -25,7 +25,7 @@ import yaml
 from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.config.load import target_ids
+from trak_core.config.tables import target_ids
 from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
 from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
 from trak_core.evaluation.lds import GroundTruth

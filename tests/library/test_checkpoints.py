@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -8,16 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.checkpoints import (
-    check_checkpoint,
-    checkpoint_sha256,
-    load_checkpoint,
-    read_state_dict,
-)
+from trak_core.study.checkpoints import check_checkpoint, load_checkpoint, read_state_dict
 from trak_core.study.tensor_files import read_tensors
 
 
@@ -42,7 +39,7 @@ def same(state, path):
     model = net()
     check_checkpoint(model, path)
     digests = load_checkpoint(model, path)
-    assert digests == {"sha256": checkpoint_sha256(path)}
+    assert digests == {"sha256": read_state_dict(path)[1]}
     assert not model.training
     return all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
@@ -67,16 +64,10 @@ def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, cap
     assert not capsys.readouterr().out
     # One key without it: nothing is guessed.
     torch.save({"other": torch.ones(1), **{prefix + k: v for k, v in state.items()}}, path)
-    with pytest.raises(InputError, match=rf"unknown to the model: other, {prefix}0\.weight, "):
+    with refused(
+        "study.checkpoint_keys", re.compile(rf"to the model: other, {prefix}0\.weight.*more")
+    ):
         load_checkpoint(net(), path)
-
-
-def test_a_model_keeps_a_prefix_of_its_own(state, tmp_path, capsys):
-    model = nn.ModuleDict({"model": net()})
-    torch.save({f"model.{key}": value for key, value in state.items()}, tmp_path / "a.pt")
-    load_checkpoint(model, tmp_path / "a.pt")
-    assert torch.equal(model["model"][0].weight, state["0.weight"])
-    assert not capsys.readouterr().out
 
 
 def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
@@ -84,7 +75,7 @@ def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
 ):
     monkeypatch.chdir(tmp_path)
     torch.save({"epoch": 3, "opt": {}, "net": state}, path := Path("a.pt"))
-    with pytest.raises(InputError, match=r"Found dict with epoch, opt, net\. Save") as error:
+    with refused("study.state_dict", path, "dict with epoch, opt, net") as error:
         load_checkpoint(net(), path)
     call = str(error.value).split("`")[-2]
     assert call == "torch.save(torch.load('a.pt')['net'], 'a-weights.pt')"
@@ -120,16 +111,15 @@ def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_file_is_read_once_and_held_once(tmp_path, zipped):
+def test_a_file_is_read_once(tmp_path, zipped):
     """Tensors, digest and checksums come of the same read."""
     path, n = tmp_path / "a.pt", 6
     state = {f"{i}.weight": torch.randn(1000, 1000) for i in range(n)}
     torch.save(state, path, _use_new_zipfile_serialization=zipped)
-    digest = hashlib.sha256()
     before = bytes_read()
-    read = read_state_dict(path, digest)
+    read, sha256 = read_state_dict(path)
     assert bytes_read() - before < 1.1 * path.stat().st_size
-    assert digest.hexdigest() == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert all(torch.equal(read[key], state[key]) for key in state)
 
 
@@ -139,9 +129,7 @@ def test_keys_and_shapes_are_checked_without_reading_the_numbers(tmp_path):
         before = bytes_read()
         check_checkpoint(nn.Linear(1000, 1000), tmp_path / name)
         assert bytes_read() - before < 0.1 * 4e6
-        with pytest.raises(
-            InputError, match=r"of another shape: weight \(1000, 1000\) for \(1000, 9"
-        ):
+        with refused("study.checkpoint_keys", "weight (1000, 1000) for (1000, 9"):
             check_checkpoint(nn.Linear(9, 1000), tmp_path / name)
 
 
@@ -159,21 +147,24 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
-def test_a_model_with_a_part_called_module(tmp_path, prefix):
+def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
     saved, model = Wrapper(), Wrapper()
     torch.save({prefix + k: v for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
     load_checkpoint(model, tmp_path / "a.pt")
     for key, value in saved.state_dict().items():
         assert torch.equal(model.state_dict()[key], value)
+    assert bool(capsys.readouterr().out) == bool(prefix)
 
 
 def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
     del state["0.bias"]
     torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match=r"Found missing in the checkpoint: 0\.bias\. Does"):
+    with refused("study.checkpoint_keys", "module.", "Found missing in the checkpoint: 0.bias"):
         load_checkpoint(net(), tmp_path / "a.pt")
     torch.save({}, tmp_path / "empty.pt")
-    with pytest.raises(InputError, match=r"missing in the checkpoint: 0\.weight"):
+    with refused(
+        "study.checkpoint_keys", re.compile(r"missing in the checkpoint: 0\.weight.* more")
+    ):
         load_checkpoint(net(), tmp_path / "empty.pt")
 
 
@@ -188,9 +179,9 @@ def test_any_ending_of_a_name(state, tmp_path, name):
 
 def test_what_the_system_refuses_to_read(tmp_path):
     with pytest.raises(InputError, match=r"must be; .*Reading it failed: Is a directory\. Give a"):
-        read_tensors(tmp_path, "it must be", "", hashlib.sha256())
+        read_tensors(tmp_path, "it must be", "", hashlib.sha256().update)
     with pytest.raises(InputError, match=r"No such file or directory\. Give a file that may be"):
-        read_tensors(tmp_path / "none.pt", "it must be", "", hashlib.sha256())
+        read_tensors(tmp_path / "none.pt", "it must be", "", hashlib.sha256().update)
 
 
 def test_memory_that_runs_out_is_no_fault_of_the_file(state, tmp_path, monkeypatch):
@@ -216,9 +207,9 @@ def test_hugging_face_folders(state, tmp_path, suffix, sharded):
         index = {"metadata": {}, "weight_map": files}
         (tmp_path / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
     assert same(state, tmp_path)
-    before = checkpoint_sha256(tmp_path)
+    before = read_state_dict(tmp_path)[1]
     (tmp_path / "config.json").write_text('{"other": 1}')
-    assert checkpoint_sha256(tmp_path) == before
+    assert read_state_dict(tmp_path)[1] == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,23 +224,18 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
     load_checkpoint(model, tmp_path)
     for key, value in saved.state_dict().items():
         assert torch.equal(model.state_dict()[key], value)
-    before = checkpoint_sha256(tmp_path)
     shards[-1].rename(tmp_path / "elsewhere")
-    for read in (read_state_dict, checkpoint_sha256):
-        with pytest.raises(
-            InputError, match=rf"index\.json: every file .* Found no {shards[-1].name}"
-        ):
-            read(tmp_path)
+    with refused("study.checkpoint_shards", shards[-1].name):
+        read_state_dict(tmp_path)
     shards[-1].write_bytes((tmp_path / "elsewhere").read_bytes()[:-1])
-    assert checkpoint_sha256(tmp_path) != before
-    with pytest.raises(InputError, match=rf"{shards[-1].name}: a checkpoint must be a state dict"):
+    with refused("study.tensor_file", shards[-1].name):
         read_state_dict(tmp_path)
 
 
 @pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON"])
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(InputError, match=r"index\.json: the index .* mapping `weight_map`"):
+    with refused("study.checkpoint_index", re.compile(r"(?<=failed: ).*")):
         read_state_dict(tmp_path)
 
 
@@ -259,40 +245,6 @@ def test_tied_parameters_are_needed_once(tmp_path):
     model = Tied()
     load_checkpoint(model, tmp_path / "a.safetensors")
     assert torch.equal(model.head.weight, weight)
-
-
-def truncated(state, path):
-    torch.save(state, path)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
-def whole_model(state, path):
-    torch.save(net(), path)
-
-
-def list_of_tensors(state, path):
-    torch.save(list(state.values()), path)
-
-
-def text(state, path):
-    path.write_text("not a checkpoint")
-
-
-def empty(state, path):
-    path.write_bytes(b"")
-
-
-def other_zip(state, path):
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("a", "b")
-
-
-@pytest.mark.parametrize("write", [truncated, whole_model, list_of_tensors, text, empty, other_zip])
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
-def test_what_is_no_checkpoint_is_explained(state, tmp_path, write, name):
-    write(state, tmp_path / name)
-    with pytest.raises(InputError, match=r"a\.\w+: a checkpoint must be a state dict"):
-        read_state_dict(tmp_path / name)
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
@@ -314,29 +266,10 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
         path.write_bytes(flipped)
         try:
             with warnings.catch_warnings(action="ignore"):  # of odd pickle protocols
-                read = read_state_dict(path)
+                read, _ = read_state_dict(path)
         except InputError:
             n_found += 1
         else:
             assert read.keys() == state.keys(), position
             assert all(torch.equal(read[key], state[key]) for key in state), position
     assert n_found > 100
-
-
-def test_no_file_and_no_weights(tmp_path):
-    with pytest.raises(InputError, match="Found nothing there"):
-        read_state_dict(tmp_path / "gone.pt")
-    (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(InputError, match=r"must hold one of model\.safetensors.* Found notes\.txt"):
-        read_state_dict(tmp_path)
-
-
-def test_keys_that_do_not_fit_are_listed(state, tmp_path):
-    del state["0.bias"]
-    state["extra"] = torch.zeros(1)
-    state["2.weight"] = torch.zeros(3, 4)
-    torch.save(state, tmp_path / "a.pt")
-    with pytest.raises(InputError) as error:
-        load_checkpoint(net(), tmp_path / "a.pt")
-    assert "missing in the checkpoint: 0.bias; unknown to the model: extra" in str(error.value)
-    assert "of another shape: 2.weight (3, 4) for (2, 4)" in str(error.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trak_core import provenance
-from trak_core.config.digests import study_digests
+from trak_core.config.specs import study_digests
 from trak_core.errors import InputError
 from trak_core.provenance import (
     code_digest,

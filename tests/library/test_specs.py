@@ -134,9 +134,14 @@ def test_no_field_of_scores_hides_one_of_features():
     assert names[0] & names[1] == {"targets_digest"}
 
 
+def evaluated(**changes):
+    return {"evaluation": {**EVALUATION, **changes}}
+
+
 # What a change decides, of the jobs above.
 MATRICES = {"normal_matrix", "flipped_normal_matrix"}
-FEATURES = {"features", "train", "distortion", "embeddings", "flipped_features", *MATRICES}
+STORED = {"features", "train", "flipped_features", *MATRICES}
+FEATURES = {"distortion", "embeddings", *STORED}
 AVERAGES = {"scores", "self_influence", "flipped"}
 SCORES = {"checkpoint_scores", *AVERAGES}
 OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
@@ -149,20 +154,16 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ({"compute__memory_mb": 5}, set()),
         ({"compute__shards": 1}, set()),
         ({"scoring__top": 3}, set()),
-        ({"scoring__keep": "top_k", "evaluation": {**EVALUATION}}, None),
         ({"scoring__combine": "average_of_products"}, AVERAGES),
         ({"scoring__combine": "unit_average"}, SCORES | MATRICES),
         ({"scoring__loss_weight_power": 1}, AVERAGES),
         ({"scoring__damping": 1}, SCORES),
         ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
         ({"scoring__normalize": True}, SCORES | MATRICES),
-        (
-            {"features_dtype": "float16"},
-            {"features", "train", "flipped_features", *SCORES, *MATRICES},
-        ),
+        ({"features_dtype": "float16"}, {*STORED, *SCORES}),
         (
             {"projection": {"kind": "rademacher", "proj_dim": 32, "seed": 1}},
-            {"features", "train", "distortion", "flipped_features", *SCORES, *MATRICES},
+            {"distortion", *STORED, *SCORES},
         ),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         (
@@ -171,19 +172,11 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ),
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
-        ({"evaluation": {**EVALUATION, "flipped": {"fraction": 0.2}}}, OF_FLIPPED),
+        (evaluated(flipped={"fraction": 0.2}), OF_FLIPPED),
+        (evaluated(subsets={"count": 60, "seeds": 3, "seed": 7}), {"halves"}),
+        (evaluated(subsets={"count": 9, "seeds": 2, "seed": 7}), set()),
         (
-            {"evaluation": {**EVALUATION, "subsets": {"count": 60, "seeds": 3, "seed": 7}}},
-            {"halves"},
-        ),
-        ({"evaluation": {**EVALUATION, "subsets": {"count": 9, "seeds": 2, "seed": 7}}}, set()),
-        (
-            {
-                "evaluation": {
-                    **EVALUATION,
-                    "removals": {**EVALUATION["removals"], "n_removed": [4, 8]},
-                }
-            },
+            evaluated(removals={**EVALUATION["removals"], "n_removed": [4, 8]}),
             {"random_removals", "top_removals"},
         ),
     ],
@@ -191,25 +184,15 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
 )
 def test_what_a_change_of_the_config_decides(made, change, decided):
     before = all_specs(made(evaluation=EVALUATION))
-    if decided is None:
-        with pytest.raises(InputError, match=r"scoring\.keep must be full"):
-            made(**change)
-        return
     after = all_specs(made(**{"evaluation": EVALUATION, **change}))
     assert {job for job in before if before[job].as_dict() != after[job].as_dict()} == decided
 
 
-def test_an_edit_of_the_study_decides_everything(made, tmp_path):
-    before = all_specs(made(evaluation=EVALUATION))
-    (tmp_path / "study.py").write_text("make_model = 1\n")
-    after = all_specs(made(evaluation=EVALUATION))
-    assert {job for job in before if before[job] == after[job]} == set()
-
-
-def test_a_byte_of_a_data_file_decides_everything(made, tmp_path):
+@pytest.mark.parametrize("edited", ["study.py", "data.csv"])
+def test_an_edit_of_the_study_or_its_data_decides_everything(made, tmp_path, edited):
     (tmp_path / "data.csv").write_text("1,2\n")
     before = all_specs(made(evaluation=EVALUATION, data_files=["*.csv"]))
-    (tmp_path / "data.csv").write_text("1,3\n")
+    (tmp_path / edited).write_text("make_model = 1\n")
     after = all_specs(made(evaluation=EVALUATION, data_files=["*.csv"]))
     assert {job for job in before if before[job] == after[job]} == set()
 
@@ -235,25 +218,6 @@ def test_a_checkpoints_spec_knows_nothing_of_the_others(made):
     assert own.of_targets().targets_digest == content_digest(["3", "1"], code)
 
 
-@pytest.mark.parametrize(
-    ("output", "power", "said"),
-    [
-        ("image_classification", 0.5, "whose loss weight is a probability"),
-        ("text_classification", 0.5, "whose loss weight is a probability"),
-        ("language_modelling", 0.5, "whose loss weight is a probability"),
-        ("regression", 1, "whose loss weight is no probability"),
-    ],
-)
-def test_the_power_of_loss_weights_is_the_model_outputs_own(made, output, power, said):
-    specs = made(model_output=output)
-    assert specs.scores("few").loss_weight_power == power
-    assert said in specs.defaults
-    assert output in specs.defaults
-    given = made(model_output=output, scoring__loss_weight_power=0.25)
-    assert given.scores("few").loss_weight_power == 0.25
-    assert "power" not in given.defaults
-
-
 ALONG = {"c": {"seed": 0, "at": [1, 5]}}
 WHOLE = {"combine": "unit_average", "weighting": "plain", "loss_weight_power": 1}
 
@@ -263,6 +227,8 @@ WHOLE = {"combine": "unit_average", "weighting": "plain", "loss_weight_power": 1
     [
         ("image_classification", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 0.5),
         ("regression", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 1),
+        ("text_classification", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 0.5),
+        ("language_modelling", CONFIG["checkpoints"], {}, "product_of_averages", "plain", 0.5),
         ("image_classification", ALONG, {}, "unit_average", "curvature", 0.75),
         ("text_classification", ALONG, {}, "unit_average", "curvature", 0.75),
         ("regression", ALONG, {}, "unit_average", "curvature", 1),
@@ -295,6 +261,9 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     assert spec.curvature_power == of_curvature[weighting]
     for key in WHOLE:
         assert (f"{key} is" in specs.defaults) == (key not in given)
+    article = "no" if output == "regression" else "a"
+    said = f"{output}, whose loss weight is {article} probability"
+    assert (said in specs.defaults) == ("loss_weight_power" not in given)
 
 
 def test_a_run_is_trained_once_for_all_of_its_times(made):

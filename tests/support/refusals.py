@@ -12,8 +12,8 @@ from own_checkpoints import network
 from snakemake.utils import validate
 from workspace import REPOSITORY, Workspace, forked_python
 
-from trak_core.config.load import check_config, check_unique_keys
-from trak_core.config.preflight import look_over
+from trak_core.config.preflight import run_preflight
+from trak_core.config.schema import check_config, check_unique_keys
 from trak_core.config.specs import specs_of
 
 GOOD = {
@@ -68,7 +68,7 @@ def check(workspace, config):
         check_config(values, _schema())
         validate(values, schema=SCHEMA)
         results = Path(values["results"])
-        look_over(specs_of(values, results), results, is_stored=False)
+        run_preflight(specs_of(values, results), results, is_stored=False)
 
 
 def refuse(workspace, config):

@@ -97,6 +97,11 @@ def cut_old(path):
     path.write_bytes(path.read_bytes()[:-10])
 
 
+def other_zip(path):
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("a", "b")
+
+
 def scripted(path):
     """What torch knows an archive of TorchScript by."""
     saved(path, changed())
@@ -142,6 +147,7 @@ CHECKPOINTS = {
         cut_wide_safetensors,
         r"failed: it was cut off, or is damaged\. Copy it",
     ),
+    "a zip file of something else": (other_zip, NO_STATE),
     "TorchScript": (
         scripted,
         r"with TorchScript archives passed to ``torch\.load``\. Save `model\.state_dict\(\)`",

@@ -37,14 +37,6 @@ STUDIES = {
         ("return TensorDataset(x[:342], y[:342])", "return {'a': 1}"),
         r"reading sample 0 must end without an error\. Found KeyError: 0",
     ),
-    "sample is a number": (
-        ("return TensorDataset(x[:342], y[:342])", "return list(range(342))"),
-        r"A sample must be a tuple or a dict\. Found int",
-    ),
-    "samples of text": (
-        ("return TensorDataset(x[:342], y[:342])", "return [('a', 1.0)] * 342"),
-        r"Samples must be tuples or dicts of tensors or numbers\. Found str for entry 0",
-    ),
     "label not finite": (
         ("in (x, y))\n\n", "in (x, y))\ny[7] = float('nan')\n"),
         r"train_data\(\): Labels must be finite numbers\. Found nan in sample 7",
@@ -68,10 +60,6 @@ STUDIES = {
     "ids with a null byte": (
         ("patient-{i}", "patient-{i}\\0"),
         r"strings of 1 to 64 bytes of printable text only\. Found 'patient-342\\x00'",
-    ),
-    "ids on two lines": (
-        ("patient-{i}", "patient\\n{i}"),
-        r"strings of 1 to 64 bytes of printable text only\. Found 'patient\\n342'",
     ),
     "ids beyond 64 bits": (
         ('f"patient-{i}"', "i + 2**63 - 400"),
@@ -102,10 +90,6 @@ STUDIES = {
     "study leaves Python": (
         ("import torch\n", "import torch\nimport sys\nsys.exit(0)\n"),
         r"the study's file must end without an error\. Found SystemExit: 0",
-    ),
-    "study raises": (
-        ("import torch\n", "import torch\nraise RuntimeError('no data here')\n"),
-        r"the study's file must end without an error\. Found RuntimeError: no data here",
     ),
 }
 
@@ -138,7 +122,7 @@ def test_bad_study(workspace, name):
     assert str(path) in found
 
 
-@pytest.mark.parametrize("name", ["no model function", "study raises", "study leaves Python"])
+@pytest.mark.parametrize("name", ["no model function", "study leaves Python"])
 def test_snakemake_says_what_is_bad_about_a_study(workspace, name):
     (old, new), expected = STUDIES[name]
     path = edited(workspace, name, old, new)

@@ -6,6 +6,9 @@ import pytest
 import yaml
 from refusals import GOOD, STUDY, message, refuse
 
+from trak_core.config.runs import checkpoint_table
+from trak_core.errors import InputError
+
 TABLES = {
     "a table without lines": (
         b"",
@@ -61,9 +64,22 @@ TABLES = {
 @pytest.mark.parametrize("name", TABLES)
 def test_bad_table(workspace, name):
     content, expected = TABLES[name]
+    path = workspace.path("table.tsv")
+    path.write_bytes(content)
+    if "Checkpoints must exist" in expected:  # which the preflight says, of a table that is good
+        found = message(refuse(workspace, {"checkpoints": "table.tsv"}))
+    else:
+        with pytest.raises(InputError) as error:
+            checkpoint_table(str(path), None)
+        found = str(error.value)
+    assert re.search(expected, found)
+    assert not list(workspace.folder.rglob("ran"))
+
+
+def test_snakemake_says_what_is_bad_about_a_table(workspace):
+    content, expected = TABLES["a row without a path"]
     workspace.path("table.tsv").write_bytes(content)
     assert re.search(expected, message(refuse(workspace, {"checkpoints": "table.tsv"})))
-    assert not list(workspace.folder.rglob("ran"))
 
 
 def test_ids_that_differ_in_type_alone(workspace):

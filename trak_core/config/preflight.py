@@ -1,7 +1,7 @@
-"""One look over a study before any job: does it load, does it fit, is everything there?
+"""Refuse before any job what some job would stop at: files, the study, its sizes and checkpoints.
 
-A process of its own looks at the study and its checkpoints. The answer stays in the results folder
-under keys of all that was looked at, so that a further start costs nothing.
+A process of its own reads the study and its checkpoints. Its answer stays in the results folder
+under keys of all that it read, so that a further start costs nothing.
 """
 
 import hashlib
@@ -13,25 +13,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.memory import check_memory, evaluation_need
+from trak_core.config.memory_budget import check_memory, evaluation_need
 from trak_core.config.rules import check_columns, check_sizes
-from trak_core.config.specs import TRAIN, Specs
+from trak_core.config.specs import Specs
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
-from trak_core.spec import OPTIMIZER_FILE, projection_of
+from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.system.files import read_record, write_record
 
 # Snakemake leaves out a larger one, and only warns.
 _MAX_SOURCE_BYTES = 10_000_000
 
 
-def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
+def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
     """Refuse what some job would stop at later.
 
     Args:
-        specs: Of the config.
-        results: Folder for what is found.
-        is_stored: Whether the user's files are in a store, which Snakemake looks into.
+        specs: Made from the config.
+        results: Folder for the record of what was read.
+        is_stored: Whether the user's files are in a store, which Snakemake reads.
 
     Raises:
         InputError: At the first thing that doesn't hold; all checkpoints that don't fit are told of
@@ -40,16 +40,16 @@ def look_over(specs: Specs, results: Path, *, is_stored: bool) -> None:
     _check_files(specs, is_stored)
     record = results / "study.json"
     known = read_record(record)
-    found = _found(specs, known, [] if is_stored else _own_checkpoints(specs))
-    _check_sizes(specs, found)
-    if found != known:
-        write_record(record, found)
+    facts = _facts(specs, known, [] if is_stored else _own_checkpoints(specs))
+    _check_sizes(specs, facts)
+    if facts != known:
+        write_record(record, facts)
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
     """Refuse checkpoints or retrained models that are not there."""
     if is_stored:
-        listed = [one.path for one in specs.checkpoints.values() if one.is_listed]
+        listed = [c.path for c in specs.checkpoints.values() if c.is_listed]
         if listed:
             raise InputError(
                 "Checkpoints in a store must be named one by one: jobs elsewhere can't look into a "
@@ -58,10 +58,10 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         return
     here = f"(from {Path.cwd()})"
     own = _own_checkpoints(specs)
-    gone = [path for path in own if not Path(path).exists()]
-    if gone:
+    missing = [path for path in own if not Path(path).exists()]
+    if missing:
         raise InputError(
-            f"Checkpoints must exist. Found nothing at: {', '.join(gone)} {here}.",
+            f"Checkpoints must exist. Found nothing at: {', '.join(missing)} {here}.",
             code="config.missing_checkpoint",
         )
     bare = [path for path in own if _lacks_optimizer(Path(path))]
@@ -87,25 +87,21 @@ def _own_checkpoints(specs: Specs) -> list[str]:
 
 
 def _lacks_optimizer(checkpoint: Path) -> bool:
-    """Whether it is known without reading it that no optimizer's state is in there."""
+    """Return whether a checkpoint's kind tells, unread, that no optimizer's state is in it."""
     if checkpoint.is_dir():
         return not (checkpoint / OPTIMIZER_FILE).is_file()
     return checkpoint.suffix == ".safetensors"
 
 
 def check_sources(files: Sequence[Path]) -> None:
-    """Refuse files that Snakemake would not bring to jobs that share no disk with it.
-
-    Raises:
-        InputError: If one lies outside the working folder, or is larger than Snakemake takes along.
-    """
+    """Refuse files that Snakemake would not bring to jobs that share no disk with it."""
     outside = [file for file in files if not file.resolve().is_relative_to(Path.cwd())]
     large = [file for file in files if file.stat().st_size > _MAX_SOURCE_BYTES]
-    for wrong, what in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
+    for wrong, rule in ((outside, "lie in the working folder"), (large, "have 10 MB at most")):
         if wrong:
             raise InputError(
                 "Without a shared disk jobs get the study, the modules beside it, tables and "
-                f"`data_files` with the workflow's sources: each must {what}. Found "
+                f"`data_files` with the workflow's sources: each must {rule}. Found "
                 f"{', '.join(map(str, wrong))}. What is larger, or elsewhere, the study itself can "
                 "fetch.",
                 code="config.sources",
@@ -113,10 +109,10 @@ def check_sources(files: Sequence[Path]) -> None:
 
 
 def _request(specs: Specs) -> dict[str, Any]:
-    """Return what a study is asked, whatever the split."""
+    """Return the arguments of ``preflight_study`` that are the same for every split."""
     config = specs.config
     is_trained = "training" in config
-    trained = {"subsets", "removals", "flipped"} & set(specs.evaluation)
+    retrains = {"subsets", "removals", "flipped"} & set(specs.evaluation)
     return {
         "study_file": config["study"],
         "model_output": config["model_output"],
@@ -124,46 +120,49 @@ def _request(specs: Specs) -> dict[str, Any]:
         "parameter_patterns": specs.all_features.parameter_patterns,
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
-        "retraining": specs.training if trained else None,
+        "retraining": specs.training if retrains else None,
     }
 
 
-def _found(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> dict[str, Any]:
-    """Return sizes of the study and keys of checkpoints that fit, having looked at what is new."""
+def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> dict[str, Any]:
+    """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
-    looked_by = [specs.digests["whole"], code_digest("trak_core.stages.preflight_study")]
+    code = [specs.digests["whole"], code_digest("trak_core.stages.preflight_study")]
     keys = {
         split: _key([
-            *(*looked_by, request, split, specs.experiments.get(split), n_shards),
+            *(*code, request, split, specs.experiments.get(split), n_shards),
             specs.targets_digest(split),
         ])
         for split, n_shards in shards.items()
     }
     splits = known.get("splits", {})
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
-    fitting = {path: _key([*looked_by, path, stat_signature(Path(path))]) for path in checkpoints}
+    fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
     if not (new or changed):
         return known
-    request |= {"splits": {s: specs.experiments.get(s) for s in new}, "shards": shards}
-    request["checkpoints"] = changed
-    request["questions"] = specs.questions
-    sizes = _asked(request)
-    found = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    request |= {
+        "splits": {split: specs.experiments.get(split) for split in new},
+        "shards": shards,
+        "checkpoints": changed,
+        "questions": specs.questions,
+    }
+    sizes = _preflight_in_a_process(request)
+    read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     return {
         "n_params": sizes["n_params"],
-        "splits": {s: found.get(s) or splits[s] for s in shards},
+        "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }
 
 
-def _key(looked_at: list[Any]) -> str:
-    text = json.dumps(looked_at, sort_keys=True)
+def _key(decisive: list[Any]) -> str:
+    text = json.dumps(decisive, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
-    answer = subprocess.run(
+def _preflight_in_a_process(request: Mapping[str, Any]) -> dict[str, Any]:
+    process = subprocess.run(
         [sys.executable, "-m", "trak_core.stages.preflight_study"],
         input=json.dumps(request),
         # A module of the user's folder must not stand for one of ours.
@@ -172,27 +171,27 @@ def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    if answer.returncode or not answer.stdout:
+    if process.returncode or not process.stdout:
         raise InputError(
-            answer.stderr.strip()
-            or f"{request['study_file']}: the study must load. The process that looks it over "
-            f"ended with exit status {answer.returncode} and without a message: out of memory, or "
+            process.stderr.strip()
+            or f"{request['study_file']}: the study must load. The process of the preflight "
+            f"ended with exit status {process.returncode} and without a message: out of memory, or "
             "a crash.",
             code="config.preflight",
         )
-    print(answer.stderr, end="", file=sys.stderr)
-    return json.loads(answer.stdout)
+    print(process.stderr, end="", file=sys.stderr)
+    return json.loads(process.stdout)
 
 
-def _check_sizes(specs: Specs, found: Mapping[str, Any]) -> None:
+def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     """Refuse what the study's sizes, and the memory of a job, don't allow."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
     if not specs.is_exact:
         proj_dim = config["projection"]["proj_dim"]
-        chosen = projection_of(specs.all_features.under(""), [(found["n_params"],)])
+        chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
-    n_targets = {split: one["n_samples"] for split, one in found["splits"].items()}
+    n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
     n_train = n_targets.pop(TRAIN)
     check_memory(
         memory_mb,

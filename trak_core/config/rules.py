@@ -14,40 +14,27 @@ _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Refuse what exact scores can't do, for a config that is valid otherwise.
-
-    Args:
-        config: With its defaults filled in, and ``projection: exact``.
-
-    Raises:
-        InputError: It names the key.
-    """
+    """Refuse what exact scores can't do, for a config with ``projection: exact`` and defaults."""
     shards = {"compute.shards": config["compute"]["shards"]} | {
-        f"experiments.{name}.shards": one["shards"] for name, one in config["experiments"].items()
+        f"experiments.{name}.shards": experiment["shards"]
+        for name, experiment in config["experiments"].items()
     }
     keep, dtype = config["scoring"]["keep"], config["features_dtype"]
     pairs = "shards must be 1: a Gramian pairs every training sample with every other"
-    refused = [
+    rules = [
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
         *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
     ]
-    _refuse("config.exact", "projection: exact", refused, "Leave it out, or take a projection.")
+    _refuse("config.exact", "projection: exact", rules, "Leave it out, or take a projection.")
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
-    """Refuse second moments that are not there, or where nothing takes them.
-
-    Args:
-        config: With its defaults filled in.
-
-    Raises:
-        InputError: It names the key.
-    """
+    """Refuse second moments that are not there, or where nothing takes them."""
     if config["preconditioner"] == "none":
         return
-    refused = [
+    rules = [
         ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
         (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
@@ -55,29 +42,22 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
     _refuse(
         "config.preconditioner",
         f"preconditioner: {config['preconditioner']}",
-        refused,
+        rules,
         "Leave either out.",
     )
 
 
-def _refuse(code: str, setting: str, refused: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
-    """Raise what is wrong first: each says whether it is, what must hold, and what was found."""
-    for is_wrong, must, found in refused:
-        if is_wrong:
-            raise InputError(f"With `{setting}`, {must}. Found {found}. {remedy}", code=code)
+def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
+    """Raise the first rule that is broken: each says whether it is, what must hold, what stands."""
+    for is_broken, must, value in rules:
+        if is_broken:
+            raise InputError(f"With `{setting}`, {must}. Found {value}. {remedy}", code=code)
 
 
 def check_evaluation(config: Mapping[str, Any]) -> None:
-    """Refuse an evaluation that its study cannot have, for a config that is valid otherwise.
-
-    Args:
-        config: With its defaults filled in, and with ``evaluation``.
-
-    Raises:
-        InputError: It names the key.
-    """
-    asked = config["evaluation"]
-    lds, removals = {"subsets", "ground_truth"} & set(asked), asked.get("removals")
+    """Refuse an evaluation that its study cannot have, for a config with defaults."""
+    evaluation = config["evaluation"]
+    lds, removals = {"subsets", "ground_truth"} & set(evaluation), evaluation.get("removals")
     if len(lds) == 2:
         raise InputError(
             "evaluation must have `subsets`, to retrain here, or `ground_truth`, a file of models "
@@ -85,7 +65,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             code="config.two_truths",
         )
     # And `baselines`, but they have a default.
-    alone = [key for key in ("experiments", "sweep") if asked.get(key, []) != []]
+    alone = [key for key in ("experiments", "sweep") if evaluation.get(key, []) != []]
     if alone and not lds:
         raise InputError(
             f"evaluation.{alone[0]} is about scores measured against retrained models: it needs "
@@ -93,7 +73,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "neither.",
             code="config.no_truth",
         )
-    named = list(asked.get("experiments", ()))
+    named = list(evaluation.get("experiments", ()))
     if removals:
         named.append(removals["experiment"])
     unknown = [name for name in named if name not in config["experiments"]]
@@ -111,13 +91,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "`data`.",
             code="config.evaluated_question",
         )
-    if lds and all("data" in one for one in config["experiments"].values()):
+    if lds and all("data" in experiment for experiment in config["experiments"].values()):
         raise InputError(
             "An evaluation explains the study's own targets: some experiment must have `targets` "
             "without `data`. Found none.",
             code="config.no_own_targets",
         )
-    trained = [key for key in ("subsets", "flipped", "removals") if key in asked]
+    trained = [key for key in ("subsets", "flipped", "removals") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
@@ -131,47 +111,38 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"{config['scoring']['keep']}.",
             code="config.incomplete_scores",
         )
-    if (lds and "same_class" in asked["baselines"]) or "flipped" in asked:
-        key = "flipped" if "flipped" in asked else "baselines: same_class"
-        classes = [name for name, about in TABLE.items() if about.labels_are_classes]
+    if (lds and "same_class" in evaluation["baselines"]) or "flipped" in evaluation:
+        key = "flipped" if "flipped" in evaluation else "baselines: same_class"
+        classes = [name for name, row in TABLE.items() if row.labels_are_classes]
         if config["model_output"] not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
                 f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out.",
                 code="config.no_classes",
             )
-    _check_dimensions(config["projection"], asked)
+    _check_dimensions(config["projection"], evaluation)
 
 
-def _check_dimensions(projection: Mapping[str, Any] | str, asked: Mapping[str, Any]) -> None:
+def _check_dimensions(projection: Mapping[str, Any] | str, evaluation: Mapping[str, Any]) -> None:
     """Refuse what needs features where there are none, and columns that can't be taken alone."""
     if isinstance(projection, str):
-        found = [key for key in _FEATURES_ONLY if asked.get(key)]
-        found += ["baselines: gradient_dot"] * ("gradient_dot" in asked["baselines"])
-        if found:
+        keys = [key for key in _FEATURES_ONLY if evaluation.get(key)]
+        keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
+        if keys:
             raise InputError(
-                f"evaluation.{found[0]} works on projected features. Found `projection: exact`. "
+                f"evaluation.{keys[0]} works on projected features. Found `projection: exact`. "
                 "Leave it out, or take a projection.",
                 code="config.evaluation_of_features",
             )
         return
     if "kind" in projection:
-        check_columns(projection["proj_dim"], projection["kind"], asked)
+        check_columns(projection["proj_dim"], projection["kind"], evaluation)
 
 
-def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
-    """Refuse to measure columns of a projection that can't be taken alone.
-
-    Args:
-        proj_dim: The projection's dimension.
-        kind: Its name in ``ProjectionKind``.
-        asked: The config's ``evaluation``.
-
-    Raises:
-        InputError: It names the key.
-    """
-    dims = asked.get("sweep", {}).get("proj_dim", ())
-    nested = [one for one in ProjectionKind if one.about.nested]
+def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> None:
+    """Refuse to measure columns that can't be taken alone of a projection of this kind and size."""
+    dims = evaluation.get("sweep", {}).get("proj_dim", ())
+    nested = [projection for projection in ProjectionKind if projection.about.nested]
     wrong = [dim for dim in dims if dim > proj_dim or (dim < proj_dim and kind not in nested)]
     if wrong:
         raise InputError(
@@ -182,36 +153,27 @@ def check_columns(proj_dim: int, kind: str, asked: Mapping[str, Any]) -> None:
         )
 
 
-def check_sizes(asked: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
-    """Refuse an evaluation of more samples than there are.
-
-    Args:
-        asked: The config's ``evaluation``, checked.
-        n_train: Training samples.
-        n_targets: Targets of each experiment.
-
-    Raises:
-        InputError: It names the key.
-    """
-    n_removed = max(asked.get("removals", {}).get("n_removed", ()), default=0)
+def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
+    """Refuse an evaluation of more samples, or more of an experiment's targets, than there are."""
+    n_removed = max(evaluation.get("removals", {}).get("n_removed", ()), default=0)
     if n_removed >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
             f"samples. Found {n_removed}.",
             code="config.too_many_removed",
         )
-    flipped = round(asked.get("flipped", {}).get("fraction", 0) * n_train)
+    flipped = round(evaluation.get("flipped", {}).get("fraction", 0) * n_train)
     if flipped and flipped == n_train:
         raise InputError(
             "evaluation.flipped.fraction must leave some labels as they are. Found "
-            f"{asked['flipped']['fraction']}, all of {n_train}."
+            f"{evaluation['flipped']['fraction']}, all of {n_train}."
         )
-    if "removals" in asked:
-        found = n_targets[asked["removals"]["experiment"]]
-        if asked["removals"]["targets"] > found:
+    if "removals" in evaluation:
+        m = n_targets[evaluation["removals"]["experiment"]]
+        if evaluation["removals"]["targets"] > m:
             raise InputError(
                 "evaluation.removals.targets must be at most the targets of its experiment. "
-                f"Found {asked['removals']['targets']}; there are {found}.",
+                f"Found {evaluation['removals']['targets']}; there are {m}.",
                 code="config.too_few_targets",
             )
 
@@ -223,8 +185,7 @@ def usual_combine(*, along: bool) -> Combine:
 
 def usual_weighting(combine: str, model_output: str) -> Weighting:
     """Return how training samples weigh in the normal matrix."""
-    by_unit = combine == Combine.UNIT_AVERAGE
-    is_curved = by_unit and TABLE[model_output].weighs_by_curvature
+    is_curved = combine == Combine.UNIT_AVERAGE and TABLE[model_output].weighs_by_curvature
     return Weighting.CURVATURE if is_curved else Weighting.PLAIN
 
 
@@ -236,11 +197,7 @@ def usual_power(combine: str, model_output: str) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring.
-
-    Args:
-        config: Changed in place.
-        along: Whether checkpoints come from along runs.
+    """Fill in what the config doesn't say of scoring, in place.
 
     Returns:
         What was filled in, and why, in words; empty for nothing.
@@ -256,16 +213,15 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         )
         reasons.append(f"combine is {scoring['combine']}, since {whence}")
     combine = scoring["combine"]
+    usual = f"the default with {combine} of {model_output}"
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
-        reasons.append(
-            f"weighting is {scoring['weighting']}, the default with {combine} of {model_output}"
-        )
+        reasons.append(f"weighting is {scoring['weighting']}, {usual}")
     if "loss_weight_power" not in scoring:
         scoring["loss_weight_power"] = usual_power(combine, model_output)
-        is_probability = TABLE[model_output].weight_is_probability
+        article = "a" if TABLE[model_output].weight_is_probability else "no"
         reasons.append(
-            f"loss_weight_power is {scoring['loss_weight_power']}, the default with {combine} of "
-            f"{model_output}, whose loss weight is {'a' if is_probability else 'no'} probability"
+            f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
+            f"{article} probability"
         )
     return "; ".join(reasons)

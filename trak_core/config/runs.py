@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.load import read_table
+from trak_core.config.tables import read_table
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 
@@ -28,10 +28,10 @@ class Checkpoint:
 
     Attributes:
         run: Name of the training it comes from.
-        at: When in it, in any unit; None where it doesn't say, or where the run says nothing else.
-        path: Where it lies; None where the pipeline trains it.
-        arguments: What the study's ``train`` gets for this run alone; empty if it has a path.
-        is_listed: Whether it was found by looking into a Trainer's folder.
+        at: When in the run, in any unit; None where nothing says so.
+        path: A file or folder; None where the pipeline trains the checkpoint.
+        arguments: What the study's ``train`` gets for this run alone; empty with a path.
+        is_listed: Whether a Trainer's folder was listed to find it.
     """
 
     run: str
@@ -54,8 +54,8 @@ def checkpoint_table(
 
     Raises:
         InputError: If an id is not usable as a file name, stands twice, or shares its projection
-            stream with another; if values are not what ``training`` asks for; or if checkpoints of
-            one run don't say which comes when.
+            stream with another; if values are not what ``training`` needs; or if checkpoints of one
+            run don't say which comes when.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at"))
@@ -69,18 +69,19 @@ def checkpoint_table(
     _check_own([name for name, _ in named])
     expand = _placed if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
-    _check_own([name for name, _ in pairs])
-    _check_streams([name for name, _ in pairs])
-    found = dict(sorted(pairs))
-    for run, ids in runs_of(found).items():
-        times = [found[one].at for one in ids]
+    names = [name for name, _ in pairs]
+    _check_own(names)
+    _check_streams(names)
+    table = dict(sorted(pairs))
+    for run, ids in runs_of(table).items():
+        times = [table[name].at for name in ids]
         if len(ids) > 1 and (None in times or len(set(times)) < len(times)):
-            said = ", ".join(f"{one}: {found[one].at}" for one in ids)
+            shown = ", ".join(f"{name}: {at}" for name, at in zip(ids, times, strict=True))
             raise InputError(
                 "Checkpoints of one run must each say `at`, a number of its own, so that it is "
-                f"known which comes last. Found {said} in run {run!r}."
+                f"known which comes last. Found {shown} in run {run!r}."
             )
-    return found
+    return table
 
 
 def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
@@ -96,7 +97,7 @@ def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
 
     Where the pipeline trains, no time is one too: the end.
     """
-    times = {one.at for one in checkpoints.values() if one.at is not None or one.path is None}
+    times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
 
@@ -155,7 +156,7 @@ def _trained(
             code="config.checkpoint_value",
         )
     times = value.get("at", training.get("at"))
-    run = Checkpoint(name, arguments={key: one for key, one in value.items() if key != "at"})
+    run = Checkpoint(name, arguments={k: v for k, v in value.items() if k != "at"})
     if times is None:
         yield name, run
         return
@@ -177,11 +178,11 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
     given = {"path": value} if isinstance(value, str) else value
     unknown = [str(key) for key in given if key not in _KEYS] if isinstance(given, Mapping) else []
     if not isinstance(given, Mapping) or unknown or not isinstance(given.get("path"), str):
-        found = ", ".join(unknown) if unknown and "path" in given else repr(value)
+        shown = ", ".join(unknown) if unknown and "path" in given else repr(value)
         raise InputError(
             "Without `training`, a checkpoint must be the path of a file or folder, or a mapping "
             "with `path`, and perhaps `run` and `at`; with it, a mapping of training arguments. "
-            f"Found {found} for checkpoint {name!r}, without `training`.",
+            f"Found {shown} for checkpoint {name!r}, without `training`.",
             code="config.checkpoint_value",
         )
     run, at, path = given.get("run"), given.get("at"), given["path"]
@@ -196,18 +197,17 @@ def _placed(name: str, value: Any, _: Any) -> Iterator[tuple[str, Checkpoint]]:
             f"step. Found {at!r} for checkpoint {name!r}; leave it out, or name one folder in it."
         )
     for number, folder in folders:
-        yield (
-            f"{name}-{number}",
-            Checkpoint(run, _step(folder, number), str(folder), is_listed=True),
-        )
+        listed = Checkpoint(run, _step(folder, number), str(folder), is_listed=True)
+        yield f"{name}-{number}", listed
 
 
 def _of_trainer(path: Path) -> list[tuple[int, Path]]:
     """Return the numbered folders that a Trainer saved in a folder; none for any other path."""
     if not path.is_dir():
         return []
-    matches = [(_OF_TRAINER.fullmatch(one.name), one) for one in path.iterdir() if one.is_dir()]
-    return sorted((int(match[1]), one) for match, one in matches if match)
+    folders = [inner for inner in path.iterdir() if inner.is_dir()]
+    matches = [(_OF_TRAINER.fullmatch(folder.name), folder) for folder in folders]
+    return sorted((int(match[1]), folder) for match, folder in matches if match)
 
 
 def _step(folder: Path, number: int) -> float:

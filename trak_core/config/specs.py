@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.digests import study_digests, targets_digest
-from trak_core.config.load import target_ids
 from trak_core.config.rules import (
     check_evaluation,
     check_exact,
@@ -14,11 +13,13 @@ from trak_core.config.rules import (
     fill_in_scoring,
 )
 from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import study_modules
+from trak_core.provenance import content_digest, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
+    TRAIN,
     Combine,
     FeaturesSpec,
     NormalSpec,
@@ -29,15 +30,66 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.system.files import data_digests
+from trak_core.system.files import data_digests, file_digest
 
-TRAIN = "train"
 # Halves, and targets with their removals, that one job trains for.
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 # The seed of what is drawn for flipped labels and removals.
 _SEED = 0
+# Functions of a study that are called to show samples alone, and for targets alone.
+_SHOWING = {"draw", "describe"}
+_TARGETS = {"target_data", "target_ids", "encode"}
+
+
+def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return hashes of a study's source and of the data files, whose digests are given by path.
+
+    Returns:
+        ``training``, of what decides trained checkpoints and features of training samples;
+        ``targets``, which adds the functions called for targets; ``whole``, which adds those that
+        draw and describe samples.
+    """
+    return {
+        "training": study_digest(study, data_files, _SHOWING | _TARGETS),
+        "targets": study_digest(study, data_files, _SHOWING),
+        "whole": study_digest(study, data_files),
+    }
+
+
+def targets_digest(
+    ids: Sequence[int | str] | None, question: str | None, digests: Mapping[str, str]
+) -> str:
+    """Return the hash of target ids, and of the code and files that the targets come from.
+
+    Args:
+        ids: In order; None for all of a question's file.
+        question: The file of an experiment that brings its own targets; None for the study's.
+        digests: From ``study_digests``; without any, the ids alone count.
+
+    Raises:
+        InputError: If the question's file cannot be read.
+    """
+    if question is None:
+        code = [digests.get("targets")]
+    else:
+        # A question in Python may import the study, and call anything there.
+        decides = "whole" if question.endswith(".py") else "targets"
+        code = [digests[decides], _question_digest(question)]
+    return content_digest(ids and [str(i) for i in ids], *code)
+
+
+@cache
+def _question_digest(question: str) -> str:
+    """Hash a question once: all jobs of a start are planned for what it said then."""
+    path = Path(question)
+    if not path.is_file():
+        raise InputError(
+            f"experiments: `data` must be a file. Found nothing at {question}.",
+            code="config.missing_question",
+        )
+    return study_digest(path) if path.suffix == ".py" else file_digest(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +125,15 @@ class Specs:
 
     @property
     def evaluation(self) -> Mapping[str, Any]:
-        """What the config asks of an evaluation, empty for nothing."""
+        """The config's evaluation, empty for none."""
         return self.config.get("evaluation", {})
 
     @property
     def shards(self) -> dict[str, int]:
         """Jobs that each split's features are cut into."""
-        own = {name: one["shards"] for name, one in self.config["experiments"].items()}
-        return {TRAIN: self.config["compute"]["shards"], **own}
+        experiments = self.config["experiments"].items()
+        shards = {name: experiment["shards"] for name, experiment in experiments}
+        return {TRAIN: self.config["compute"]["shards"], **shards}
 
     @property
     def reported(self) -> dict[str, Any]:
@@ -101,7 +154,7 @@ class Specs:
     @property
     def training(self) -> dict[str, Any]:
         """Arguments of the study's ``train`` that all runs share."""
-        return {key: one for key, one in self.config["training"].items() if key != "at"}
+        return {key: value for key, value in self.config["training"].items() if key != "at"}
 
     def training_arguments(self, run: str) -> dict[str, Any]:
         """Return what the study's ``train`` gets for one run."""
@@ -109,7 +162,7 @@ class Specs:
 
     def times(self, run: str) -> list[float] | None:
         """Return when a training leaves a checkpoint, in order; None for at its end alone."""
-        times = [self.checkpoints[one].at for one in self.runs[run]]
+        times = [self.checkpoints[name].at for name in self.runs[run]]
         return None if None in times else [at for at in times if at is not None]
 
     @property
@@ -117,14 +170,16 @@ class Specs:
         """Runs whose files are named alike: what follows a run's name in each, and the runs."""
         alike: dict[tuple[str, ...], list[str]] = {}
         for run, ids in self.runs.items():
-            alike.setdefault(tuple(one.removeprefix(run) for one in ids), []).append(run)
+            alike.setdefault(tuple(name.removeprefix(run) for name in ids), []).append(run)
         return [(list(ends), runs) for ends, runs in alike.items()]
 
     @property
     def questions(self) -> dict[str, str]:
         """Files of targets that experiments bring by themselves."""
-        experiments = self.config["experiments"]
-        return {name: one["data"] for name, one in experiments.items() if "data" in one}
+        experiments = self.config["experiments"].items()
+        return {
+            name: experiment["data"] for name, experiment in experiments if "data" in experiment
+        }
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
@@ -166,9 +221,14 @@ class Specs:
     @property
     def embeddings(self) -> FeaturesSpec:
         """What decides the embeddings of all checkpoints."""
-        own = {"projection": {"kind": "embedding"}, "study_digest": self.digests["targets"]}
-        own["preconditioner"] = None
-        return replace(self.all_features, dtype="float32", split="all", **own)
+        return replace(
+            self.all_features,
+            projection={"kind": "embedding"},
+            dtype="float32",
+            study_digest=self.digests["targets"],
+            preconditioner=None,
+            split="all",
+        )
 
     def normal_matrix(self, checkpoint: str) -> NormalSpec:
         """Return what decides one checkpoint's normal matrix."""
@@ -218,22 +278,24 @@ class Specs:
         """Experiments whose scores are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
-        asked = [name for name in self.experiments if name not in self.questions]
-        return list(self.evaluation.get("experiments", asked))
+        explained = [name for name in self.experiments if name not in self.questions]
+        return list(self.evaluation.get("experiments", explained))
 
     @property
     def measures_features(self) -> bool:
         """Whether something is measured that scores alone can't say."""
-        asked = self.evaluation
+        if not self.measured:
+            return False
         several = len(self.runs) < len(self.checkpoints) and not self.is_exact
-        return bool(self.measured) and (
-            several or "sweep" in asked or "gradient_dot" in asked["baselines"]
-        )
+        return several or "sweep" in self.evaluation or self._compares("gradient_dot")
 
     @property
     def measures_embeddings(self) -> bool:
         """Whether embeddings are a baseline."""
-        return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
+        return bool(self.measured) and self._compares("embedding_cosine")
+
+    def _compares(self, baseline: str) -> bool:
+        return baseline in self.evaluation["baselines"]
 
     @property
     def sweep(self) -> dict[str, Any] | None:
@@ -279,8 +341,8 @@ class Specs:
 
     def removal_groups(self) -> list[list[int | str]]:
         """Return the targets of each job."""
-        asked = self.evaluation["removals"]
-        targets = list((self.experiments[asked["experiment"]] or [])[: asked["targets"]])
+        removals = self.evaluation["removals"]
+        targets = list((self.experiments[removals["experiment"]] or [])[: removals["targets"]])
         starts = range(0, len(targets), _REMOVALS_A_JOB)
         return [targets[start : start + _REMOVALS_A_JOB] for start in starts]
 
@@ -296,13 +358,9 @@ class Specs:
 
 
 def _modules(code: Sequence[Path]) -> list[Path]:
-    """Return Python files and what they import beside them, each once.
-
-    Raises:
-        InputError: If two would be one module to a job that loads both.
-    """
+    """Return Python files and what they import beside them; refuse two that are one module."""
     named: dict[tuple[str, ...], Path] = {}
-    for name, file in (pair for one in code for pair in study_modules(one).items()):
+    for name, file in (module for path in code for module in study_modules(path).items()):
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
@@ -314,15 +372,12 @@ def _modules(code: Sequence[Path]) -> list[Path]:
 
 
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
-    """Check what a schema cannot, and fill in the defaults that a schema cannot know.
+    """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
     Args:
         config: Checked by its schema, with the schema's defaults; those that depend on the model
             output and the checkpoints are filled in.
         results: Folder for the record of data files.
-
-    Returns:
-        The config's specs.
 
     Raises:
         InputError: At the first thing that doesn't hold.

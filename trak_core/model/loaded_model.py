@@ -23,11 +23,11 @@ from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_sa
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import parameters_digest
-from trak_core.spec import FeaturesSpec
+from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
-from trak_core.study.study import TRAIN, Study
+from trak_core.study.study import Study
 
 # Samples that are checked before the expensive work.
 _FEW = 8

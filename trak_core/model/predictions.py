@@ -21,9 +21,8 @@ from trak_core.gradients import (
 from trak_core.model.named_output import model_output
 from trak_core.model.sample_order import order_samples
 from trak_core.model_outputs.table import TABLE
-from trak_core.spec import FeaturesSpec
+from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.split import Split
-from trak_core.study.study import TRAIN
 
 
 def outputs_and_predictions(

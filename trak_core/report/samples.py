@@ -17,7 +17,8 @@ import torch
 from matplotlib.figure import Figure
 
 from trak_core.report.read import File, rows_with, strongest
-from trak_core.study.study import Split, Study, users_code
+from trak_core.study.split import Split, users_code
+from trak_core.study.study import Study
 
 # Training samples of either sign beside a target; targets of an experiment, and targets in all,
 # which bounds the page's size.

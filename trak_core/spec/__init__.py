@@ -3,6 +3,7 @@
 from trak_core.spec.jobs import (
     EXACT,
     OPTIMIZER_FILE,
+    TRAIN,
     Combine,
     FeaturesSpec,
     NormalSpec,
@@ -29,6 +30,7 @@ from trak_core.spec.projection import (
 __all__ = [
     "EXACT",
     "OPTIMIZER_FILE",
+    "TRAIN",
     "Combine",
     "FeaturesSpec",
     "Kind",

@@ -17,6 +17,8 @@ from trak_core.spec.projection import (
 
 # What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
+# The split of the training samples; every other one is an experiment's targets.
+TRAIN = "train"
 # The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.
 OPTIMIZER_FILE = "optimizer.pt"
 
@@ -235,7 +237,7 @@ class ScoresSpec:
 
     def of_train(self) -> FeaturesSpec:
         """Return what the training samples' features must be."""
-        return self.features.of("train")
+        return self.features.of(TRAIN)
 
     def of_normal_matrix(self) -> NormalSpec:
         """Return what the normal matrix must be, of one checkpoint's scores."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, create
-from trak_core.config.memory import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
+from trak_core.config.memory_budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (
@@ -25,9 +25,8 @@ from trak_core.model.device import device_name, full_precision
 from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
-from trak_core.spec import FeaturesSpec, ProjectionSpec, projection_of
+from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.split import Split
-from trak_core.study.study import TRAIN
 from trak_core.system.progress import software, with_progress
 
 # Draws the samples.

@@ -11,8 +11,7 @@ from trak_core.model.device import device_name, find_device
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import embed_samples
 from trak_core.model.sample_order import OrderedSamples
-from trak_core.spec import FeaturesSpec
-from trak_core.study.study import TRAIN
+from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.system.progress import software, with_progress
 
 # Samples whose embeddings are kept where texts are ordered by length among themselves.

@@ -16,9 +16,8 @@ from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.predictions import write_columns
 from trak_core.model.sample_order import subset
 from trak_core.projection import NotFiniteError
-from trak_core.spec import FeaturesSpec, projection_of
+from trak_core.spec import TRAIN, FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels
-from trak_core.study.study import TRAIN
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress
 

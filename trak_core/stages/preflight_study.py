@@ -1,10 +1,7 @@
-"""Look a study over before any job runs: functions, model, ids, labels, targets, checkpoints.
+"""Check a study before any job: functions, model, ids, labels, targets, checkpoints.
 
-As a program it is asked in JSON on standard input and answers likewise, so that neither torch nor
-the study's code is loaded into Snakemake. The answer is kept in the study's results folder under a
-key that covers everything looked at, so that a second start neither imports torch nor touches the
-data. Training data, experiments and checkpoints have keys of their own, so that new targets are
-scored without a look at the training data.
+As a program it reads a request in JSON from standard input and answers in JSON, so that neither
+torch nor the study's code is loaded into Snakemake, which keeps the answer (``config.preflight``).
 """
 
 import inspect
@@ -15,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,10 +31,10 @@ from trak_core.gradients import (
 from trak_core.model.named_output import model_output as named_output
 from trak_core.model.sample_order import naming_text
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import Weighting
+from trak_core.spec import TRAIN, Weighting
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.split import Split, users_code
-from trak_core.study.study import TRAIN, Study
+from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 from trak_core.system.job import quiet_libraries
 
@@ -50,25 +48,26 @@ def _check_split(
 ) -> None:
     """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
 
-    Of texts of different lengths the longest that was seen goes through the model.
+    Where texts differ in length, the longest that was read goes through the model.
     """
-    longest: list[tuple[object, Batch]] = []
+    longest: tuple[object, Batch] | None = None
 
-    def looked_at() -> Iterator[tuple[object, Batch]]:
+    def checked_samples() -> Iterator[tuple[object, Batch]]:
+        nonlocal longest
         began = time.monotonic()
         generator = torch.Generator().manual_seed(0)
         for i in torch.randperm(len(split.ids), generator=generator).tolist():
             sample = as_batch(split.batch(i, i + 1), output)
             yield split.ids[i], sample
             check_labels(sample.labels, output, n_classes, split.ids[i : i + 1])
-            if not longest or sample.labels.numel() > longest[0][1].labels.numel():
-                longest[:] = [(split.ids[i], sample)]
+            if longest is None or sample.labels.numel() > longest[1].labels.numel():
+                longest = split.ids[i], sample
             if time.monotonic() - began > _LABEL_SECONDS:
                 print(f"Labels checked beforehand for a part of {len(split.ids)} samples only.")
                 return
 
-    if shapes_of(looked_at(), output).differ:
-        ((sample_id, sample),) = longest
+    if shapes_of(checked_samples(), output).differ and longest:
+        sample_id, sample = longest
         with naming_text(sample_id, sample.labels.shape[1]):
             count_classes(model, output, sample, torch.device("cpu"))
 
@@ -97,7 +96,7 @@ def _check_yields(study: Study) -> None:
     if not inspect.isgeneratorfunction(inspect.unwrap(study.function("train"))):
         raise InputError(
             f"{study.path}: for checkpoints from along a run (`at`), train() must yield (time, "
-            "model) as it goes, at every time that is asked for. Found no yield in it: write "
+            "model) as it goes, at every time under `at`. Found no yield in it: write "
             "`yield epoch, model` into its loop, in place of `return model` at its end; or `yield "
             "from`, if the loop is in a function that it calls."
         )
@@ -153,27 +152,26 @@ def preflight_study(
     leaves_several: bool = False,
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
-    questions: dict[str, str] | None = None,
+    questions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
     checkpoints: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build the model, read the data, and compare them with what the config asks for.
+    """Build the model, read the data, and compare them with the config.
 
     Args:
         study_file: The study's Python file.
         model_output: Name of the model output.
         weighting: ``plain`` or ``curvature``.
-        parameter_patterns: Of names, or None.
+        parameter_patterns: Patterns of names, or None.
         training: Arguments of the study's ``train`` for each run; None if the checkpoints are
             there.
         leaves_several: Whether trainings leave checkpoints on their way.
-        splits: Splits to look at: ids for an experiment; None for the training data, and for all
-            that a question's file has.
+        splits: Splits to read: ids for an experiment; None for the training data, and for all that
+            a question's file has.
         shards: Shards of each split.
         questions: Files of targets that experiments bring by themselves.
-        retraining: Arguments of ``train`` that all checkpoints share, where models are to be
-            retrained; else None.
-        checkpoints: Files or folders of weights; keys and shapes are looked at, no numbers.
+        retraining: Arguments of ``train`` that all checkpoints share, if models are retrained.
+        checkpoints: Files or folders of weights; keys and shapes are read, no numbers.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.
@@ -194,7 +192,7 @@ def preflight_study(
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if name == TRAIN else f"experiment {name}"
-        question = Path(questions[name]) if questions and name in questions else None
+        question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
             output = named_output(model_output, model, split, device, n_others=1)

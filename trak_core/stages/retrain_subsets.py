@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trak_core.spec import RetrainedSpec
+from trak_core.spec import TRAIN, RetrainedSpec
 from trak_core.stages._retrain import retrain
 from trak_core.study.draws import random_half, training_seed
-from trak_core.study.study import TRAIN, Study
+from trak_core.study.study import Study
 
 
 def retrain_subsets(

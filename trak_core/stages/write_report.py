@@ -21,7 +21,9 @@ from trak_core.report import (
     targets_shown,
 )
 from trak_core.report import report as report_page
-from trak_core.study.study import TRAIN, Split, Study
+from trak_core.spec import TRAIN
+from trak_core.study.split import Split
+from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 from trak_core.system.files import written_whole
 

@@ -37,12 +37,7 @@ _INITS = (True, False, None, "gaussian", "orthogonal", "eva", "mica")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """The active adapter of a PeftModel.
-
-    Attributes:
-        model: The PeftModel.
-        name: The adapter's name in it, ``default`` if nobody chose another.
-    """
+    """The active adapter of a PeftModel, with its name in it."""
 
     model: Any
     name: str
@@ -60,30 +55,31 @@ class Adapter:
             raise InputError(
                 f"{folder}: for an adapter's folder as a checkpoint, peft must be installed. "
                 f"Importing it failed: {error}. `python -m pip install peft`, into the environment "
-                "that jobs run in."
+                "that jobs run in.",
+                code="study.adapter_peft",
             ) from error
         if not isinstance(model, PeftModel):
             raise InputError(
                 f"{folder}: for an adapter's folder as a checkpoint, make_model() must return a "
                 f"peft.PeftModel: the base with its weights and the adapter's layers. Found "
                 f"{type(model).__name__}. Return `PeftModel.from_pretrained(base, folder)`, or "
-                "`get_peft_model(base, config)` with the config of the training."
+                "`get_peft_model(base, config)` with the config of the training.",
+                code="study.adapter_model",
             )
         active = model.active_adapters
         if len(active) != 1:
             raise InputError(
-                f"{folder}: of the PeftModel by make_model(), one adapter must be active; "
+                f"{folder}: one adapter must be active in the PeftModel that make_model() returns; "
                 f"it gets the checkpoint's weights. Found {', '.join(active) or 'none'} of "
-                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`."
+                f"{', '.join(model.peft_config)}. Call `model.set_adapter(name)`.",
+                code="study.adapter_active",
             )
         return cls(model, active[0])
 
     def weights(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the model's own adapter weights, by the names that they are stored under.
 
-        Args:
-            stored: What was saved; it decides whether the base's embeddings are among them, which
-                peft saves where the vocabulary was extended.
+        They have the base's embeddings if ``stored`` has: peft saves those of a longer vocabulary.
         """
         from peft import get_peft_model_state_dict
 
@@ -95,7 +91,7 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def put(self, stored: Mapping[str, Tensor]) -> None:
-        """Put in weights that fit ``weights``.
+        """Put in weights whose keys and shapes are those of ``weights``.
 
         Raises:
             InputError: If other numbers come out again than went in.
@@ -114,10 +110,7 @@ class Adapter:
             )
 
     def other_settings(self, config: Path) -> tuple[list[str], list[str]]:
-        """Return, in words, the saved settings that differ from the model's.
-
-        Args:
-            config: The adapter's ``adapter_config.json``.
+        """Return, in words, the settings in an ``adapter_config.json`` that the model has not.
 
         Returns:
             Settings that decide numbers; and settings that determine which weights exist, whose
@@ -154,7 +147,8 @@ def _read(config: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise InputError(
             f"{config}: an adapter's config must be JSON, as PeftModel.save_pretrained writes it. "
-            f"Reading it failed: {error}. Save the adapter again."
+            f"Reading it failed: {error}. Save the adapter again.",
+            code="study.adapter_config",
         ) from error
 
 
@@ -164,7 +158,8 @@ def _as_peft_reads(stored: dict[str, Any], own: Any, config: Path) -> dict[str, 
         raise InputError(
             f"{config}: an adapter must be of the kind that make_model() builds. Found peft_type "
             f"{stored['peft_type']} for {own.peft_type.value}. Build the model with the config of "
-            "the training: `PeftConfig.from_pretrained(folder)`."
+            "the training: `PeftConfig.from_pretrained(folder)`.",
+            code="study.adapter_kind",
         )
     known = {key: value for key, value in stored.items() if key in own.to_dict()}
     try:
@@ -172,22 +167,19 @@ def _as_peft_reads(stored: dict[str, Any], own: Any, config: Path) -> dict[str, 
     except (TypeError, ValueError) as error:
         raise InputError(
             f"{config}: peft must be able to read an adapter's config. It failed: {error}. Save "
-            "the adapter again, or install the version of peft that it was saved with."
+            "the adapter again, or install the version of peft that it was saved with.",
+            code="study.adapter_config",
         ) from error
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON would hold them, sets sorted: equal ones are equal then."""
-    plain = json.loads(json.dumps(dict(settings), default=_listed))
-    return {
-        key: "the base stays" if _is_init(key) and value in _INITS else value
-        for key, value in plain.items()
-    }
+    """Return settings as JSON holds them, sets sorted, so that equal ones are equal."""
 
+    def plain_value(value: Any) -> Any:
+        return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
 
-def _is_init(key: str) -> bool:
-    return key.startswith("init_") and key.endswith("weights")
-
-
-def _listed(value: Any) -> Any:
-    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
+    plain = json.loads(json.dumps(dict(settings), default=plain_value))
+    for key, value in plain.items():
+        if key.startswith("init_") and key.endswith("weights") and value in _INITS:
+            plain[key] = "the base stays"
+    return plain

@@ -1,12 +1,9 @@
-"""Find the weights of a checkpoint in a file or folder, and fit them to a model.
-
-``tensor_files`` reads one file.
-"""
+"""Find the weights of a checkpoint in a file or folder, and fit them to a model."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.study.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
-from trak_core.study.tensor_files import Digest, digest_file, read_shapes, read_tensors
+from trak_core.study.tensor_files import read_shapes, read_tensors
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (
@@ -30,70 +27,62 @@ _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Save `model.state_dict()` and use that file."
 
 
-def _shards(index: Path) -> list[str]:
+def _shards(index: Path) -> list[Path]:
+    """Return the files that an index names, all beside it."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise ValueError(f"{outside[0]!r} is not a file of this folder")
-        return names
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
-            f"of names to files. Reading it failed: {type(error).__name__}: {error}."
+            f"of names to files. Reading it failed: {type(error).__name__}: {error}.",
+            code="study.checkpoint_index",
         ) from error
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
+            f"Found no {listed(missing)}. Copy the whole folder again.",
+            code="study.checkpoint_shards",
+        )
+    return [index.parent / name for name in names]
 
 
-def _weight_files(checkpoint: Path) -> list[Path]:
-    """Return the files that a checkpoint's numbers come from, those that are no weights first."""
+def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
+    """Return the files of a checkpoint's weights; and an adapter's config or an index, if any."""
     if not checkpoint.exists():
         raise InputError(f"{checkpoint}: a checkpoint must exist. Found nothing there.")
     if not checkpoint.is_dir():
         if checkpoint.name in ADAPTER_WEIGHTS:
             raise InputError(
                 f"{checkpoint}: an adapter's weights must come with its {ADAPTER_CONFIG}. Found "
-                "the weights alone; name their folder."
+                "the weights alone; name their folder.",
+                code="study.adapter_folder",
             )
-        return [checkpoint]
-    whole, adapter = (
+        return [checkpoint], None
+    whole, adapter, config = (
         next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
-        for names in (_FOLDER_FILES, ADAPTER_WEIGHTS)
+        for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
     )
-    config = _adapter_config(checkpoint)
     if whole and not (adapter or config):
-        if whole.suffix != ".json":
-            return [whole]
-        return [whole, *_existing(whole, _shards(whole))]
+        return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
-        return [config, adapter]
-    found = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
+        return [adapter], config
+    contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
     if adapter or config:
         raise InputError(
             f"{checkpoint}: a folder of an adapter must hold {ADAPTER_CONFIG} and one of "
-            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {found}. Save "
-            "the adapter again by PeftModel.save_pretrained, into a folder of its own."
+            f"{', '.join(ADAPTER_WEIGHTS)}, and no weights of a whole model. Found {contents}. "
+            "Save the adapter again by PeftModel.save_pretrained, into a folder of its own.",
+            code="study.adapter_folder",
         )
     raise InputError(
         f"{checkpoint}: a checkpoint folder must hold one of {', '.join(_FOLDER_FILES)}, or of "
         f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
-        f"do, as a Trainer leaves them. Found {found}."
+        f"do, as a Trainer leaves them. Found {contents}."
     )
-
-
-def _adapter_config(checkpoint: Path) -> Path | None:
-    """Return the config of an adapter, None for a checkpoint of all weights."""
-    config = checkpoint / ADAPTER_CONFIG
-    return config if config.is_file() else None
-
-
-def _existing(index: Path, names: list[str]) -> list[Path]:
-    gone = [name for name in names if not (index.parent / name).is_file()]
-    if gone:
-        raise InputError(
-            f"{index}: every file that the index of a checkpoint folder names must be beside it. "
-            f"Found no {_listed(gone)}. Copy the whole folder again."
-        )
-    return [index.parent / name for name in names]
 
 
 def _is_state_dict(saved: object) -> bool:
@@ -111,67 +100,69 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
         return saved
     entries = saved if isinstance(saved, dict) else {}
     within = [key for key, value in entries.items() if value and _is_state_dict(value)]
-    remedy = (
-        f"Save the part that is one by itself: `torch.save(torch.load({str(path)!r})"
-        f"[{within[0]!r}], {path.with_stem(f'{path.stem}-weights').name!r})`."
-        if within
-        else _REMEDY
-    )
+    remedy = _REMEDY
+    if within:
+        name = path.with_stem(f"{path.stem}-weights").name
+        call = f"torch.save(torch.load({str(path)!r})[{within[0]!r}], {name!r})"
+        remedy = f"Save the part that is one by itself: `{call}`."
     raise InputError(
         f"{path}: a checkpoint must be a state dict (names to tensors), possibly under one of "
         f"the keys {', '.join(_WRAPPERS)}. Found {type(saved).__name__} with "
-        f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}"
+        f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
+        code="study.state_dict",
     )
 
 
-def read_state_dict(checkpoint: Path, digest: Digest | None = None) -> dict[str, Tensor]:
+def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     """Read the weights of a checkpoint, on the CPU.
 
     Args:
         checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging
             Face folder, sharded or not, or a folder of an adapter of PEFT's.
-        digest: Gets the bytes of its files as they are read (see ``checkpoint_sha256``).
 
     Returns:
-        Names to tensors.
+        Names to tensors; and the SHA-256 of the files that decide the numbers, in order, as 64
+        hexadecimal digits. An adapter's config, or an index, comes before the weights.
 
     Raises:
         InputError: If there is no such file, or if it holds something else.
     """
-    digest = hashlib.sha256() if digest is None else digest
-    state: dict[str, Tensor] = {}
-    for path in _weight_files(checkpoint):
-        if path.suffix == ".json":
-            digest_file(path, digest)
-        else:
-            state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest), path)
-    return state
+    files, config = _weight_files(checkpoint)
+    digest, state = hashlib.sha256(), {}
+    if config:
+        digest.update(config.read_bytes())
+    for path in files:
+        state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest.update), path)
+    return state, digest.hexdigest()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return at most eight names, and how many more there are."""
     shown = ", ".join(names[:8])
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
-def _misfits(state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, list[str]]:
-    """Return what keeps a checkpoint from fitting a model, in words, with the keys."""
-    stored = {own[key].data_ptr() for key in own.keys() & state.keys() if own[key].numel()}
-    return {
+def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Return in words what keeps a checkpoint from fitting a model, with the keys."""
+    both = [key for key in own if key in state]
+    stored = {own[key].data_ptr() for key in both if own[key].numel()}
+    misfits = {
         "missing in the checkpoint": [
             k for k in own if k not in state and own[k].data_ptr() not in stored
         ],
         "unknown to the model": [k for k in state if k not in own],
         "of another shape": [
             f"{k} {tuple(state[k].shape)} for {tuple(own[k].shape)}"
-            for k in own
-            if k in state and state[k].shape != own[k].shape
+            for k in both
+            if state[k].shape != own[k].shape
         ],
         "of another type": [
             f"{k} {state[k].dtype}, {state[k].layout} for {own[k].dtype}"
-            for k in own
-            if k in state and not _is_of_type(state[k], own[k])
+            for k in both
+            if not _is_of_type(state[k], own[k])
         ],
     }
+    return {kind: keys for kind, keys in misfits.items() if keys}
 
 
 def _is_of_type(stored: Tensor, own: Tensor) -> bool:
@@ -206,14 +197,18 @@ def _fitting(
         ),
         key=lambda candidate: sum(map(len, candidate[-1].values())),
     )
-    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
-    if problems:
+    if misfits:
         raise InputError(
             f"{source}: the checkpoint's keys{f', without {prefix}' if prefix else ''} must be "
-            f"those of the model. Found {'; '.join(problems)}. Does make_model() build the model "
-            "that was saved?"
+            f"those of the model. Found {_in_words(misfits)}. Does make_model() build the model "
+            "that was saved?",
+            code="study.checkpoint_keys",
         )
     return prefix, fitting
+
+
+def _in_words(misfits: Mapping[str, Sequence[str]]) -> str:
+    return "; ".join(f"{kind}: {listed(keys)}" for kind, keys in misfits.items())
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
@@ -226,7 +221,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     Args:
         model: Changed in place.
         state: Names to tensors.
-        source: Where they come from, for the message.
+        source: Where the weights come from, for the message.
 
     Raises:
         InputError: If keys, shapes or types don't fit, or if weights are not finite; it lists them.
@@ -245,22 +240,20 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
     if bad:
         raise InputError(
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
-            f"{_listed(bad)}. Take an earlier checkpoint, or train again."
+            f"{listed(bad)}. Take an earlier checkpoint, or train again.",
+            code="study.checkpoint_finite",
         )
 
 
 def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     """Put the weights of a file or folder into ``model``, and the model into evaluation mode.
 
-    A folder of an adapter of PEFT's gives the active adapter of a PeftModel its weights: every one
-    must be there, with its shape, and nothing else. The base's stay as they are.
-
-    Args:
-        model: Changed in place.
-        checkpoint: See ``read_state_dict``; what fits, see ``load_state_dict``.
+    ``read_state_dict`` says what is read, ``load_state_dict`` what fits. A folder of an adapter of
+    PEFT's gives the active adapter of a PeftModel its weights: every one must be there, with its
+    shape, and nothing else. The base's stay as they are.
 
     Returns:
-        What tells these weights from others: ``sha256``, of the files (see ``checkpoint_sha256``).
+        What tells these weights from others: ``sha256``, of the files (see ``read_state_dict``).
         An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
         model has with it, so that files made on different bases are never taken together.
 
@@ -268,19 +261,17 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
         InputError: If it cannot be read, or does not fit; of an adapter also if the model has
             other settings than it was saved with, under which its weights mean something else.
     """
-    digest = hashlib.sha256()
-    state, config = read_state_dict(checkpoint, digest), _adapter_config(checkpoint)
-    found = {"sha256": digest.hexdigest()}
-    if config is None:
+    state, sha256 = read_state_dict(checkpoint)
+    if not _is_adapter(checkpoint):
         load_state_dict(model, state, str(checkpoint))
-        return found
-    adapter = _fitting_adapter(model, state, config)
+        return {"sha256": sha256}
+    adapter = _fitting_adapter(model, state, checkpoint)
     _check_finite(state, str(checkpoint))
     adapter.put(state)
     model.eval()
     # Modules may keep what is no tensor there.
     weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return {**found, "model_sha256": state_dict_sha256(weights)}
+    return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
@@ -290,45 +281,37 @@ def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
         InputError: If ``load_checkpoint`` would refuse it for more than its numbers or checksums.
     """
     state: dict[str, Tensor] = {}
-    for path in _weight_files(checkpoint):
-        if path.suffix != ".json":
-            saved = read_shapes(path, _MUST, _REMEDY)
-            if saved is None:
-                return
-            state |= _state_dict(saved, path)
-    config = _adapter_config(checkpoint)
-    if config is None:
-        _fitting(model, state, str(checkpoint))
+    for path in _weight_files(checkpoint)[0]:
+        saved = read_shapes(path, _MUST, _REMEDY)
+        if saved is None:
+            return
+        state |= _state_dict(saved, path)
+    if _is_adapter(checkpoint):
+        _fitting_adapter(model, state, checkpoint)
     else:
-        _fitting_adapter(model, state, config)
+        _fitting(model, state, str(checkpoint))
 
 
-def _fitting_adapter(model: nn.Module, state: dict[str, Tensor], config: Path) -> Adapter:
+def _is_adapter(checkpoint: Path) -> bool:
+    return (checkpoint / ADAPTER_CONFIG).is_file()
+
+
+def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:
     """Return the model's adapter, which the weights fit."""
-    adapter = Adapter.of(model, config.parent)
-    settings, of_keys = adapter.other_settings(config)
+    adapter = Adapter.of(model, folder)
+    settings, of_keys = adapter.other_settings(folder / ADAPTER_CONFIG)
     misfits = _misfits(state, adapter.weights(state))
-    problems = [f"{what}: {_listed(names)}" for what, names in misfits.items() if names]
-    if settings or problems:
-        other = settings + of_keys if problems else settings
-        problems += [f"of another setting: {_listed(other)}"] if other else []
+    settings += of_keys if misfits else []
+    if settings:
+        misfits["of another setting"] = settings
+    if misfits:
         raise InputError(
-            f"{config.parent}: an adapter's weights and settings must be those of the PeftModel "
-            f"that make_model() returns. Found {'; '.join(problems)}. Build it with the config of "
-            "the training, `PeftConfig.from_pretrained(folder)`, on the same base."
+            f"{folder}: an adapter's weights and settings must be those of the PeftModel "
+            f"that make_model() returns. Found {_in_words(misfits)}. Build it with the config of "
+            "the training, `PeftConfig.from_pretrained(folder)`, on the same base.",
+            code="study.adapter_settings",
         )
     return adapter
-
-
-def checkpoint_sha256(checkpoint: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weight files, in order, as 64 hexadecimal digits.
-
-    An adapter's config comes before its weights: both decide its numbers.
-    """
-    digest = hashlib.sha256()
-    for path in _weight_files(checkpoint):
-        digest_file(path, digest)
-    return digest.hexdigest()
 
 
 def state_dict_sha256(state: Mapping[str, Tensor]) -> str:

@@ -10,16 +10,9 @@ import numpy as np
 
 
 def random_half(n_train: int, subset: int, seed: int) -> np.ndarray:
-    """Return which training samples belong to one random half.
+    """Return which training samples belong to a random half, shape (n,), bool, n // 2 of them true.
 
-    Args:
-        n_train: n.
-        subset: The subset's number.
-        seed: The user's.
-
-    Returns:
-        Shape (n,), bool, n // 2 of them true. Every half of that size is equally likely; how many
-        subsets there are doesn't count.
+    Every half of that size is equally likely; how many subsets there are doesn't count.
     """
     return _chosen(n_train, n_train // 2, [0, seed, subset])
 
@@ -51,15 +44,9 @@ def flipped_samples(n_train: int, fraction: float, seed: int) -> np.ndarray:
 
 
 def flipped_labels(labels: np.ndarray, fraction: float, seed: int) -> np.ndarray:
-    """Give a random part of the samples a wrong label, uniformly one of the others that occur.
+    """Return labels of which a random part is wrong, uniformly one of the others that occur.
 
-    Args:
-        labels: Integers, shape (n,), of two classes or more.
-        fraction: Part of the samples.
-        seed: The user's.
-
-    Returns:
-        Labels, shape (n,).
+    Labels are integers, shape (n,), of two classes or more.
     """
     flipped = flipped_samples(len(labels), fraction, seed)
     classes, positions = np.unique(labels, return_inverse=True)

@@ -6,6 +6,7 @@ match is refused.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,17 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import OPTIMIZER_FILE
-from trak_core.study.checkpoints import shared_prefixes
-from trak_core.study.tensor_files import Digest, read_tensors
+from trak_core.study.checkpoints import listed, shared_prefixes
+from trak_core.study.tensor_files import read_tensors
 
 # Where a file of model and optimizer has the latter.
 _KEYS = ("optimizer_state_dict", "optimizer")
+_TAKES = (
+    "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
+    "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
+)
 # Partial matches of parameters that are followed at the same time.
-_MOST_WAYS = 10_000
+_MAX_MATCHES = 10_000
 
 
 def adam_scales(
@@ -53,72 +58,70 @@ def adam_scales(
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
     source = checkpoint / OPTIMIZER_FILE if checkpoint.is_dir() else checkpoint
-    digest = hashlib.sha256()
-    groups, moments = _state(source, digest)
+    groups, moments, sha256 = _read_state(source)
     numbers = _numbers(model, {*parameters}, {*trained}, groups, moments, source)
     lacking = [name for name in parameters if numbers.get(name) not in moments]
     if lacking:
         raise InputError(
             f"{source}: every parameter that is differentiated must have second moments. Found "
-            f"none for {_listed(lacking)}, which had no gradient in training. Leave out what was "
-            "not trained, by `parameters`."
+            f"none for {listed(lacking)}, which had no gradient in training. Leave out what was "
+            "not trained, by `parameters`.",
+            code="study.second_moments",
         )
-    about = {number: group for group in groups for number in group["params"]}
+    group_of = {number: group for group in groups for number in group["params"]}
     scales = {}
     for name, parameter in parameters.items():
-        moment, group = moments[numbers[name]], about[numbers[name]]
+        moment, group = moments[numbers[name]], group_of[numbers[name]]
         v = moment.get("max_exp_avg_sq", moment["exp_avg_sq"])
         fits = v.shape == parameter.shape and v.is_floating_point()
         if not fits or not (v.isfinite() & (v >= 0)).all():
             raise InputError(
                 f"{source}: second moments must be real, of their parameter's shape, finite and at "
-                f"least 0. Found others for {name}. Take another checkpoint, or train again."
+                f"least 0. Found others for {name}. Take another checkpoint, or train again.",
+                code="study.second_moments",
             )
-        scales[name] = _scale(v.float(), moment, group)
-    return scales, digest.hexdigest()
+        v = v.float()
+        root = (v / (1 - group["betas"][1] ** float(moment["step"]))).sqrt()
+        scales[name] = torch.where(v > 0, 1 / (root + group["eps"]), 0)
+    return scales, sha256
 
 
-def _scale(v: Tensor, moment: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    root = (v / (1 - group["betas"][1] ** float(moment["step"]))).sqrt()
-    return torch.where(v > 0, 1 / (root + group["eps"]), 0)
-
-
-def _state(source: Path, digest: Digest) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
-    """Return groups of parameters, and by number what has second moments."""
-    how = (
-        "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
-        "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}"
-    )
-    if not source.is_file():
+def _read_state(source: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], str]:
+    """Return groups of parameters, what has second moments by number, and the file's SHA-256."""
+    is_safe = source.suffix == ".safetensors"
+    if is_safe or not source.is_file():
+        file = "safetensors, which hold no optimizer; name their folder" if is_safe else "no file"
         raise InputError(
-            f"{source}: the optimizer's state must lie with the weights. Found no such file. {how}."
+            f"{source}: the optimizer's state must lie with the weights. Found {file}. {_TAKES}",
+            code="study.optimizer_state",
         )
-    if source.suffix == ".safetensors":
-        raise InputError(f"{source}: safetensors hold no optimizer. Name their folder: {how}.")
     must = "an optimizer's state must be a whole file of torch.save"
-    found = read_tensors(source, must, f"{how}.", digest)
-    inside = found if isinstance(found, dict) else {}
-    state = next((inside[key] for key in _KEYS if key in inside), inside)
+    digest = hashlib.sha256()
+    saved = read_tensors(source, must, _TAKES, digest.update)
+    entries = saved if isinstance(saved, dict) else {}
+    state = next((entries[key] for key in _KEYS if key in entries), entries)
     if not isinstance(state, dict) or not {"state", "param_groups"} <= set(state):
-        keys = ", ".join(map(str, list(inside)[:5])) or "none"
+        keys = ", ".join(map(str, list(entries)[:5])) or "none"
         raise InputError(
             f"{source}: an optimizer's state must have `state` and `param_groups`. Found the keys "
-            f"{keys}. {how}."
+            f"{keys}. {_TAKES}",
+            code="study.optimizer_state",
         )
     moments = {
-        number: one
-        for number, one in state["state"].items()
-        if isinstance(one.get("exp_avg_sq"), Tensor) and "step" in one
+        number: entry
+        for number, entry in state["state"].items()
+        if isinstance(entry.get("exp_avg_sq"), Tensor) and "step" in entry
     }
     groups = state["param_groups"]
     if not moments or not all("betas" in group and "eps" in group for group in groups):
-        kept = sorted({str(key) for one in state["state"].values() for key in one})
+        keys = sorted({str(key) for entry in state["state"].values() for key in entry})
         raise InputError(
             f"{source}: the optimizer must be an Adam of torch's, with `exp_avg_sq` in its state "
             "and `betas` and `eps` in its groups, and have taken a step. Found in its state "
-            f"{', '.join(kept[:8]) or 'nothing'}. Leave `preconditioner` out."
+            f"{', '.join(keys[:8]) or 'nothing'}. Leave `preconditioner` out.",
+            code="study.optimizer_kind",
         )
-    return groups, moments
+    return groups, moments, digest.hexdigest()
 
 
 def _numbers(
@@ -140,7 +143,8 @@ def _numbers(
         if unknown or len(given) != len(flat):
             raise InputError(
                 f"{source}: the optimizer's names must be those of the model that make_model() "
-                f"returns. Found no {_listed(sorted(unknown))} among {_listed(given)}."
+                f"returns. Found no {listed(sorted(unknown))} among {listed(given)}.",
+                code="study.optimizer_names",
             )
         return dict(zip(given, flat, strict=True))
     shapes = {
@@ -148,55 +152,46 @@ def _numbers(
         for number in flat
     }
     named = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    # Those that are trained; where all were frozen for inference, those that are asked for.
-    ways = 0
+    orders: list[list[int]] = []
+    # Those that are trained; where all were frozen for inference, those that are differentiated.
     for names in (trained, selected, {*named}):
         own = {name: shape for name, shape in named.items() if name in names}
         if len(own) == len(shapes):
-            ways, order = _orders(list(own.values()), ids, shapes)
-            if ways == 1:
-                return dict(zip(own, order, strict=True))
-    several = "several ways to tell" if ways else "no way to tell"
+            orders = _orders([*own.values()], ids, shapes)
+            if len(orders) == 1:
+                return dict(zip(own, orders[0], strict=True))
     raise InputError(
         f"{source}: the optimizer's parameters must be those of the model that make_model() "
         "returns, group after group in its order, told apart by their shapes. Found "
         f"{len(shapes)} in {len(ids)} groups, beside {len(trained)} with requires_grad of the "
-        f"model's {len(named)}, and {several} which is which. Let make_model() freeze what was "
-        "frozen in training and nothing else (PeftModel.from_pretrained takes is_trainable=True), "
-        "or give the optimizer names, `AdamW(model.named_parameters())`, which it then saves."
+        f"model's {len(named)}, and {'several ways' if orders else 'no way'} to tell which is "
+        "which. Let make_model() freeze what was frozen in training and nothing else "
+        "(PeftModel.from_pretrained takes is_trainable=True), or give the optimizer names, "
+        "`AdamW(model.named_parameters())`, which it then saves.",
+        code="study.optimizer_order",
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
-
-
 def _orders(
-    wanted: Sequence[tuple[int, ...]],
+    expected: Sequence[tuple[int, ...]],
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
-) -> tuple[int, list[int]]:
-    """Take numbers from the groups, each group in its order, so that shapes are as wanted.
+) -> list[list[int]]:
+    """Merge the groups, each in its order, so that shapes are as expected.
 
     Returns:
-        How many ways there are, and the numbers in order if it is one.
+        The numbers in every order that fits; two stand for any more.
     """
-    # By how many are taken from each group: in how many ways, and the last way, backwards.
-    ways: dict[tuple[int, ...], tuple[int, Any]] = {(0,) * len(groups): (1, ())}
-    for shape in wanted:
-        following: dict[tuple[int, ...], tuple[int, Any]] = {}
-        for places, (count, way) in ways.items():
+    # By how many are taken from each group.
+    partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
+    for shape in expected:
+        longer = defaultdict(list)
+        for places, orders in partial.items():
             for i, (place, group) in enumerate(zip(places, groups, strict=True)):
                 if place < len(group) and shapes[group[place]] in (shape, None):
-                    after = (*places[:i], place + 1, *places[i + 1 :])
-                    before, _ = following.get(after, (0, ()))
-                    following[after] = before + count, (group[place], way)
-        if len(following) > _MOST_WAYS:
-            return len(following), []
-        ways = following
-    count, way = next(iter(ways.values()), (0, ()))
-    order: list[int] = []
-    while way:
-        number, way = way
-        order.append(number)
-    return count, order[::-1]
+                    after = longer[*places[:i], place + 1, *places[i + 1 :]]
+                    after += [[*order, group[place]] for order in orders[: 2 - len(after)]]
+        partial = longer
+        if len(partial) > _MAX_MATCHES:
+            break
+    return [order for orders in partial.values() for order in orders]

@@ -1,6 +1,7 @@
 """Read a split's samples and check their ids; flip labels where an evaluation needs wrong ones."""
 
 import traceback
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,8 +53,8 @@ class Split:
                 f"{' and more' if len(unknown) > 8 else ''}; it has {len(position)}, such as "
                 f"{self.ids[0]} and {self.ids[-1]}."
             )
-        if len(set(ids)) < len(ids):
-            twice = sorted({str(i) for i in ids if list(ids).count(i) > 1})
+        twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
+        if twice:
             raise InputError(f"A target must be listed once. Found twice: {', '.join(twice[:8])}.")
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
@@ -71,10 +72,11 @@ class Split:
         parts = [_entries(sample) for sample in samples]
         for sample_id, part in zip(self.ids[start:stop], parts, strict=True):
             if part.keys() != parts[0].keys():
+                first, other = (", ".join(entries) or "nothing" for entries in (parts[0], part))
                 raise InputError(
-                    f"Samples must be tuples of one length, or dicts with the same keys. Found "
-                    f"{_listed(parts[0])} in sample {self.ids[start]}, {_listed(part)} in sample "
-                    f"{sample_id}."
+                    "Samples must be tuples of one length, or dicts with the same keys. Found "
+                    f"{first} in sample {self.ids[start]}, {other} in sample {sample_id}.",
+                    code="study.sample_entries",
                 )
         stacked = {key: _stacked([part[key] for part in parts], key) for key in parts[0]}
         return stacked if isinstance(samples[0], Mapping) else tuple(stacked.values())
@@ -86,11 +88,10 @@ def _entries(sample: Any) -> dict[str, Any]:
         return dict(sample)
     if isinstance(sample, list | tuple):
         return {f"entry {i}": entry for i, entry in enumerate(sample)}
-    raise InputError(f"A sample must be a tuple or a dict. Found {type(sample).__name__}.")
-
-
-def _listed(entries: Mapping[str, Any]) -> str:
-    return ", ".join(entries) or "nothing"
+    raise InputError(
+        f"A sample must be a tuple or a dict. Found {type(sample).__name__}.",
+        code="study.sample_type",
+    )
 
 
 def _stacked(parts: Sequence[Any], name: str) -> Tensor:
@@ -104,22 +105,24 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
         raise InputError(
             "Samples must be tuples or dicts of tensors or numbers, with the same shapes in every "
             f"sample (texts padded to one length). Found {', '.join(sorted(shapes)[:4])} for "
-            f"{name}: {(str(error).splitlines() or [''])[0]}"
+            f"{name}: {(str(error).splitlines() or [''])[0]}",
+            code="study.sample_shapes",
         ) from error
     if not isinstance(stacked, Tensor):
         raise InputError(
             "Samples must be tuples or dicts of tensors or numbers. Found "
-            f"{type(parts[0]).__name__} for {name}."
+            f"{type(parts[0]).__name__} for {name}.",
+            code="study.sample_numbers",
         )
     return stacked
 
 
 @contextmanager
-def users_code(what: str) -> Generator[None, None, None]:
+def users_code(call: str) -> Generator[None, None, None]:
     """Make an exception of the study's own code one message that says where it came from.
 
     Args:
-        what: What runs, for the message.
+        call: What runs, for the message.
 
     Raises:
         InputError: In place of any other exception, SystemExit included. A full disk or memory, and
@@ -136,7 +139,7 @@ def users_code(what: str) -> Generator[None, None, None]:
         frames = traceback.extract_tb(error.__traceback__)[2:]
         shown = [f for f in frames if not f.filename.startswith("<frozen importlib")]
         raise InputError(
-            f"{what} must end without an error. Found {type(error).__name__}: {error}\n"
+            f"{call} must end without an error. Found {type(error).__name__}: {error}\n"
             f"{''.join(traceback.format_list(shown))}".rstrip()
         ) from error
 
@@ -146,17 +149,17 @@ def _is_number(sample_id: Any) -> bool:
 
 
 def _is_name(sample_id: Any) -> bool:
-    # HDF5 fills up fixed-length strings with NUL; lone surrogates have no UTF-8.
+    # HDF5 fills up fixed-length strings with NUL, which isn't printable; lone surrogates have no
+    # UTF-8.
     return (
         type(sample_id) is str
-        and "\0" not in sample_id
         and 0 < len(sample_id.encode(errors="replace")) <= _MAX_ID
         and sample_id.isprintable()
     )
 
 
 def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return plain ids, one a sample.
+    """Return what ``function`` gave as plain ids, one a sample.
 
     Raises:
         InputError: If they are not all integers or all short names, or not all different.
@@ -168,15 +171,15 @@ def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] 
         )
     if not (all(map(_is_number, plain)) or all(map(_is_name, plain))):
         is_good = _is_number if type(plain[0]) is int else _is_name
-        found = [i for i in plain if not is_good(i)] or plain
+        bad = [i for i in plain if not is_good(i)] or plain
         raise InputError(
             f"{function} must give integers of 64 bits only, or strings of 1 to {_MAX_ID} bytes "
-            f"of printable text only. Found {', '.join(repr(i) for i in found[:3])}."
+            f"of printable text only. Found {', '.join(repr(i) for i in bad[:3])}."
         )
-    if len(set(plain)) < n_samples:
-        twice = next(i for i, one in enumerate(plain) if one in plain[:i])
+    ((commonest, count),) = Counter(plain).most_common(1)
+    if count > 1:
         raise InputError(
-            f"{function} must give every sample its own id. Found repeated ids: {plain[twice]!r}."
+            f"{function} must give every sample its own id. Found repeated ids: {commonest!r}."
         )
     return plain
 
@@ -207,39 +210,26 @@ def _like(old: Any, label: int) -> Any:
     return np.full_like(old, label) if isinstance(old, np.ndarray) else type(old)(label)
 
 
-def class_labels(split: Split) -> np.ndarray:
-    """Return the label of every sample, integers of shape (n,).
+def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
+    """Return the same samples and ids with some labels flipped (see ``flipped_labels``).
 
     Raises:
-        InputError: If a label is not an integer.
+        InputError: If labels are not integers, or all the same.
     """
-    labels = []
-    for i in range(len(split.ids)):
+    labels = np.empty(len(split.ids), dtype=np.int64)
+    for i in range(len(labels)):
         sample = split.samples[i]
         label = torch.as_tensor(sample["labels"] if isinstance(sample, Mapping) else sample[-1])
         if label.ndim or label.is_floating_point():
             raise InputError(
                 "Labels to be flipped must be integers, one a sample. Found shape "
-                f"{tuple(label.shape)} of {label.dtype} in sample {split.ids[i]}."
+                f"{tuple(label.shape)} of {label.dtype} in sample {split.ids[i]}.",
+                code="study.flipped_labels",
             )
-        labels.append(int(label))
-    return np.array(labels)
-
-
-def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
-    """Return the same samples and ids with some labels flipped (see ``flipped_labels``).
-
-    Args:
-        split: Samples whose labels are classes.
-        fraction: Part of the samples, between 0 and 1.
-        seed: The user's; it decides the draw.
-
-    Raises:
-        InputError: If labels are not integers, or all the same.
-    """
-    labels = class_labels(split)
+        labels[i] = int(label)
     if len(np.unique(labels)) < 2:
         raise InputError(
-            f"Labels to be flipped must be of two classes or more. Found {labels[0]} only."
+            f"Labels to be flipped must be of two classes or more. Found {labels[0]} only.",
+            code="study.flipped_classes",
         )
     return Split(_Flipped(split.samples, flipped_labels(labels, fraction, seed)), split.ids)

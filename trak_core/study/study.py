@@ -27,24 +27,8 @@ from typing import Any
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.spec import TRAIN
 from trak_core.study.split import Split, checked_ids, users_code
-
-TRAIN = "train"
-
-
-def _run(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
-    # Modules beside the study import as they would for a script.
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    with users_code(f"{path}: the study's file"):
-        spec.loader.exec_module(module)
-    return module
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +45,23 @@ class Study:
         Raises:
             InputError: If there is no such file.
         """
-        return cls(path, _run(path))
+        if not path.is_file():
+            raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
+        # Modules beside the study import as they would for a script.
+        sys.path.insert(0, str(path.parent.resolve()))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        with users_code(f"{path}: the study's file"):
+            spec.loader.exec_module(module)
+        return cls(path, module)
 
     def function(self, name: str) -> Callable[..., Any]:
-        """Return one of the study's functions.
-
-        Raises:
-            InputError: If the file defines no such function.
-        """
-        found = getattr(self.module, name, None)
-        if not callable(found):
+        """Return one of the study's functions; without it, raise an InputError."""
+        function = getattr(self.module, name, None)
+        if not callable(function):
             own = [
                 n
                 for n, v in vars(self.module).items()
@@ -80,18 +71,14 @@ class Study:
                 f"{self.path}: the study must define a function {name}(). Found "
                 f"{', '.join(own) or 'no functions'}."
             )
-        return found
+        return function
 
     def has(self, name: str) -> bool:
         """Return whether the study defines a function of this name."""
         return callable(getattr(self.module, name, None))
 
     def make_model(self) -> nn.Module:
-        """Return the study's model, weights unset.
-
-        Raises:
-            InputError: If make_model() returns anything but a torch module.
-        """
+        """Return the study's model, weights unset; anything but a module is an InputError."""
         function = self.function("make_model")
         with users_code(f"{self.path}: make_model()"):
             model = function()
@@ -119,11 +106,11 @@ class Study:
         return text
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
-        """Return the training samples, or the targets of an experiment.
+        """Return the training samples, for the name ``TRAIN``, or the targets of an experiment.
 
         Args:
-            name: ``"train"``, or anything else for targets.
-            targets: The ids of the experiment's targets, in order; None for the training samples.
+            name: The split's.
+            targets: Ids of the experiment's targets, in order; None for all samples.
 
         Raises:
             InputError: If data or ids are not what they must be.

@@ -59,7 +59,8 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
             lines: list[Any] = list(rows)
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
-            lines = [_parsed(*one) for one in enumerate(text.split("\n"), 1) if one[1].strip()]
+            numbered = enumerate(text.split("\n"), 1)
+            lines = [_parsed(number, line) for number, line in numbered if line.strip()]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(
             f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
@@ -85,9 +86,8 @@ def split_of(
 
     Args:
         study: Encodes the lines of a file, and has the targets where there is no file.
-        name: ``"train"``, or the experiment's name.
-        targets: Ids of the experiment's targets, in order; None for all targets of its file, and
-            for the training samples.
+        name: ``TRAIN``, or the experiment's name.
+        targets: Ids of the targets, in order; None for all of the file, or training samples.
         question: The experiment's own file; None for the study's ``target_data()``.
 
     Raises:
@@ -95,13 +95,14 @@ def split_of(
     """
     if question is None:
         return study.split(name, targets)
-    split = _targets_in(question, study)
+    if question.suffix == _PYTHON:
+        split = Study.load(question).split("target", None)
+    else:
+        split = _encoded_targets(question, study)
     return split if targets is None else split.take(targets)
 
 
-def _targets_in(path: Path, study: Study) -> Split:
-    if path.suffix == _PYTHON:
-        return Study.load(path).split("target", None)
+def _encoded_targets(path: Path, study: Study) -> Split:
     lines = _read_lines(path)
     study.function("encode")
     ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]

@@ -1,4 +1,4 @@
-"""Models that the study's own ``train`` makes: the one it ends with, or those along its way."""
+"""Call the study's ``train`` and check the models that it makes, at its end or along its way."""
 
 import inspect
 from collections import deque
@@ -17,15 +17,12 @@ from trak_core.study.study import Study
 def trained_model(
     study: Study, arguments: dict[str, Any], data: Samples | None = None
 ) -> nn.Module:
-    """Call the study's ``train`` and make sure of the model it ends with.
+    """Return the model that the study's ``train`` ends with.
 
     Args:
-        study: With a function ``train``, which returns it or yields it last.
-        arguments: Passed to it by name.
+        study: With a function ``train``, which returns the model or yields it last.
+        arguments: Passed to ``train`` by name.
         data: Passed as ``data``, the samples to train on; None, for all of them, isn't passed.
-
-    Returns:
-        The trained model.
 
     Raises:
         InputError: If ``train`` returns no model, or one with parameters that are not finite.
@@ -37,13 +34,11 @@ def trained_model(
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float], data: Samples | None = None
 ) -> Generator[tuple[float, nn.Module]]:
-    """Train, and yield the model at each of the times, in order; it is the same, trained on.
-
-    After the last time training is left off.
+    """Train until the last of the times, and yield the model at each; it is the same, trained on.
 
     Args:
         study: With a generator ``train`` that yields (time, model).
-        arguments: Passed to it by name.
+        arguments: See ``trained_model``.
         times: Ascending.
         data: See ``trained_model``.
 
@@ -54,24 +49,22 @@ def models_along(
         InputError: If ``train`` passes a time without yielding it, or yields no model, or one with
             parameters that are not finite.
     """
-    asked = list(times)
-    seen: list[float] = []
+    remaining = list(times)
+    passed: list[str] = []
     with closing(_steps(study, arguments, data)) as steps:
         for at, model in steps:
-            seen.append(at)
-            if at == asked[0]:
-                yield asked.pop(0), _checked(study, arguments, model)
-            if not asked:
+            passed.append(repr(at))
+            if at == remaining[0]:
+                yield remaining.pop(0), _checked(study, arguments, model)
+            if not remaining:
                 return
-            if at > asked[0]:
+            if at > remaining[0]:
                 break
-    shown = [repr(at) for at in seen]
-    if len(shown) > 12:
-        shown[6:-3] = ["..."]
-    yielded = ", ".join(shown)
+    if len(passed) > 12:
+        passed[6:-3] = ["..."]
     raise InputError(
-        f"{study.path}: train({arguments}) must yield (time, model) at each time that `at` asks "
-        f"for. Found none at {asked[0]!r}; it yielded at {yielded or 'none'}."
+        f"{study.path}: train({arguments}) must yield (time, model) at each time under `at`. Found "
+        f"none at {remaining[0]!r}; it yielded at {', '.join(passed) or 'none'}."
     )
 
 
@@ -79,18 +72,18 @@ def _steps(
     study: Study, arguments: dict[str, Any], data: Samples | None
 ) -> Generator[tuple[float, Any]]:
     """Yield what ``train`` yields, or the model it returns."""
-    given = {} if data is None else {"data": data}
+    data_argument = {} if data is None else {"data": data}
     train = study.function("train")
-    what = f"{study.path}: train({arguments})"
-    with users_code(what):
-        made = train(**arguments, **given)
-    if not inspect.isgenerator(made):
-        yield 0.0, made
+    call = f"{study.path}: train({arguments})"
+    with users_code(call):
+        result = train(**arguments, **data_argument)
+    if not inspect.isgenerator(result):
+        yield 0.0, result
         return
-    with closing(made):
+    with closing(result):
         while True:
-            with users_code(what):
-                step = next(made, None)
+            with users_code(call):
+                step = next(result, None)
             if step is None:
                 return
             yield _time_and_model(study, step)
@@ -99,10 +92,10 @@ def _steps(
 def _time_and_model(study: Study, step: Any) -> tuple[float, nn.Module]:
     is_pair = isinstance(step, tuple) and len(step) == 2
     if not is_pair or isinstance(step[0], bool) or not isinstance(step[0], int | float):
-        found = ", ".join(type(one).__name__ for one in step) if is_pair else type(step).__name__
+        types = [type(entry).__name__ for entry in (step if is_pair else [step])]
         raise InputError(
             f"{study.path}: train() must yield a number, the time in the run, and the model. Found "
-            f"{found}."
+            f"{', '.join(types)}."
         )
     return step[0], step[1]
 

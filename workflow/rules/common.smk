@@ -1,4 +1,4 @@
-# Checks the config and fills in its defaults; says what decides each job's numbers; preflight.
+# Check the config, fill in its defaults, say what decides each job's numbers, run the preflight.
 import os
 import sys
 import sysconfig
@@ -12,8 +12,8 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.load import check_config, check_unique_keys, with_values_read
-from trak_core.config.preflight import check_sources, look_over
+from trak_core.config.preflight import check_sources, run_preflight
+from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature, study_imports
@@ -71,7 +71,7 @@ with explained():
     moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
     specs = specs_of(config, Path(moved).parent)
     if workflow.is_main_process:
-        look_over(specs, Path(moved).parent, is_stored=stored)
+        run_preflight(specs, Path(moved).parent, is_stored=stored)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.

@@ -1,7 +1,7 @@
-"""Tell how much memory a job holds, by formulas that jobs and the checks before them share.
+"""Tell how much memory a job holds, by formulas that jobs and the preflight share.
 
-``compute.memory_mb`` is the budget for arrays. Standard library only: Snakemake asks before any
-job whether the budget holds what a config needs.
+``compute.memory_mb`` is the budget for arrays. Standard library only, because every start of
+Snakemake compares the budget with what the config needs.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from trak_core.errors import InputError
 _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
 _CHUNK_ROWS = 1024
+_FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
 # Training samples, and projection matrices, whose distortion is measured.
 DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
 
@@ -22,27 +23,23 @@ class Need:
     """Memory of one job.
 
     Attributes:
-        what: The job, in words.
+        job: In words.
         fixed_bytes: Held whatever the rows of a block.
         row_bytes: On top, for each row of a block; 0 where work isn't cut into rows.
         remedy: What helps, beside more memory.
     """
 
-    what: str
+    job: str
     fixed_bytes: int
     row_bytes: int = 0
     remedy: str = "lower projection.proj_dim, or cut the experiment in two"
 
     def check(self, memory_mb: int) -> None:
-        """Refuse a budget that doesn't hold it.
-
-        Raises:
-            InputError: If it is not enough, with blocks of a reasonable size.
-        """
+        """Refuse a budget that doesn't hold the job with blocks of a reasonable size."""
         least_mb = -(-(self.fixed_bytes + 2 * _LEAST_ROWS * self.row_bytes) // 2**20)
         if least_mb > memory_mb:
             raise InputError(
-                f"compute.memory_mb must hold {self.what}: {least_mb} MiB. Found {memory_mb}. "
+                f"compute.memory_mb must hold {self.job}: {least_mb} MiB. Found {memory_mb}. "
                 f"Raise it, {self.remedy}.",
                 code="config.memory",
             )
@@ -61,69 +58,60 @@ class Need:
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:
     """Return what summing a normal matrix holds: the matrix, one block's share, LAPACK's copy.
 
-    Args:
-        proj_dim: k.
-        divides: Whether scores are divided by their norm: two more sums, and eigenvectors.
+    ``divides`` adds what dividing scores by their norm needs: two more sums, and eigenvectors.
     """
-    what = f"the normal matrix of proj_dim {proj_dim}"
-    return Need(what, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
+    job = f"the normal matrix of proj_dim {proj_dim}"
+    return Need(job, (56 if divides else 24) * proj_dim**2, 16 * proj_dim)
 
 
 def scores_need(proj_dim: int, n_targets: int) -> Need:
     """Return what one checkpoint's scores hold: matrix, factor and targets; then rows of both."""
-    what = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
-    return Need(what, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
-
-
-_FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
+    job = f"the solve for proj_dim {proj_dim} and {n_targets} targets"
+    return Need(job, 24 * proj_dim * (proj_dim + n_targets), 12 * (proj_dim + n_targets))
 
 
 def gramian_need(n_train: int, n_columns: int) -> Need:
     """Return what a Gramian of float64 takes; samples and activations come on top."""
-    what = f"a Gramian of {n_train} x {n_columns} inner products"
-    return Need(what, 8 * n_train * n_columns, remedy=_FEWER)
+    job = f"a Gramian of {n_train} x {n_columns} inner products"
+    return Need(job, 8 * n_train * n_columns, remedy=_FEWER)
 
 
 def exact_need(n_train: int, n_targets: int) -> Need:
     """Return what exact scores hold: the Gramian, damped, LAPACK's copy; targets' rows."""
-    what = (
+    job = (
         f"exact scores of {n_train} training samples, three times {n_train} x {n_train} numbers, "
         f"and {n_targets} targets"
     )
-    return Need(what, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
+    return Need(job, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
 def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
     """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
 
-    The remaining memory is for gradients and activations. A normal matrix takes more, or the least
-    budget is more, so that no check before the first job is needed.
+    The remaining memory is for gradients and activations. The preflight skips this job, because a
+    normal matrix or the least budget is larger.
     """
-    what = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
+    job = f"the distortion of {n_samples} samples under {n_streams} streams of proj_dim {proj_dim}"
     features = (4 * n_streams + 32) * n_samples * proj_dim
     remedy = "lower projection.proj_dim, or leave `distortion` out"
-    return Need(what, 96 * n_samples**2 + features, remedy=remedy)
+    return Need(job, 96 * n_samples**2 + features, remedy=remedy)
 
 
 def average_need(
     *, n_train: int, n_targets: int, n_checkpoints: int, top: int, solved_dim: int | None
 ) -> Need:
-    """Return what averaging an experiment holds.
+    """Return what averaging an experiment's scores holds; a block of them counts once.
 
-    Checkpoints are added up one at a time, so that a block of scores counts once.
-
-    Args:
-        n_train: Training samples; ids, labels and what the checkpoints make of them are kept.
-        n_targets: Targets, likewise.
-        n_checkpoints: Their predictions for the rows of a block are compared.
-        top: Influences of either sign kept for each target.
-        solved_dim: proj_dim where only the solved targets were kept, of one checkpoint at a time.
+    Checkpoints are added up one at a time. Ids, labels and what the checkpoints make of all samples
+    are kept, ``top`` influences of either sign, and the predictions of all checkpoints for the rows
+    of a block. ``solved_dim`` is proj_dim where only the solved targets were kept, of one
+    checkpoint at a time.
     """
     kept = min(top, n_train) * n_targets
     fixed = 256 * (n_train + n_targets) + 400 * kept + 8 * (solved_dim or 0) * n_targets
     row = 64 * n_targets + 40 * n_checkpoints + 12 * (solved_dim or 0)
-    what = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
-    return Need(what, fixed, row)
+    job = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
+    return Need(job, fixed, row)
 
 
 def evaluation_need(
@@ -140,7 +128,7 @@ def evaluation_need(
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
     Args:
-        proj_dim: k where features are looked at, else 0.
+        proj_dim: k where features are read, else 0.
         n_train: n.
         n_targets: m.
         n_subsets: S.
@@ -160,8 +148,8 @@ def evaluation_need(
     solve += 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
-    what = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
-    return Need(what, fixed, row, remedy="cut the experiment in two, or sweep less")
+    job = f"the evaluation of {n_targets} targets on {n_subsets} subsets of {n_train} samples"
+    return Need(job, fixed, row, remedy="cut the experiment in two, or sweep less")
 
 
 def check_memory(
@@ -175,17 +163,9 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Refuse a budget that a job would refuse, before any job.
+    """Refuse a budget, in MiB for arrays, that a job would refuse.
 
-    Args:
-        memory_mb: MiB for arrays.
-        proj_dim: k; None without a projection.
-        n_train: Training samples.
-        n_targets: Targets of each experiment.
-        n_checkpoints: How many.
-        keep: ``full`` or ``top_k``.
-        top: Influences of either sign kept for each target.
-        divides: See ``normal_matrix_need``.
+    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs.
 
     Raises:
         InputError: At the first job that would not fit; it names the experiment if it is one's.
@@ -194,13 +174,8 @@ def check_memory(
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():
         solved_dim = proj_dim if keep == "top_k" else None
-        average = average_need(
-            n_train=n_train,
-            n_targets=m,
-            n_checkpoints=n_checkpoints,
-            top=top,
-            solved_dim=solved_dim,
-        )
+        sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
+        average = average_need(**sizes, top=top, solved_dim=solved_dim)
         solve = exact_need(n_train, m) if proj_dim is None else scores_need(proj_dim, m)
         for need in (solve, average):
             try:

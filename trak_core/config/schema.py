@@ -1,8 +1,6 @@
-"""Read a config, and the tables beside it, and compare it with its schema in a user's words."""
+"""Read a config and compare it with its JSON Schema, in a user's words."""
 
-import csv
 import math
-import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,11 +40,7 @@ _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
 
 
 def check_unique_keys(path: Path) -> None:
-    """Refuse a YAML file in which a key stands twice in one mapping.
-
-    Raises:
-        InputError: It names the key and both lines.
-    """
+    """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
     with path.open(encoding="utf-8") as file:
         try:
             yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
@@ -67,16 +61,13 @@ _TextKeyLoader.add_constructor(
 
 
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
-    """Read values that Snakemake's ``--config`` left as text, as a file's values are read.
+    """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
 
     It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
 
     Args:
         config: With what the entries gave.
         entries: Each as the command line has it, ``key=value``.
-
-    Returns:
-        The config, with those values read.
 
     Raises:
         InputError: If one of them is no YAML; it names the key.
@@ -87,32 +78,25 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
             return given
         return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
 
-    found = dict(config)
+    read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
-        if isinstance(found.get(key), Mapping | list):
+        if isinstance(read.get(key), Mapping | list):
             try:
                 given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
             except (yaml.YAMLError, ValueError) as error:
                 raise InputError(f"--config {key}: the value must be YAML. {error}") from error
-            found[key] = merged(found[key], given)
-    return found
+            read[key] = merged(read[key], given)
+    return read
 
 
-def check_plain(value: Any, where: str = "") -> None:
+def _check_plain(value: Any, where: str = "") -> None:
     """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
 
-    Ids of checkpoints are made strings.
-
-    Args:
-        value: A config, or a part of it.
-        where: That part's key, for the message.
-
-    Raises:
-        InputError: It names the key.
+    Ids of checkpoints may be numbers; they are made strings later.
     """
     if isinstance(value, list):
         for i, inner in enumerate(value):
-            check_plain(inner, f"{where}[{i}]")
+            _check_plain(inner, f"{where}[{i}]")
         return
     if not isinstance(value, Mapping):
         if not isinstance(value, str | int | float | None):
@@ -128,7 +112,7 @@ def check_plain(value: Any, where: str = "") -> None:
                 f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes.",
                 code="config.text_name",
             )
-        check_plain(inner, f"{where}.{key}".removeprefix("."))
+        _check_plain(inner, f"{where}.{key}".removeprefix("."))
 
 
 # JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
@@ -149,12 +133,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
         known = schema.get("properties", {})
         given = error.instance if isinstance(error.instance, Mapping) else {}
         unknown = ", ".join(repr(key) for key in given if key not in known)
-        near = [
-            one
-            for key in given
-            if key not in known
-            for one in get_close_matches(str(key), known, 1)
-        ]
+        matches = (get_close_matches(str(key), known, 1) for key in given if key not in known)
+        near = [name for names in matches for name in names]
         meant = f" Did you mean {', '.join(near)}?" if near else ""
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
@@ -170,9 +150,7 @@ def _explained(error: jsonschema.ValidationError) -> str:
         "exclusiveMinimum": lambda: f"must be above {limit}",
         "maximum": lambda: f"must be at most {limit}",
         "exclusiveMaximum": lambda: f"must be below {limit}",
-        "minItems": lambda: "must not be empty",
-        "minLength": lambda: "must not be empty",
-        "minProperties": lambda: "must not be empty",
+        **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
         "uniqueItems": lambda: "must list each once",
         "pattern": lambda: "must be as its meaning says",
     }.get(str(error.validator), lambda: error.message)()
@@ -217,89 +195,13 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Compare a config with its schema.
-
-    Args:
-        config: Plain values.
-        schema: JSON Schema, draft 2020-12.
+    """Compare a config with its JSON Schema, draft 2020-12.
 
     Raises:
         InputError: It lists everything that is wrong, a line each.
     """
-    check_plain(config)
+    _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines), code="config.schema")
-
-
-def read_table(
-    path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
-) -> list[tuple[str, ...]]:
-    """Read columns of a tab-separated table with a header.
-
-    Args:
-        path: The table.
-        columns: Names of the columns to read.
-        optional: Names of more, which need not be there, nor be filled.
-
-    Returns:
-        One tuple of stripped strings a row, empty ones for what is not there.
-
-    Raises:
-        InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
-    """
-    if not path.is_file():
-        raise InputError(
-            f"{path}: the table must exist. Found nothing there.", code="config.missing_table"
-        )
-    try:
-        # Spreadsheets begin UTF-8 with a mark.
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, delimiter="\t", strict=True)
-            return _read_rows(reader, path, columns, optional)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(
-            f"{path}: the table must be tab-separated text in UTF-8. Reading it failed: {error}."
-        ) from error
-
-
-def _read_rows(
-    reader: csv.DictReader, path: Path, columns: tuple[str, ...], optional: tuple[str, ...]
-) -> list[tuple[str, ...]]:
-    found = [*(reader.fieldnames or ())]
-    if any(found.count(c) != 1 for c in columns) or any(found.count(c) > 1 for c in optional):
-        missing = ", ".join(c for c in columns if c not in found) or "none"
-        raise InputError(
-            f"{path}: the table must be tab-separated with the columns {', '.join(columns)}, each "
-            f"once. Missing: {missing}; found {', '.join(found) or 'nothing'}."
-        )
-    rows = []
-    for row in reader:
-        cells = tuple((row[c] or "").strip() for c in columns)
-        if not all(cells):
-            raise InputError(
-                f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
-                f"{', '.join(map(repr, cells))} in line {reader.line_num}."
-            )
-        rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
-    if not rows:
-        raise InputError(f"{path}: the table must have rows. Found only a header.")
-    return rows
-
-
-def target_ids(targets: list[int | str] | str) -> list[int | str]:
-    """Return an experiment's target ids.
-
-    Args:
-        targets: The ids, or the path of a table with the column ``id``; ids there count as
-            integers if all of them are written as one is, so that 0007 stays text.
-
-    Raises:
-        InputError: If the table is missing or malformed.
-    """
-    if not isinstance(targets, str):
-        return list(targets)
-    ids = [row[0] for row in read_table(Path(targets), ("id",))]
-    integers = all(re.fullmatch(r"0|-?[1-9]\d*", i) for i in ids)
-    return [int(i) for i in ids] if integers else list(ids)
