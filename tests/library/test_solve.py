@@ -37,7 +37,7 @@ def test_the_train_norm_is_that_of_the_matrix_written_out(power, scale):
     q, w = rng.standard_normal(40), rng.random(40)
     weighted = np.abs(q) ** (2 * power)
     normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(40)])])
-    spectrum = Spectrum.of(normal)
+    spectrum = Spectrum.decompose(normal)
     products = spectrum.norm_products(weighted, plain)
     for damping in (0.1, 2):
         shift = damping * mean_squared_norm(normal, 40)
