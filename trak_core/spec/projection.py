@@ -219,13 +219,9 @@ class ProjectionSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, ready for JSON; stripes and shapes if it has them."""
-        fields = {**asdict(self), "kind": str(self.kind)}
-        for name in ("stripes", "shapes"):
-            if fields[name] is None:
-                del fields[name]
-        if self.shapes is not None:
-            fields["shapes"] = [list(shape) for shape in self.shapes]
-        return fields
+        shapes = None if self.shapes is None else [list(shape) for shape in self.shapes]
+        own = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
+        return {name: value for name, value in own.items() if value is not None}
 
     def scaled(self) -> dict[str, Any]:
         """Return what a file of scaled features says of its projection."""

@@ -66,9 +66,9 @@ def came_from_no_memory(error: BaseException) -> bool:
     return any(map(is_out_of_memory, _chain(error)))
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT = 2**28  # bytes that may lie free at the end of the heap
-_LARGEST = 2**25  # bytes of an array that is taken from the heap; glibc allows no more
+# glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
+# taken from the heap, of which glibc allows no more.
+_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
 _HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
@@ -82,8 +82,8 @@ def keep_freed() -> None:
     is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None and not is_set:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+        for option in _OPTIONS.values():
+            mallopt(*option)
 
 
 # Libraries look at these when they are imported. Not TQDM_DISABLE: a study's own bars stay.
@@ -153,9 +153,14 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     stops the waiting, as ever. A program that has its own handler of SIGINT keeps it. Only the
     Snakemake that the user started (``is_main``) says so; those that it starts for jobs are silent.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if threading.current_thread() is not threading.main_thread():
         return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    goodbye = (
+        f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
+        "half-written. To go on, run the same command again."
+    )
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -163,13 +168,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         logging.disable(logging.CRITICAL)
         if is_main:
             print("\nStopping by Ctrl-C: waiting for running jobs to clear up.", file=sys.stderr)
-            atexit.register(
-                lambda: print(
-                    f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
-                    "half-written. To go on, run the same command again.",
-                    file=sys.stderr,
-                )
-            )
+            atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
         raise SystemExit(128 + signal.SIGINT)
 
