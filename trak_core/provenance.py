@@ -38,18 +38,11 @@ _Name = tuple[str, ...]
 
 
 class _Source(NamedTuple):
-    """Code without its layout, comments and docstrings.
-
-    Attributes:
-        tree: As it was parsed.
-        imports: The import statements, at any depth.
-        words: All words of its names and texts.
-        text: What runs.
-    """
+    """Code without its layout, comments and docstrings: ``text`` is what runs."""
 
     tree: ast.Module
-    imports: list[ast.Import | ast.ImportFrom]
-    words: set[str]
+    imports: list[ast.Import | ast.ImportFrom]  # at any depth
+    words: set[str]  # of names and texts
     text: str
 
 
@@ -72,7 +65,8 @@ def _read(path: Path, mtime_ns: int) -> _Source:
     except (RecursionError, MemoryError) as error:
         raise InputError(
             f"{path}: Python must be able to read the code. Found an expression that is nested "
-            f"too deeply for it ({error}). Cut the longest one into parts."
+            f"too deeply for it ({error}). Cut the longest one into parts.",
+            code="provenance.nesting",
         ) from error
 
 
@@ -81,20 +75,17 @@ def _source(path: Path) -> _Source:
     return _read(path, path.stat().st_mtime_ns)
 
 
-def _imported_names(path: Path, package: _Name) -> Iterable[_Name]:
-    """Yield every dotted name in the import statements of a file."""
+def _imported_names(path: Path, name: _Name) -> Iterable[_Name]:
+    """Yield every dotted name in the import statements of a module's file."""
+    package = name if path.name == "__init__.py" else name[:-1]
     for node in _source(path).imports:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         else:
             above = package[: len(package) - node.level + 1] if node.level else ()
-            base = above + tuple((node.module or "").split(".") if node.module else ())
+            base = above + (tuple(node.module.split(".")) if node.module else ())
             yield base
             yield from ((*base, alias.name) for alias in node.names)
-
-
-def _is_package(file: Path) -> bool:
-    return file.name == "__init__.py"
 
 
 def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name, Path]:
@@ -109,7 +100,7 @@ def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name
         if file is None:
             continue
         closure[name] = file
-        for imported in _imported_names(file, name if _is_package(file) else name[:-1]):
+        for imported in _imported_names(file, name):
             # `import a.b.c` runs a and a.b as well.
             pending += [imported[:depth] for depth in range(1, len(imported) + 1)]
     return closure
@@ -118,11 +109,9 @@ def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name
 def _source_of(tree: ast.Module) -> _Source:
     """Return what a tree runs, not how it is laid out or described.
 
-    A loop, because the tree of a sum is as deep as the sum has terms.
-
-    Returns:
-        The source; its text names each node and list before its parts, with their number. It is
-        ASCII without empty fields, because Python versions differ in both.
+    Its text names each node and list before its parts, with their number. It is ASCII without empty
+    fields, because Python versions differ in both. A loop, because the tree of a sum is as deep as
+    the sum has terms.
     """
     imports: list[ast.Import | ast.ImportFrom] = []
     texts: set[str] = set()
@@ -132,12 +121,10 @@ def _source_of(tree: ast.Module) -> _Source:
         node = pending.pop()
         if isinstance(node, ast.AST):
             n_fields = 0
-            described = (
-                isinstance(node, _DESCRIBED) and ast.get_docstring(node, clean=False) is not None
-            )
+            docstring = ast.get_docstring(node, False) if isinstance(node, _DESCRIBED) else None
             for name in reversed(node._fields):
                 value: Any = getattr(node, name, None)
-                if described and name == "body":
+                if docstring is not None and name == "body":
                     value = value[1:]
                 if value is not None and value != []:
                     n_fields += 1
@@ -179,21 +166,23 @@ def code_digest(module: str) -> str:
     functions do, and so do templates (``.j2``) and styles (``.css``) in the folder of a package
     reached. Versions of other packages don't: they are in each artifact's ``provenance``.
 
-    Args:
-        module: Dotted name, e.g. ``"trak_core.stages.compute_features"``.
-
     Returns:
         16 hexadecimal digits.
 
     Raises:
         ModuleNotFoundError: If there is no such module.
+
+    Example:
+        >>> digest = code_digest("trak_core.stages.compute_features")
+        >>> len(digest), digest == code_digest("trak_core.stages.compute_scores")
+        (16, False)
     """
     name = tuple(module.split("."))
     files = _closure(name, _ROOT, _PACKAGE)
     if name not in files:
         raise ModuleNotFoundError(f"no module {module!r} under {_ROOT}")
     digest = _digest({name: _source(file).text for name, file in files.items()})
-    for package in sorted(file.parent for file in files.values() if _is_package(file)):
+    for package in sorted(file.parent for file in files.values() if file.name == "__init__.py"):
         for path in _texts_beside(package):
             digest.update(f"{path.relative_to(_ROOT)} {path.stat().st_size}\n".encode())
             digest.update(path.read_bytes())
@@ -201,10 +190,7 @@ def code_digest(module: str) -> str:
 
 
 def study_modules(study: Path) -> dict[_Name, Path]:
-    """Find a study's Python file, and the modules beside it that it imports.
-
-    Returns:
-        Names of modules, and their files.
+    """Return a study's Python file, and the modules beside it that it imports, by their names.
 
     Raises:
         InputError: If there is no such file, or if its name doesn't end with ``.py``.
@@ -212,23 +198,20 @@ def study_modules(study: Path) -> dict[_Name, Path]:
     name = (study.stem,)
     files = _closure(name, study.parent)
     if files.get(name) != study:
-        found = "a file of another kind" if study.is_file() else "nothing there"
+        kind = "a file of another kind" if study.is_file() else "nothing there"
         raise InputError(
             f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
-            f"are relative to the folder that Snakemake runs in. Found {found}."
+            f"are relative to the folder that Snakemake runs in. Found {kind}.",
+            code="provenance.study_file",
         )
     return files
 
 
 def study_imports(study: Path) -> list[str]:
-    """Find what a study imports whenever it is loaded, and doesn't lie beside it.
+    """Return dotted names of what a study always imports and doesn't lie beside it, sorted.
 
-    Returns:
-        Dotted names, sorted; none if the study may change what an import does, by variables of its
-        environment or by the folders of modules.
-
-    Raises:
-        InputError: See ``study_modules``.
+    None if the study may change what an import does, by variables of its environment or by the
+    folders of modules.
     """
     files = study_modules(study)
     if any(_source(path).words & {"environ", "putenv", "sys", "site"} for path in files.values()):
@@ -260,10 +243,7 @@ def _only_defines(statement: ast.stmt) -> TypeGuard[ast.FunctionDef]:
 def _without(tree: ast.Module, names: Collection[str], beside: set[str]) -> ast.Module:
     """Return a study's code without those of some functions that the remaining code can't reach.
 
-    Args:
-        tree: The study's file.
-        names: The functions.
-        beside: All words of the modules beside it.
+    ``beside`` holds all words of the modules beside it.
     """
     apart = [f for f in tree.body if _only_defines(f) and f.name in names]
     while True:
@@ -301,7 +281,7 @@ def study_digest(
     imports_back = any(
         imported[:1] == start
         for name, path in files.items()
-        for imported in _imported_names(path, name if _is_package(path) else name[:-1])
+        for imported in _imported_names(path, name)
     )
     if without and not imports_back:
         beside = set().union(*(_source(files[name]).words for name in files if name != start))
@@ -324,16 +304,10 @@ def parameters_digest(shapes: Mapping[str, Sequence[int]]) -> str:
 
 
 def stat_signature(path: Path) -> str:
-    """Return a string that changes when a file, or any file of a folder, is replaced.
+    """Return 16 hexadecimal digits that change when a file, or any file of a folder, is replaced.
 
     Made of sizes and modification times, so it also notices an older file put in place of a newer
     one, and never reads a byte of a large checkpoint.
-
-    Args:
-        path: A file or a folder.
-
-    Returns:
-        16 hexadecimal digits.
     """
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     text = "\n".join(

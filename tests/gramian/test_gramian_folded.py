@@ -193,7 +193,7 @@ def primal(j, j_t, weights, damping):
 
 
 def _exact(gramian, cross, weights, damping):
-    damped = DampedGramian.of(gramian, weights, damping)
+    damped = DampedGramian.factorize(gramian, weights, damping)
     return damped.similarities(cross), damped.ridge
 
 

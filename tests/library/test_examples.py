@@ -5,22 +5,23 @@ import importlib
 
 import pytest
 
-# Each has an example at least.
+# Each has an example at least: a package counts by its public names.
+PACKAGES = ("gradients", "gramian", "projection", "spec", "artifacts")
 MODULES = (
-    *("trak_core.gradients", "trak_core.gramian", "trak_core.projection", "trak_core.spec"),
-    *(f"trak_core.compat.{name}" for name in ("gradient_computers", "modelout_functions")),
-    *(f"trak_core.compat.{name}" for name in ("projectors", "score_computers", "traker", "utils")),
+    *("scoring.solve", "scoring.exact", "evaluation.correlations", "provenance"),
+    *(f"compat.{name}" for name in ("gradient_computers", "modelout_functions", "projectors")),
+    *(f"compat.{name}" for name in ("score_computers", "traker", "utils")),
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*PACKAGES, *MODULES])
 def test_examples_run(name):
-    module = importlib.import_module(name)
-    runner = doctest.DocTestRunner()
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == name]
-    for public in getattr(module, "__all__", own):
+    module = importlib.import_module(f"trak_core.{name}")
+    runner, finder = doctest.DocTestRunner(), doctest.DocTestFinder()
+    own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
+    for public in module.__all__ if name in PACKAGES else own:
         value = getattr(module, public)
-        for example in doctest.DocTestFinder().find(value, public, globs={public: value}):
+        for example in finder.find(value, public, globs={public: value}):
             runner.run(example)
     result = runner.summarize()
     assert result.attempted

@@ -14,7 +14,7 @@ from trak_core.spec import (
     FeaturesSpec,
     RetrainedSpec,
     ScoresSpec,
-    made_of,
+    parse_spec,
     projection_of,
     usual_kind,
 )
@@ -95,7 +95,7 @@ def all_specs(specs):
 def test_a_spec_is_what_its_plain_values_say(made):
     for spec in all_specs(made(evaluation=EVALUATION)).values():
         plain = spec.as_dict()
-        assert made_of(type(spec), plain).as_dict() == plain
+        assert parse_spec(type(spec), plain).as_dict() == plain
         assert list(plain) == sorted(plain)
 
 

@@ -38,7 +38,7 @@ def test_damped_sums_are_sums_of_scores(case, dim):
     assert np.array_equal(sums, weighted_sums(masks, weights, blocks(phi, 13))[0])
     sums, matrix = sums[:, :, :dim], whole[:dim, :dim]
     lambdas = [damping * mean_squared_norm(matrix, N) for damping in (0.1, 3)]
-    found = damped_sums(sums, Spectrum.of(matrix), lambdas, targets[:, :dim])
+    found = damped_sums(sums, Spectrum.decompose(matrix), lambdas, targets[:, :dim])
     for i, shift in enumerate(lambdas):
         own = phi[:, :dim].astype(float)
         shifted = own.T @ (curvature[:, None] * own) + shift * np.eye(dim)

@@ -7,12 +7,15 @@ import sys
 
 import pytest
 
+# One process, because importing torch is most of the time.
 _THREADS = """
-import os, time
-import numpy as np
+import ctypes, multiprocessing, os, sys, time
 import torch
-from trak_core.projection import project
-from trak_core.spec import ProjectionSpec
+
+program = ctypes.CDLL(None)
+if not hasattr(program, "omp_pause_resource_all") or hasattr(program, "__kmpc_fork_call"):
+    print("no GNU")
+    raise SystemExit
 
 def running():
     return len(os.listdir("/proc/self/task"))
@@ -23,15 +26,42 @@ numbers = torch.arange(3_000_000.0)
 expected = numbers.cos()
 spun = running()
 assert spun >= before + 2, (before, spun)
-"""
 
+def project_rows(**options):
+    import numpy as np
+    from trak_core.projection import project
+    from trak_core.spec import ProjectionSpec
+    spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
+    return project(np.ones((2, 100_000), np.float32), spec, **options)
 
-_GNU = """
-import ctypes
-import torch
-program = ctypes.CDLL(None)
-gnu = hasattr(program, "omp_pause_resource_all") and not hasattr(program, "__kmpc_fork_call")
-print("GNU" if gnu else "other")
+def compare():
+    assert (project_rows(threads=2) == project_rows()).all()
+
+# A process of multiprocessing that imports this first does not wait for threads.
+assert "trak_core" not in sys.modules
+worker = multiprocessing.get_context("fork").Process(target=compare)
+worker.start()
+worker.join()
+assert worker.exitcode == 0, worker.exitcode
+
+# Threads of OpenMP end and come back. A fork has ended those of other libraries.
+from trak_core.projection.cpu.slices import pause_openmp
+spun = running()
+pause_openmp()
+until = time.monotonic() + 10
+while running() > spun - 2 and time.monotonic() < until:
+    time.sleep(0.001)
+assert running() <= spun - 2, running()
+assert torch.equal(numbers.cos(), expected)
+assert running() == spun and torch.get_num_threads() == 3
+
+# Nor does a fork wait for those that stayed behind.
+projected = project_rows()
+numbers.cos()
+child = os.fork()
+if not child:
+    os._exit(not (project_rows(threads=2) == projected).all())
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
@@ -44,65 +74,10 @@ def _run(code: str, **environ: str) -> str:
     ).stdout
 
 
-@pytest.fixture(scope="module")
-def _gnu() -> None:
-    if sys.platform != "linux" or _run(_GNU).strip() != "GNU":
-        pytest.skip("runs where torch computes on the threads of GNU's OpenMP, on Linux")
-
-
-@pytest.mark.usefixtures("_gnu")
-def test_threads_of_openmp_end_and_come_back():
-    code = """
-from trak_core.projection.cpu.slices import pause_openmp
-pause_openmp()
-until = time.monotonic() + 10
-while running() > spun - 2 and time.monotonic() < until:
-    time.sleep(0.001)
-assert running() <= spun - 2, running()
-assert torch.equal(numbers.cos(), expected)
-assert running() == spun and torch.get_num_threads() == 3
-"""
-    _run(_THREADS + code)
-
-
-@pytest.mark.usefixtures("_gnu")
-def test_a_fork_does_not_wait_for_threads_of_openmp_that_stayed_behind():
-    code = """
-spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
-rows = np.ones((2, 100_000), np.float32)
-wanted = project(rows, spec)
-numbers.cos()
-child = os.fork()
-if not child:
-    os._exit(not (project(rows, spec, threads=2) == wanted).all())
-raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    _run(_THREADS + code)
-
-
-@pytest.mark.usefixtures("_gnu")
-def test_nor_does_a_process_of_multiprocessing_that_imports_this_first():
-    code = """
-import multiprocessing, sys
-import torch
-torch.set_num_threads(3)
-numbers = torch.arange(3_000_000.0).cos()
-
-def work():
-    assert "trak_core" not in sys.modules
-    import numpy as np
-    from trak_core.projection import project
-    from trak_core.spec import ProjectionSpec
-    spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
-    rows = np.ones((2, 100_000), np.float32)
-    assert (project(rows, spec, threads=2) == project(rows, spec)).all()
-
-worker = multiprocessing.get_context("fork").Process(target=work)
-worker.start()
-worker.join()
-raise SystemExit(worker.exitcode)
-"""
-    _run(code)
+@pytest.mark.skipif(sys.platform != "linux", reason="runs on Linux, where threads are counted")
+def test_threads_of_openmp_end_and_come_back_and_no_fork_waits_for_them():
+    if "no GNU" in _run(_THREADS):
+        pytest.skip("runs where torch computes on the threads of GNU's OpenMP")
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is asked")

@@ -30,7 +30,7 @@ def parts(checkpoints):
     for phi, targets, q, w in checkpoints:
         weighted = powered(q, POWER) ** 2
         normal, weighted, plain = weighted_gramians([(phi, [w, weighted, np.ones(N)])])
-        spectrum, shift = Spectrum.of(normal), DAMPING * mean_squared_norm(normal, N)
+        spectrum, shift = Spectrum.decompose(normal), DAMPING * mean_squared_norm(normal, N)
         solved = damped_solve(normal, shift, extreme_eigenvalues(normal), targets.T)
         norm = train_norm(spectrum.eigenvalues, spectrum.norm_products(weighted, plain), shift)
         yield similarities(phi, solved), powered(q, POWER), norm
@@ -42,7 +42,7 @@ def scores(checkpoints):
 
 def exact_parts(checkpoints):
     for phi, targets, q, w in checkpoints:
-        damped = DampedGramian.of(phi @ phi.T, w, DAMPING)
+        damped = DampedGramian.factorize(phi @ phi.T, w, DAMPING)
         weights = powered(q, POWER)
         yield damped.similarities(phi @ targets.T), weights, damped.train_norm(weights)
 

@@ -118,7 +118,7 @@ SOLVE = """
 import numpy as np
 from trak_core.scoring.exact import DampedGramian
 def solve(gramian, cross):
-    damped = DampedGramian.of(gramian, np.ones(len(gramian)), 2)
+    damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
     damped.similarities(cross)
     damped.train_norm(np.ones(len(gramian)))
 solve(np.eye(50), np.ones((50, 2)))
@@ -173,7 +173,7 @@ def measure(k, n_train, n_targets, n_subsets, block):
     sums, gramians = weighted_sums(masks, [np.ones(n_train)] * 11, blocks, squared)
     targets = rng.standard_normal((n_targets, k))
     for power in range(3):
-        spectrum = Spectrum.of(gramians[power])
+        spectrum = Spectrum.decompose(gramians[power])
         damped_sums(sums[:3], spectrum, [0.1, 1, 2], targets)
         spectrum.norm_products(gramians[3 + power], gramians[6])
     return peak() - before

@@ -15,7 +15,7 @@ from workspace import REPOSITORY, forked_python
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.dispatch import asked_of, run, stage_of, typed
+from trak_core.system.dispatch import convert_param, describe_job, run, stage_of
 
 STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"preflight_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
@@ -110,7 +110,7 @@ def test_everything_reaches_the_stage_as_what_it_takes(jobs):
                 if name not in hints:
                     continue
                 made, kinds = (
-                    typed(value, hints[name]),
+                    convert_param(value, hints[name]),
                     (hints[name], *typing.get_args(hints[name])),
                 )
                 specs = [k for k in SPECS if k in kinds]
@@ -142,7 +142,7 @@ def test_a_name_that_the_stage_does_not_take():
         log=["log"],
     )
     with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
-        run(asked_of(job))
+        run(describe_job(job))
 
 
 def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
@@ -164,7 +164,7 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
         given.update(checkpoint=checkpoint, study=study_file, arguments=arguments, threads=threads)
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
-    run(asked_of(job))
+    run(describe_job(job))
     assert given == {
         "checkpoint": Path("results/c0.pt"),
         "study": Path("study.py"),

@@ -11,39 +11,33 @@ from trak_core.artifacts.read import Artifact
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
 # What one checkpoint's files of both splits must share.
-_SHARED = (
-    *("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint"),
-    *("dtype", "study_digest"),
-)
+_SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_output", "checkpoint")
+_SHARED += ("dtype", "study_digest")
 
 
-def check_same(part: str, expected: Any, found: Any, path: Path, rule: str) -> None:
+def check_same(part: str, expected: Any, own: Any, path: Path, rule: str) -> None:
     """Refuse a file that differs from the config, or from a file it will be combined with.
 
     Args:
         part: The part of the specification that is compared, in words.
         expected: Its value in the config or the other file.
-        found: Its value in this file.
+        own: Its value in this file.
         path: This file.
         rule: The rule that makes it.
 
     Raises:
         ArtifactError: If the two differ; dicts are compared key by key.
     """
-    if expected == found:
+    if expected == own:
         return
-    if isinstance(expected, dict) and isinstance(found, dict):
-        keys = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
-        expected, found = ({k: said.get(k) for k in keys} for said in (expected, found))
+    if isinstance(expected, dict) and isinstance(own, dict):
+        keys = sorted(k for k in expected.keys() | own.keys() if expected.get(k) != own.get(k))
+        expected, own = ({k: spec.get(k) for k in keys} for spec in (expected, own))
+    texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in (str(expected), str(own))]
     raise ArtifactError(
-        f"{path}: files to be combined must agree in the {part}. Expected {_short(expected)}, "
-        f"found {_short(found)}. Delete the file and run snakemake again: rule {rule} remakes it."
+        f"{path}: files to be combined must agree in the {part}. Expected {texts[0]}, "
+        f"found {texts[1]}. Delete the file and run snakemake again: rule {rule} remakes it."
     )
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: str) -> None:
@@ -66,13 +60,7 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: st
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
-    """Refuse models that were retrained for another config than today's.
-
-    Args:
-        artifact: The open file.
-        spec: The spec that the file must have.
-        rule: The rule that makes it.
-        **more: Further keys and values that its spec must have.
+    """Refuse models that were retrained for another config than today's, or lack a key of ``more``.
 
     Raises:
         ArtifactError: It names what differs.
@@ -86,12 +74,6 @@ def check_splits(
     train: Artifact, targets: Artifact, spec: ScoresSpec, kind: ArtifactKind
 ) -> dict[str, Any]:
     """Refuse files of two splits that were made for another config, or don't belong together.
-
-    Args:
-        train: The file of the training samples.
-        targets: The file of an experiment's targets.
-        spec: What decides one checkpoint's scores.
-        kind: The kind of both files.
 
     Returns:
         The part of both specifications that the scores' own takes over.
@@ -110,7 +92,7 @@ def check_together(parts: Sequence[Artifact], spec: ScoresSpec, kind: ArtifactKi
     """Refuse score files of different experiments, settings, samples or checkpoints.
 
     Args:
-        parts: A file for each checkpoint, in the order of the spec's.
+        parts: A file for each checkpoint, in the order of ``spec.checkpoints``.
         spec: What decides their average.
         kind: The kind of all files.
 

@@ -51,12 +51,14 @@ class ArtifactKind:
 
 _COLUMNS = ("labels", "outputs", "predictions")
 _TRAIN_COLUMNS = ("loss_weights", "curvature")
-_FEATURES = ("features", "outputs", "sample_ids")
-_FEATURES_SAMPLES = {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)}
-FEATURES = ArtifactKind("trak-features", _FEATURES, "compute_features", _FEATURES_SAMPLES)
-FEATURE_SHARD = ArtifactKind(
-    "trak-features", _FEATURES, "compute_features_shard", _FEATURES_SAMPLES
+_TARGET_COLUMNS = tuple(f"target_{column}" for column in _COLUMNS)
+FEATURES = ArtifactKind(
+    "trak-features",
+    ("features", "outputs", "sample_ids"),
+    "compute_features",
+    {"sample_ids": ("features/axis1", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
+FEATURE_SHARD = replace(FEATURES, rule="compute_features_shard")
 NORMAL_MATRIX = ArtifactKind(
     "trak-normal-matrix",
     ("normal_matrix", "mean_squared_norm"),
@@ -69,10 +71,7 @@ CHECKPOINT_SCORES = ArtifactKind(
     "compute_scores",
     {
         "train_ids": ("similarities/axis1", "loss_weights", *(f"train_{c}" for c in _COLUMNS)),
-        "target_ids": (
-            *("similarities/axis0", "solved_targets/axis0"),
-            *(f"target_{c}" for c in _COLUMNS),
-        ),
+        "target_ids": ("similarities/axis0", "solved_targets/axis0", *_TARGET_COLUMNS),
     },
 )
 GRAMIAN = ArtifactKind(
@@ -89,9 +88,8 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
-EVALUATION = ArtifactKind(
-    "trak-evaluation", ("summary", "targets", "checkpoints"), "evaluate_scores"
-)
+_TABLES = ("summary", "targets", "checkpoints")
+EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
 # Every kind once; ``verify`` knows a file by its type and keys.
@@ -127,15 +125,9 @@ def _blocks(dataset: h5py.Dataset) -> Iterator[np.ndarray]:
     row_bytes = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:]))
     rows = max(1, _HASH_BLOCK_BYTES // max(1, row_bytes))
     if dataset.chunks and rows > dataset.chunks[0]:
-        rows = rows // dataset.chunks[0] * dataset.chunks[0]
+        rows -= rows % dataset.chunks[0]
     for start in range(0, dataset.shape[0], rows):
         yield dataset[start : start + rows]
-
-
-def _attribute_bytes(value: Any) -> bytes:
-    if isinstance(value, h5py.Empty):
-        return b""
-    return value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
 
 
 def _is_finite(block: np.ndarray) -> bool:
@@ -159,7 +151,10 @@ def content_hash(file: h5py.File) -> str:
         digest.update(name.encode() + b"\0")
         for attribute in sorted(node.attrs):
             if (name, attribute) != ("", "content-hash"):
-                digest.update(attribute.encode() + b"\0" + _attribute_bytes(node.attrs[attribute]))
+                value = node.attrs[attribute]
+                value = "" if isinstance(value, h5py.Empty) else value
+                text = value.encode() if isinstance(value, str) else np.asarray(value).tobytes()
+                digest.update(attribute.encode() + b"\0" + text)
         if isinstance(node, h5py.Dataset):
             digest.update(f"{node.dtype.descr}{node.shape}".encode())
             # Nothing here is compressed; a part that was never filled would read as zeros.
@@ -231,11 +226,7 @@ def write_object(file: h5py.File, name: str, value: Mapping[str, Any]) -> None:
 
 
 def read_object(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return what ``write_object`` wrote.
-
-    Raises:
-        ValueError: If it is no such thing.
-    """
+    """Return what ``write_object`` wrote; a ``ValueError`` if it is something else."""
     text = file.attrs[name]
     value = json.loads(text.decode() if isinstance(text, bytes) else str(text))
     if not isinstance(value, dict):
@@ -245,11 +236,9 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def table_columns(table: h5py.Dataset, columns: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
-    """Return the columns of a table that pandas wrote: strings or numbers.
+    """Return columns of a table that pandas wrote, by name, field and place in the field.
 
-    Args:
-        table: Rows of fields; a field is a column or a block of columns of one dtype.
-        columns: Name, field and place in the field of each column.
+    A field is a column, or a block of columns of one dtype: strings or numbers.
     """
     rows, values = table[()], {}
     for name, part, place in columns:
@@ -284,10 +273,7 @@ def _check_frame(name: str, group: h5py.Group) -> None:
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
-    """Make sure that shapes and dtypes inside one file fit together.
-
-    Every frame must have an id a row and an id a column, and each of the kind's ``samples`` one
-    entry a sample.
+    """Refuse a file whose frames, or vectors of samples, don't have one id or entry each.
 
     Raises:
         ValueError: Naming the dataset, what it must be and what it is.

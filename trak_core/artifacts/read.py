@@ -44,11 +44,7 @@ class _HeldFile:
     _open: dict["_HeldFile", h5py.File] = {}  # by last use  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Remember which file lies at a path.
-
-        Raises:
-            OSError: If there is none.
-        """
+        """Remember which file lies at a path; an ``OSError`` if there is none."""
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
@@ -149,8 +145,8 @@ class Artifact:
         places = self.file[key].attrs.get("columns") if key in self.file else None
         if places is None:
             must = f"what reads this file needs a table {key!r} that says where its columns lie"
-            found = f"Found none in {', '.join(self.file)}: an earlier version's file has none"
-            raise _refused(self.path, self.kind, must, found)
+            others = f"Found none in {', '.join(self.file)}: an earlier version's file has none"
+            raise _refused(self.path, self.kind, must, others)
         columns = json.loads(str(_text(places)))
         import pandas as pd
 
@@ -179,11 +175,15 @@ class Rows:
         return np.asarray(self[:], dtype)
 
 
-def _refused(path: Path, kind: ArtifactKind, must: str, found: str) -> ArtifactError:
+def _refused(path: Path, kind: ArtifactKind, must: str, finding: str) -> ArtifactError:
     return ArtifactError(
-        f"{path}: {must}. {found}. Delete the file and run snakemake again: rule {kind.rule} "
+        f"{path}: {must}. {finding}. Delete the file and run snakemake again: rule {kind.rule} "
         "remakes it."
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -194,29 +194,26 @@ def _explained(path: Path, kind: ArtifactKind) -> Generator[None, None, None]:
         raise
     except Exception as error:
         # What h5py makes of damaged metadata is open-ended: any error is the file's.
-        found = (str(error).splitlines() or [type(error).__name__])[0]
         must = f"a {kind.encoding_type} file must be whole"
-        raise _refused(path, kind, must, f"Reading it failed: {found}") from error
-
-
-def _checked(held: _HeldFile, kind: ArtifactKind) -> Artifact:
-    path, file, name = held.path, held.file(), kind.encoding_type
-    own_name, version = (_text(file.attrs.get(f"encoding-{part}")) for part in ("type", "version"))
-    if (own_name, version) != (name, VERSION):
-        must = f"the file must be {name}, version {VERSION}"
-        raise _refused(path, kind, must, f"Found {own_name}, version {version}")
-    missing = [key for key in kind.keys if key not in file]
-    if missing:
-        must = f"a {name} file must hold {', '.join(kind.keys)}"
-        raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
-    check_layout(file, kind)
-    spec, provenance = (read_object(file, part) for part in ("spec", "provenance"))
-    return Artifact(path, kind, held, spec, provenance, str(_text(file.attrs["content-hash"])))
+        raise _refused(path, kind, must, f"Reading it failed: {_first_line(error)}") from error
 
 
 def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
-    with _explained(held.path, kind):
-        return _checked(held, kind)
+    """Return the artifact in a file whose metadata is what its kind must have."""
+    path, name = held.path, kind.encoding_type
+    with _explained(path, kind):
+        file = held.file()
+        own_name, version = (_text(file.attrs.get(f"encoding-{of}")) for of in ("type", "version"))
+        if (own_name, version) != (name, VERSION):
+            must = f"the file must be {name}, version {VERSION}"
+            raise _refused(path, kind, must, f"Found {own_name}, version {version}")
+        missing = [key for key in kind.keys if key not in file]
+        if missing:
+            must = f"a {name} file must hold {', '.join(kind.keys)}"
+            raise _refused(path, kind, must, f"Missing: {', '.join(missing)}")
+        check_layout(file, kind)
+        spec, provenance = (read_object(file, part) for part in ("spec", "provenance"))
+        return Artifact(path, kind, held, spec, provenance, str(_text(file.attrs["content-hash"])))
 
 
 def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
@@ -230,39 +227,48 @@ def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
             held.file()
             return held
     except OSError as error:
-        found = f"Found {(str(error).splitlines() or [''])[0]}"
-        raise _refused(path, kind, f"a {name} file must be readable HDF5", found) from error
+        must = f"a {name} file must be readable HDF5"
+        raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
     if sealed is None:
         must = f"a {name} file must end with a hash of its bytes"
-        found = "Found none: it was cut short, opened for writing, or made by an earlier version"
-        raise _refused(path, kind, must, found)
-    must = "every byte must be as it was written"
-    raise _refused(path, kind, must, "The hash at the end differs: the file was damaged")
+        reason = "Found none: it was cut short, opened for writing, or made by an earlier version"
+    else:
+        must = "every byte must be as it was written"
+        reason = "The hash at the end differs: the file was damaged"
+    raise _refused(path, kind, must, reason)
 
 
 @contextlib.contextmanager
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
-    """Open an artifact after making sure of all of it.
-
-    Yields:
-        The open artifact.
+    """Yield an artifact for a ``with`` block, after making sure of all of it.
 
     Raises:
         ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
             or of shapes that don't fit together. It names the file, what was expected and found,
             and the rule that remakes it.
+
+    Example:
+        >>> import tempfile
+        >>> from pathlib import Path
+        >>> from trak_core.artifacts import NORMAL_MATRIX, create, open_artifact
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> path = Path(folder.name, "normal_matrix.h5")
+        >>> with create(path, NORMAL_MATRIX, spec={"weighting": "plain"}, provenance={}) as file:
+        ...     file.matrix("normal_matrix", range(2), range(2))[:] = [[2, 1], [1, 2]]
+        ...     file.scalar("mean_squared_norm", 4)
+        >>> with open_artifact(path, NORMAL_MATRIX) as file:
+        ...     print(file.spec, file.matrix("normal_matrix")[1])
+        {'weighting': 'plain'} [1. 2.]
+        >>> folder.cleanup()
     """
     with contextlib.closing(_opened(path, kind)) as held:
         yield _verified(held, kind)
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Make sure of a file of any kind, as every job does with the files that it reads.
+    """Return a file's kind, after making sure of the file as every job does that reads it.
 
     pandas and h5py alone notice damage in bulk data only.
-
-    Returns:
-        The file's kind.
 
     Raises:
         ArtifactError: If anything is wrong with it; see ``open_artifact``.
@@ -303,7 +309,7 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             values, index, columns = (np.asarray(file[part]) for part in parts)
     except (OSError, RuntimeError) as error:
         raise ArtifactError(
-            f"{path}: the file must be readable HDF5. Found {(str(error).splitlines() or [''])[0]}."
+            f"{path}: the file must be readable HDF5. Found {_first_line(error)}."
         ) from error
     kinds = {index.dtype.kind, columns.dtype.kind}
     if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:

@@ -65,17 +65,10 @@ class Writer:
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
     ) -> h5py.Dataset:
-        """Make a frame and return its values, to fill by blocks.
+        """Return a new frame's values, shape (len(index), len(columns)), to fill by blocks.
 
-        Args:
-            key: Name of the frame.
-            index: Row ids, integers or strings.
-            columns: Column ids, likewise.
-            dtype: The values' dtype.
-            chunks: Rows and columns of a chunk at most.
-
-        Returns:
-            A dataset of shape (len(index), len(columns)).
+        Row ids (``index``) and column ids are integers or strings. A chunk has so many rows and
+        columns at most.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -114,28 +107,18 @@ class Writer:
 
 
 def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]) -> list[_Place]:
-    """Write a table by pandas.
+    """Return name, field and place of each column in a table that pandas writes here.
 
-    Returns:
-        Name, field and place there of each column. pandas keeps that as a pickle, which a reader
-        must not open.
+    pandas keeps that as a pickle, which a reader must not open.
     """
-    # No compression: pandas passes checksums on only where one is named.
     import pandas as pd
 
+    # No compression: pandas passes checksums on only where one is named.
+    packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
+    # pandas 2 reads back what equals it as missing: not a text, nor an id, has one.
+    packing["nan_rep"] = "\x1a"
     with pd.HDFStore(path, "a", fletcher32=True) as store:
-        store.put(
-            key,
-            rows,
-            format="table",
-            data_columns=searchable,
-            # pandas 2 reads back what equals it as missing: not a text, nor an id, has one.
-            nan_rep="\x1a",
-            index=False,
-            track_times=False,
-            complib="zlib",
-            complevel=0,
-        )
+        store.put(key, rows, format="table", data_columns=searchable, index=False, **packing)
         # pandas 2 reads no table without it.
         group: Any = store.get_node(key)
         group._v_attrs.pandas_version = _PANDAS_VERSION
@@ -168,18 +151,18 @@ def create(
     provenance: Mapping[str, Any],
     **attributes: Any,
 ) -> Generator[Writer, None, None]:
-    """Write one artifact: the file appears complete under ``path``, or not at all.
+    """Yield the writer of an artifact, which appears complete under ``path``, or not at all.
+
+    The folder is made. On an exception the temporary file goes and ``path`` stays as it was. See
+    ``open_artifact`` for an example.
 
     Args:
-        path: Final name; its folder is made.
-        kind: The file's kind.
+        path: Final name.
+        kind: Which datasets and tables must be written.
         spec: Everything that decides the numbers, as plain values. Its lists may have any length;
             the other values together must fit an attribute (64 KiB).
         provenance: Software and device; no clock times, so that a repeated run is byte-identical.
         **attributes: More root attributes.
-
-    Yields:
-        The writer. On an exception the temporary file goes and ``path`` stays as it was.
 
     Raises:
         ArtifactError: If a value written is not finite.

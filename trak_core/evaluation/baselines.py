@@ -25,7 +25,7 @@ ReadRows = Callable[[int, int], np.ndarray]
 _SEED = 0
 
 
-def blocks_of(read: ReadRows, n_rows: int, block: int) -> Blocks:
+def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
     """Yield all rows that ``read(start, stop)`` gives, ``block`` of them at a time."""
     for start in range(0, n_rows, block):
         stop = min(start + block, n_rows)
@@ -51,40 +51,28 @@ def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
 def label_sums(
     masks: np.ndarray, train_labels: np.ndarray, target_labels: np.ndarray, block: int
 ) -> np.ndarray:
-    """Return subset sums of 1 for training samples of the target's label and 0 for others.
-
-    Args:
-        masks: See ``subset_sums``.
-        train_labels: Shape (n,).
-        target_labels: Shape (m,).
-        block: Training samples at once.
-    """
+    """Return subset sums of 1 for training samples of the target's label and 0 for others."""
 
     def same(start: int, stop: int) -> np.ndarray:
         return train_labels[start:stop, None] == target_labels
 
-    return subset_sums(masks, blocks_of(same, len(train_labels), block))
+    return subset_sums(masks, read_blocks(same, len(train_labels), block))
 
 
 def random_sums(masks: np.ndarray, n_targets: int, block: int) -> np.ndarray:
     """Return subset sums of scores drawn from a normal distribution, which mean nothing."""
     rng = np.random.default_rng(_SEED)
 
-    def drawn(start: int, stop: int) -> np.ndarray:
+    def draw(start: int, stop: int) -> np.ndarray:
         return rng.standard_normal((stop - start, n_targets))
 
-    return subset_sums(masks, blocks_of(drawn, masks.shape[1], block))
+    return subset_sums(masks, read_blocks(draw, masks.shape[1], block))
 
 
 def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray) -> np.ndarray:
-    """Return subset sums of cosines between embeddings under one checkpoint.
+    """Return subset sums of cosines between embeddings, shape (rows, width) and (m, width).
 
     A zero embedding has cosine 0 with everything.
-
-    Args:
-        masks: See ``subset_sums``.
-        train: Embeddings of the training samples, shape (rows, width).
-        target_embeddings: Shape (m, width).
     """
     directions = ((start, stop, unit_rows(rows)) for start, stop, rows in train)
     return subset_sums(masks, directions) @ unit_rows(target_embeddings).T
@@ -110,7 +98,7 @@ class CheckpointRows:
 
     def blocks(self) -> Blocks:
         """Yield all rows of Phi_c."""
-        return blocks_of(self.read, len(self.loss_weights), self.block)
+        return read_blocks(self.read, len(self.loss_weights), self.block)
 
 
 def gradient_dot_sums(masks: np.ndarray, checkpoint: CheckpointRows) -> np.ndarray:
@@ -127,12 +115,7 @@ def gradient_dot_sums(masks: np.ndarray, checkpoint: CheckpointRows) -> np.ndarr
 def average_weights(
     settings: Iterable[Setting], loss_weights: Sequence[np.ndarray]
 ) -> dict[float, np.ndarray]:
-    """Return mean_c(Q_c^power), shape (n,), for every power that a setting has.
-
-    Args:
-        settings: Settings of scoring.
-        loss_weights: Q of every checkpoint, each of shape (n,).
-    """
+    """Return mean_c(Q_c^power) for every power that a setting has, all of shape (n,)."""
     powers = sorted({setting.loss_weight_power for setting in settings})
     return {p: np.mean([powered(q, p) for q in loss_weights], axis=0) for p in powers}
 
@@ -142,7 +125,6 @@ class FeaturePass:
     """Settings that share how rows are read and weighed, so that each file is read once.
 
     Attributes:
-        settings: Settings of scoring.
         checkpoints: Ids of those that count.
         averages: From ``average_weights``, over these checkpoints.
         weighting: ``plain`` or ``curvature``.
@@ -169,10 +151,10 @@ def setting_sums(
     they lack the division by the number of checkpoints alone.
 
     Args:
-        masks: See ``subset_sums``.
-        settings: Every damping with every way to weigh rows, see ``settings_of``.
+        masks: Shape (S, n), as in ``subset_sums``.
+        settings: Every damping with every way to weigh rows, from ``settings_of``.
         averages: From ``average_weights``, over all checkpoints.
-        checkpoint: What the checkpoint says.
+        checkpoint: Features, targets' features and weights under one checkpoint.
 
     Returns:
         Shape (S, m), float64, for each setting.
@@ -195,9 +177,8 @@ def setting_sums(
     for dim in sorted({setting.proj_dim for setting in settings}):
         first = [gramian[:dim, :dim] for gramian in gramians]
         for place in sorted(set(normal.values())):
-            own = [s for s in settings if s.proj_dim == dim]
-            own = [s for s in own if normal[s.loss_weight_power] == place]
-            spectrum = Spectrum.of(first[place])
+            own = [s for s in settings if (s.proj_dim, normal[s.loss_weight_power]) == (dim, place)]
+            spectrum = Spectrum.decompose(first[place])
             mean_square = mean_squared_norm(first[place], len(q))
             ridges = {s.damping: s.damping * mean_square for s in own}
             used = sorted({weightings.index(s.loss_weighting) for s in own})
@@ -211,8 +192,8 @@ def setting_sums(
                 row = used.index(weightings.index(setting.loss_weighting))
                 share = solved[list(ridges).index(setting.damping), row]
                 if setting.combine.divides_by_norm:
-                    size = products[setting.loss_weight_power], ridges[setting.damping]
-                    share = share / train_norm(spectrum.eigenvalues, *size)
+                    product, ridge = products[setting.loss_weight_power], ridges[setting.damping]
+                    share = share / train_norm(spectrum.eigenvalues, product, ridge)
                 shares[setting] = share
     return shares
 
@@ -235,14 +216,13 @@ def weighted_sums(
     """Sum the weighted features of each subset, and weighted products of all, in one pass.
 
     Args:
-        masks: See ``subset_sums``.
+        masks: Shape (S, n), as in ``subset_sums``.
         weights: Weights of the training samples, each of shape (n,).
         blocks: Features, shape (rows, k).
         squared: Weights of the products, each of shape (n,).
 
     Returns:
-        Shape (len(weights), S, k), float64; and for each of ``squared`` what ``weighted_gramians``
-        returns.
+        Shape (len(weights), S, k), float64; and ``weighted_gramians`` for ``squared``.
     """
     totals: list[np.ndarray] = []
 

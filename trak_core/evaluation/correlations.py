@@ -19,10 +19,8 @@ from trak_core.errors import InputError
 class _Sorted:
     """Columns of numbers, sorted once, to be ranked for any resample of their rows.
 
-    Attributes:
-        order: Row numbers of each column, smallest value first, shape (rows, columns).
-        first: Where the values equal to each row's begin in that order, shape (rows, columns).
-        stop: Where they end, likewise.
+    Each array has shape (rows, columns): row numbers, smallest value first; and where the values
+    equal to a row's begin and end in that order.
     """
 
     order: np.ndarray
@@ -30,7 +28,7 @@ class _Sorted:
     stop: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray) -> "_Sorted":
+    def sort(cls, values: np.ndarray) -> "_Sorted":
         order = np.argsort(values, axis=0, kind="stable")
         ascending = np.take_along_axis(values, order, axis=0)
         positions = np.arange(len(values))[:, None]
@@ -40,9 +38,7 @@ class _Sorted:
         stop = np.where(last, positions + 1, len(values))
         stop = np.minimum.accumulate(stop[::-1], axis=0)[::-1]
         back = np.argsort(order, axis=0, kind="stable")
-        return cls(
-            order, np.take_along_axis(first, back, axis=0), np.take_along_axis(stop, back, axis=0)
-        )
+        return cls(order, *(np.take_along_axis(ends, back, axis=0) for ends in (first, stop)))
 
     def centred_ranks(self, counts: np.ndarray) -> np.ndarray:
         """Return ranks less their mean, equal values sharing theirs, of row i ``counts[i]`` times.
@@ -76,9 +72,16 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
     Returns:
         Shape (columns,), float64.
+
+    Example:
+        >>> import numpy as np
+        >>> scores = np.array([[0.1, 2.0], [0.2, 3.0], [0.4, 1.0]])
+        >>> outputs = np.array([[1.0, 7.0], [2.0, 8.0], [9.0, 9.0]])
+        >>> rank_correlations(scores, outputs)
+        array([ 1. , -0.5])
     """
     counts = np.ones(len(a))
-    ranks = [_Sorted.of(x).centred_ranks(counts) for x in (a, b)]
+    ranks = [_Sorted.sort(x).centred_ranks(counts) for x in (a, b)]
     return _correlations(ranks[0], ranks[1], counts)
 
 
@@ -100,8 +103,7 @@ def reliability(outputs: np.ndarray) -> np.ndarray:
     Source: Brown, "Some experimental results in the correlation of mental abilities", British
         Journal of Psychology 3, 1910; Spearman, in the same volume.
     """
-    seeds = [_Sorted.of(of_seed) for of_seed in outputs]
-    return _reliability(seeds, np.ones(outputs.shape[1]))
+    return _reliability([_Sorted.sort(seed) for seed in outputs], np.ones(outputs.shape[1]))
 
 
 def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
@@ -109,7 +111,8 @@ def _reliability(seeds: Sequence[_Sorted], counts: np.ndarray) -> np.ndarray:
     if n_seeds < 2:
         raise InputError(
             "Reliability needs models retrained with at least two seeds on each subset. Found "
-            f"{n_seeds}."
+            f"{n_seeds}.",
+            code="evaluation.seeds",
         )
     ranks = [seed.centred_ranks(counts) for seed in seeds]
     pairs = [(i, j) for i in range(n_seeds) for j in range(i)]
@@ -122,13 +125,7 @@ def noise_ceiling(outputs: np.ndarray) -> np.ndarray:
     """Return the correlation that expectations would have with the outputs, sqrt(reliability).
 
     A perfect prediction of the mean output over all seeds reaches it, where the outputs that it is
-    compared with are means over a few seeds.
-
-    Args:
-        outputs: Shape (seeds, subsets, targets), two seeds or more.
-
-    Returns:
-        Shape (targets,), float64.
+    compared with are means over a few seeds. See ``reliability`` for shapes.
 
     Source: Spearman, "The proof and measurement of association between two things", American
         Journal of Psychology 15, 1904 (the correction for attenuation).
@@ -148,7 +145,6 @@ def bootstrap(
     Args:
         predictions: Subset sums, each of shape (subsets, targets).
         outputs: Outputs of retrained models, shape (seeds, subsets, targets); seeds are averaged.
-            With two seeds or more the noise ceiling is drawn too.
         n_draws: Number of draws.
         seed: Seed of the draws.
 
@@ -160,9 +156,9 @@ def bootstrap(
     """
     rng = np.random.default_rng(seed)
     n_subsets, n_targets = outputs.shape[1:]
-    truth = _Sorted.of(outputs.mean(axis=0))
-    columns = [_Sorted.of(sums) for sums in predictions]
-    seeds = [_Sorted.of(of_seed) for of_seed in outputs] if len(outputs) > 1 else []
+    truth = _Sorted.sort(outputs.mean(axis=0))
+    columns = [_Sorted.sort(sums) for sums in predictions]
+    seeds = [_Sorted.sort(seed_outputs) for seed_outputs in outputs] if len(outputs) > 1 else []
     means = np.empty((n_draws, len(columns) + bool(seeds)))
     for draw in range(n_draws):
         counts = np.bincount(rng.integers(n_subsets, size=n_subsets), minlength=n_subsets) * 1.0
@@ -176,12 +172,7 @@ def bootstrap(
 
 
 def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
-    """Return the ends of percentile intervals, shape (columns, 2).
-
-    Args:
-        drawn: From ``bootstrap``, shape (draws, columns).
-        confidence: Part of the draws inside an interval.
-    """
+    """Return the ends of intervals that hold this part of bootstrap's draws, shape (columns, 2)."""
     outside = (1 - confidence) / 2
     return np.quantile(drawn, [outside, 1 - outside], axis=0).T
 
@@ -204,7 +195,8 @@ def auc(values: np.ndarray, positive: np.ndarray) -> float:
     if not n_positive or not n_other:
         raise InputError(
             "An AUC compares positive samples with others: there must be both. Found "
-            f"{n_positive} positive ones of {len(positive)}."
+            f"{n_positive} positive ones of {len(positive)}.",
+            code="evaluation.auc_classes",
         )
-    ranks = _Sorted.of(values[:, None]).centred_ranks(np.ones(len(values)))[:, 0]
+    ranks = _Sorted.sort(values[:, None]).centred_ranks(np.ones(len(values)))[:, 0]
     return float(0.5 + ranks[positive].sum() / (n_positive * n_other))

@@ -33,9 +33,9 @@ _PIECE = 2**20
 
 
 def spread_norm_sd(proj_dim: int) -> float:
-    """Return the standard deviation of |Rx|^2 / |x|^2 for a gradient spread over many blocks.
+    """Return sqrt(2/k), the standard deviation of |Rx|^2 / |x|^2 for gradients over many blocks.
 
-    sqrt(2/k), the largest that a kind except ``tensor_sketch`` has.
+    It is the largest that a kind except ``tensor_sketch`` has.
     """
     return sqrt(2 / proj_dim)
 
@@ -85,7 +85,7 @@ def agreement(
     Args:
         gramian: Exact inner products of the gradients, shape (n, n).
         variances: From ``product_variances``, shape (n, n).
-        streams: Scaled features of the same samples, shape (n, k) for each stream.
+        streams: Scaled features of these samples, shape (n, k) for each stream.
 
     Returns:
         For ``squared_norm`` and ``inner_product`` the measured error, whose square is an unbiased
@@ -100,7 +100,8 @@ def agreement(
         raise InputError(
             "Distortion needs two samples whose gradients aren't zero, and the features of one "
             f"stream. Found {len(gramian)} samples, zeros for the rows "
-            f"{np.flatnonzero(~(squared > 0))[:8].tolist()}, and {len(streams)} streams."
+            f"{np.flatnonzero(~(squared > 0))[:8].tolist()}, and {len(streams)} streams.",
+            code="evaluation.distortion_samples",
         )
     scale = np.sqrt(np.outer(squared, squared))
     predicted = variances / scale**2
@@ -121,9 +122,10 @@ def agreement(
 def _root(squares: np.ndarray) -> tuple[float, float]:
     """Return the root of the mean, and its standard error; NaN for a single number."""
     n, root = len(squares), sqrt(squares.mean())
-    spread = np.nan if n == 1 else squares.std(ddof=1) / sqrt(n)
-    # Half the relative error of the square. Without any error there is no spread.
-    return root, float(spread) / (2 * root) if root > 0 or n == 1 else 0.0
+    if n == 1 or root == 0:  # without any error there is no spread
+        return root, np.nan if n == 1 else 0.0
+    # Half the relative error of the square.
+    return root, float(squares.std(ddof=1) / sqrt(n)) / (2 * root)
 
 
 def _squared_norms(rows: np.ndarray) -> np.ndarray:

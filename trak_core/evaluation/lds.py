@@ -1,7 +1,7 @@
 """Linear datamodeling scores: an evaluation's tables, from subset sums and retrained models."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class GroundTruth:
     source: list[str]
 
 
-def in_order(
+def order_models(
     masks: Frame, outputs: Frame, train_ids: Sequence[Any], target_ids: Sequence[Any], name: object
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put a file's subsets and retrained models in the order of the study's samples.
@@ -45,8 +45,8 @@ def in_order(
     Args:
         masks: 0 and 1; rows are subsets, columns are training samples.
         outputs: f; rows are models, each named by its subset, columns are targets and others.
-        train_ids: Ids of the training samples.
-        target_ids: Ids of the targets.
+        train_ids: Ids of the masks' columns, in order.
+        target_ids: Ids of the outputs' columns to take, in order.
         name: The file, for messages.
 
     Returns:
@@ -116,7 +116,7 @@ def lds_tables(
         methods: Subset sums of each row of the summary, the scores' first.
         by_count: Subset sums of the scores, by the number of checkpoints.
         truth: Subsets and outputs of retrained models.
-        target_ids: Ids of the targets.
+        target_ids: Ids of the sums' columns.
 
     Returns:
         The tables ``summary``, ``targets`` and ``checkpoints``.
@@ -144,17 +144,14 @@ def lds_tables(
         "behind_low": behind[:, 0],
         "behind_high": behind[:, 1],
     })
-    targets = pd.concat(
+    names = ["method", "proj_dim", "target_id", "correlation"]
+    targets = pd.DataFrame(
         [
-            pd.DataFrame({
-                "method": name,
-                "proj_dim": dim,
-                "target_id": target_ids,
-                "correlation": correlations,
-            })
+            (name, dim, target, correlation)
             for (name, _, dim), correlations in each.items()
+            for target, correlation in zip(target_ids, correlations, strict=True)
         ],
-        ignore_index=True,
+        columns=names,
     )
     curve_ends = intervals[len(methods) : len(methods) + len(by_count)]
     curve = pd.DataFrame({
@@ -169,32 +166,19 @@ def lds_tables(
 def sweep_tables(
     swept: Mapping[Setting, np.ndarray], own: Setting, truth: GroundTruth
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Choose a setting on every other target and report it on the others, beside the study's own.
+    """Return the tables ``sweep`` and ``best``, from subset sums of each setting.
 
-    A single target is both.
-
-    Args:
-        swept: Subset sums of each setting.
-        own: The study's own setting.
-        truth: Subsets and outputs of retrained models.
-
-    Returns:
-        The tables ``sweep`` and ``best``.
+    The best setting is chosen on every other target and reported on the others, beside the study's
+    own setting. A single target is both.
     """
     mean = truth.outputs.mean(axis=0)
     choosing = slice(0, None, 2)
     reporting = slice(1, None, 2) if mean.shape[1] > 1 else slice(None)
-    each = {setting: rank_correlations(sums, mean) for setting, sums in swept.items()}
-    rows = [
-        {
-            **{name: getattr(setting, name) for name in Setting.__slots__},
-            "lds_chosen_by": correlations[choosing].mean(),
-            "lds_reported": correlations[reporting].mean(),
-            "lds": correlations.mean(),
-        }
-        for setting, correlations in each.items()
-    ]
-    sweep = pd.DataFrame(rows)
+    each = [rank_correlations(sums, mean) for sums in swept.values()]
+    sweep = pd.DataFrame([asdict(setting) for setting in swept])
+    sweep["lds_chosen_by"] = [correlations[choosing].mean() for correlations in each]
+    sweep["lds_reported"] = [correlations[reporting].mean() for correlations in each]
+    sweep["lds"] = [correlations.mean() for correlations in each]
     settings = list(swept)
     shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
     sums = [swept[settings[row]][:, reporting] for row in shown]

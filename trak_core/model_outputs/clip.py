@@ -17,12 +17,8 @@ def pair_margins(
     With embeddings u, v of the pair and u_i, v_j of the others:
     -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
-    Args:
-        image: u, shape (..., d).
-        text: v, shape (..., d).
-        other_images: u_i, shape (others, d), of the same device.
-        other_texts: v_j, likewise.
-        scale: s, the factor of the inner products; TRAK's f has 1.
+    Embeddings of pairs have shape (..., d), those of the others (others, d), on the same device.
+    The scale s is 1 in TRAK's f.
 
     Returns:
         Shape (..., 2), float32 or float64.
@@ -37,15 +33,9 @@ def pair_margins(
 
 
 def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
-    """Return which pairs serve as the others: uniform, without repetition, fixed by the seed.
+    """Return which pairs serve as the others: uniform, without repetition, all if there are fewer.
 
-    Args:
-        n_pairs: How many there are.
-        n_drawn: How many to draw; all of them if there are fewer.
-        seed: Fixes the draw on every device.
-
-    Returns:
-        Indices in ascending order.
+    The indices are ascending. The seed fixes the draw on every device.
     """
     order = torch.randperm(n_pairs, generator=torch.Generator().manual_seed(seed))
     return sorted(order[:n_drawn].tolist())
@@ -54,10 +44,8 @@ def drawn_pairs(n_pairs: int, n_drawn: int, seed: int) -> list[int]:
 def read_embeddings(returned: object) -> Tensor:
     """Return the embeddings of images and texts, shape (batch, 2, d), in what a model returned.
 
-    Args:
-        returned: An object with ``image_embeds`` and ``text_embeds`` (transformers), a mapping
-            with ``image_features`` and ``text_features``, or a tuple that starts with the two
-            (open_clip).
+    That is an object with ``image_embeds`` and ``text_embeds`` (transformers), a mapping with
+    ``image_features`` and ``text_features``, or a tuple that starts with the two (open_clip).
 
     Raises:
         InputError: If it is none of these.
@@ -87,15 +75,14 @@ def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOu
 
     Args:
         other_images: Embeddings of the pairs to stand out among, shape (others, d).
-        other_texts: Likewise.
+        other_texts: Their texts, likewise.
         scale: Factor of the inner products, the exponential of a CLIP model's ``logit_scale``.
     """
 
     def margins(outputs: Tensor) -> Tensor:
         return pair_margins(outputs[0], outputs[1], other_images, other_texts, scale)
 
-    # l = log(1 + exp(-a)) + log(1 + exp(-b)) of the two log-odds a and b; Q is -dl/df as both move
-    # alike.
+    # l = log(1 + exp(-a)) + log(1 + exp(-b)) of log-odds a and b; Q is -dl/df as both move alike.
     return ModelOutput(
         read=read_embeddings,
         value=lambda outputs, label: margins(outputs).sum(),

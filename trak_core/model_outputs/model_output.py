@@ -14,11 +14,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """A model output f with its loss weight, as functions of one sample.
+    """A model output f with its loss weight, as functions of one sample's outputs and label.
 
-    ``outputs`` is what ``read`` took out of the model's return value, without the batch dimension;
-    ``label`` is the sample's label. Every function returns a scalar, in float32 or better, and is
-    safe under ``torch.func.vmap``.
+    The outputs are what ``read`` took out of the model's return value, without the batch dimension.
+    Every function returns a scalar, in float32 or better, and is safe under ``torch.func.vmap``.
 
     Attributes:
         read: The tensor of shape (batch, ...) in what the model returned.
@@ -45,21 +44,20 @@ class ModelOutput:
 def read_logits(returned: object) -> Tensor:
     """Return the tensor that counts in what a model returned.
 
-    Args:
-        returned: The tensor itself; an object with ``logits`` (transformers); a mapping with
-            ``logits`` or ``out`` (torchvision's segmentation); or a sequence that starts with it.
+    That is the tensor itself; an object with ``logits`` (transformers); a mapping with ``logits``
+    or ``out`` (torchvision's segmentation); or a sequence that starts with it.
 
     Raises:
         InputError: If it is none of these.
     """
-    found = returned
-    if isinstance(found, Mapping):
-        found = found["logits"] if "logits" in found else found.get("out")
-    elif isinstance(found, Sequence) and found:
-        found = found[0]
-    elif not isinstance(found, Tensor):
-        found = getattr(found, "logits", None)
-    if not isinstance(found, Tensor):
+    logits = returned
+    if isinstance(returned, Mapping):
+        logits = returned.get("logits", returned.get("out"))
+    elif isinstance(returned, Sequence) and returned:
+        logits = returned[0]
+    elif not isinstance(returned, Tensor):
+        logits = getattr(returned, "logits", None)
+    if not isinstance(logits, Tensor):
         keys = f" with {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else ""
         raise InputError(
             "The model must return a tensor, an object with `logits`, a dict with `logits` or "
@@ -67,7 +65,7 @@ def read_logits(returned: object) -> Tensor:
             f"{keys}.",
             code="model_outputs.returned",
         )
-    return found
+    return logits
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

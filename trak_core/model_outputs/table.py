@@ -7,11 +7,9 @@ missing. Every start of Snakemake reads this: torch is imported inside functions
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from trak_core.model_outputs.model_output import ModelOutput
 
 
@@ -26,12 +24,10 @@ class About:
         label: A word for a table's column ``label``; empty where the column says nothing.
         prediction: A word for its column ``prediction``.
         columns: One line on both columns, for readers of the tables.
-        load: Makes the model output. Where ``needs_pairs``, it takes embeddings of the other pairs'
-            images and texts, shape (others, d) each, and the factor of inner products.
+        load: Makes the model output, with the arguments of ``contrast`` where ``needs_pairs``.
         labels_are_classes: Whether a sample has one label out of a few.
         weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
-            0 and 1, and all but 0 for samples that a model is sure of. Else it is in a unit that no
-            bound can know.
+            0 and 1, and nearly 0 for samples that a model is sure of. Else its unit has no bound.
         weighs_by_curvature: Whether training samples weigh by the curvature of their loss, unless
             the config says otherwise, where checkpoints come from along runs. Not where the loss is
             no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
@@ -76,17 +72,17 @@ def _segmentation() -> "ModelOutput":
     return SEGMENTATION
 
 
-def _clip(other_images: "Tensor", other_texts: "Tensor", scale: float) -> "ModelOutput":
+def _clip(*others: Any) -> "ModelOutput":
     from trak_core.model_outputs.clip import contrast
 
-    return contrast(other_images, other_texts, scale)
+    return contrast(*others)
 
 
 _LOG_ODDS = (
     "log-odds, log(p / (1 - p)): 0 is a coin toss, +3 means p = 95 %, \N{MINUS SIGN}3 means 5 %"
 )
 # Texts are classified as images are: their samples differ, f does not.
-_OF_A_LABEL = About(
+_LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
     meaning="the surer the model is of the sample's own label",
@@ -96,8 +92,8 @@ _OF_A_LABEL = About(
     weighs_by_curvature=True,
 )
 TABLE: dict[str, About] = {
-    "image_classification": _OF_A_LABEL,
-    "text_classification": _OF_A_LABEL,
+    "image_classification": _LABEL,
+    "text_classification": _LABEL,
     "language_modelling": About(
         name="the joint log-odds of the tokens that count",
         unit=_LOG_ODDS,

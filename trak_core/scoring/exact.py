@@ -7,7 +7,7 @@ import numpy as np
 import scipy.linalg
 
 from trak_core.errors import InputError
-from trak_core.scoring.solve import MAX_CONDITION, no_norm
+from trak_core.scoring.solve import MAX_CONDITION, extreme_eigenvalues, positive_root
 
 # Columns of the Gramian that are solved for at once.
 _COLUMNS = 256
@@ -39,6 +39,14 @@ class DampedGramian:
         root: The diagonal of S, shape (n,), float64.
         ridge: damping * mean_i w_i K_ii, which is added to the diagonal.
         factor: Cholesky's, in the lower triangle, shape (n, n).
+
+    Example:
+        >>> import numpy as np
+        >>> J, J_t = np.array([[1.0, 0.0], [0.0, 2.0]]), np.array([[1.0, 1.0]])
+        >>> damped = DampedGramian.factorize(J @ J.T, weights=np.ones(2), damping=2)
+        >>> damped.similarities(J @ J_t.T).round(3)
+        array([[0.167],
+               [0.222]])
     """
 
     gramian: np.ndarray
@@ -47,16 +55,14 @@ class DampedGramian:
     factor: np.ndarray
 
     @classmethod
-    def of(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
-        """Damp and factorize.
+    def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
+        """Return the factorized matrix, which solves for any targets.
 
         Args:
             gramian: K = J J^T, shape (n, n), float64.
             weights: The diagonal of W, shape (n,), not negative; ones for the plain normal matrix.
-            damping: Relative to the mean squared length of the weighted gradients, at least 0.
-
-        Returns:
-            The factorized matrix, which solves for any targets.
+            damping: Relative to the mean squared length of the weighted gradients, at least 0; 2 is
+                a good value.
 
         Raises:
             InputError: If the damped Gramian is numerically singular, or if weights are 0 without
@@ -108,14 +114,11 @@ class DampedGramian:
         for start in range(0, len(self.gramian), _COLUMNS):
             rows = self.similarities(self.gramian[:, start : start + _COLUMNS])
             squared += float(np.sum((row_weights[:, None] * rows) ** 2))
-        if not squared > 0:
-            raise InputError(no_norm(squared))
-        return squared**0.5
+        return positive_root(squared)
 
 
 def _check_condition(damped: np.ndarray, ridge: float) -> None:
-    eigenvalues = scipy.linalg.eigvalsh(damped)
-    smallest, largest = float(eigenvalues[0]), float(eigenvalues[-1])
+    smallest, largest = extreme_eigenvalues(damped)
     if not smallest * MAX_CONDITION > largest:
         condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
         raise InputError(
@@ -123,5 +126,6 @@ def _check_condition(damped: np.ndarray, ridge: float) -> None:
             f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found {condition} "
             f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
             f"n = {len(damped)}). More samples than parameters, equal gradients, or weights of 0 "
-            "always need damping. Raise `scoring.damping` (2 is a good value)."
+            "always need damping. Raise `scoring.damping` (2 is a good value).",
+            code="scoring.singular_gramian",
         )

@@ -9,12 +9,9 @@ from trak_core.spec import Combine
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
-    """Return rows divided by their lengths, float64; a row of zeros stays one.
+    """Return rows of any float dtype divided by their lengths, float64; a row of zeros stays one.
 
     Equivalent to ``sklearn.preprocessing.normalize(rows)``.
-
-    Args:
-        rows: Gradients, features or embeddings, shape (rows, k), any float dtype.
     """
     rows = rows.astype(np.float64)
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
@@ -29,14 +26,11 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
 
 
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c (N_c + ridge_c I)^-1 T_c^T.
+    """Return rows of A_c = Phi_c (N_c + ridge_c I)^-1 T_c^T, shape (rows, m), float64.
 
     Args:
         features: Rows of Phi_c, shape (rows, k).
         solved_targets: (N_c + ridge_c I)^-1 T_c^T, shape (k, m), float64.
-
-    Returns:
-        Shape (rows, m), float64.
 
     Source: Park et al., "TRAK", ICML 2023, equation 16; docs/scores.md, "The formula".
     """
@@ -75,14 +69,8 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 def most_frequent(classes: np.ndarray) -> np.ndarray:
     """Return the class that most checkpoints predict, the smallest of equally frequent ones.
 
-    Equivalent to ``scipy.stats.mode(classes, axis=0).mode``.
-
-    Args:
-        classes: Integers, shape (checkpoints, rows).
-
-    Returns:
-        Shape (rows,). Memory grows with the entries of ``classes``, not with how many classes
-        there are.
+    Equivalent to ``scipy.stats.mode(classes, axis=0).mode`` of integers, shape (checkpoints, rows).
+    Memory doesn't grow with the number of classes.
     """
     ordered = np.sort(classes, axis=0)
     # The length so far of each run of equal classes; the first longest run is the smallest class.
@@ -94,11 +82,9 @@ def most_frequent(classes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Extremes:
-    """The largest scores of each target seen so far, with the rows they stand in.
+    """The largest scores of each target seen so far, with the numbers of their rows.
 
-    Attributes:
-        rows: Row numbers, shape (kept, m), largest score first; ties go to the earlier row.
-        scores: Shape (kept, m), float32.
+    Both are of shape (kept, m), largest score first; ties go to the earlier row.
     """
 
     rows: np.ndarray
@@ -106,20 +92,16 @@ class Extremes:
 
 
 def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> Extremes:
-    """Fold one more block of rows into the ``keep`` largest entries of every column.
+    """Return the ``keep`` largest entries of every column so far, from one more block of rows.
 
-    Equivalent to sorting whole columns: ``np.argsort(-scores, axis=0, kind="stable")[:keep]``.
-
-    How rows are cut into blocks changes nothing, as long as they come from the top down.
+    Equivalent to sorting whole columns: ``np.argsort(-scores, axis=0, kind="stable")[:keep]``. How
+    rows are cut into blocks changes nothing, as long as they come from the top down.
 
     Args:
-        seen: What the blocks before gave; None for the first.
+        seen: The entries that the blocks before gave; None for the first.
         start: Row number of the block's first row.
         block: Scores, shape (rows, m).
         keep: How many, fewer if there are fewer rows.
-
-    Returns:
-        The largest entries so far.
     """
     rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
     if seen is not None:

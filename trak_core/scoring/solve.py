@@ -48,7 +48,8 @@ def weighted_gramians(
             else:
                 totals.append(part)
     if not n_rows:
-        raise InputError("The normal matrix needs at least one training sample. Found none.")
+        words = "The normal matrix needs at least one training sample. Found none."
+        raise InputError(words, code="scoring.no_rows")
     for total in totals:
         # dsyrk leaves zeros above; one other matrix is there at a time.
         diagonal = np.diagonal(total).copy()
@@ -64,26 +65,20 @@ def mean_squared_norm(normal_matrix: np.ndarray, n_rows: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spectrum:
-    """Eigenvalues and eigenvectors of a normal matrix, for many dampings at once.
+    """Eigenvalues D and eigenvectors V of a normal matrix V D V^T, for many dampings at once.
 
-    Attributes:
-        eigenvalues: D, ascending, not negative, shape (k,), float64.
-        vectors: V, columns, shape (k, k), float64.
+    D is ascending, not negative, of shape (k,); V's columns are of shape (k, k); both are float64.
     """
 
     eigenvalues: np.ndarray
     vectors: np.ndarray
 
     @classmethod
-    def of(cls, matrix: np.ndarray) -> Self:
+    def decompose(cls, matrix: np.ndarray) -> Self:
         """Decompose a symmetric, positive semi-definite matrix of shape (k, k), float64."""
         eigenvalues, vectors = scipy.linalg.eigh(matrix)
         # Rounding leaves negative ones of a singular matrix.
         return cls(np.maximum(eigenvalues, 0), vectors)
-
-    def rotated(self, matrix: np.ndarray) -> np.ndarray:
-        """Return V^T matrix V."""
-        return self.vectors.T @ (matrix @ self.vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
         """Return what N_c of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
@@ -92,8 +87,8 @@ class Spectrum:
             weighted: Y^T Y of the rows times |Q|^power, shape (k, k), float64.
             gramian: Phi^T Phi, likewise.
         """
-        products = self.rotated(weighted)
-        products *= self.rotated(gramian)
+        products = self.vectors.T @ (weighted @ self.vectors)
+        products *= self.vectors.T @ (gramian @ self.vectors)
         return products
 
 
@@ -105,8 +100,8 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
     Args:
         eigenvalues: D of Phi^T W Phi, shape (k,), float64.
-        products: See ``Spectrum.norm_products``.
-        ridge: What is added to the diagonal.
+        products: From ``Spectrum.norm_products``.
+        ridge: Added to the diagonal.
 
     Raises:
         InputError: If it is not above 0, because loss weights or features are all 0.
@@ -114,19 +109,23 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
     Source: docs/scores.md, "The formula".
     """
     shares = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
-    squared = float(shares @ products @ shares)
+    return positive_root(float(shares @ products @ shares))
+
+
+def positive_root(squared: float) -> float:
+    """Return the norm with this square, by which scores can be divided.
+
+    Raises:
+        InputError: If it is not above 0.
+    """
     if not squared > 0:
-        raise InputError(no_norm(squared))
+        raise InputError(
+            "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
+            f"training samples, which must be above 0. Found {squared:.3g}: the loss weights are "
+            "all 0, or the gradients. Leave this checkpoint out, or set scoring.combine.",
+            code="scoring.norm",
+        )
     return squared**0.5
-
-
-def no_norm(norm: float) -> str:
-    """Return why scores can't be divided by a norm that is not above 0."""
-    return (
-        "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
-        f"training samples, which must be above 0. Found {norm:.3g}: the loss weights are all 0, "
-        "or the gradients. Leave this checkpoint out, or set scoring.combine."
-    )
 
 
 def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
@@ -146,7 +145,7 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
 
     Args:
         matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        ridge: What is added to the diagonal; at least 0.
+        ridge: Added to the diagonal; at least 0.
         eigenvalues: Smallest and largest of ``matrix``.
 
     Returns:
@@ -163,7 +162,8 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
             f"below {MAX_CONDITION:.0e}, since features have seven digits. Found {condition} "
             f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
             f"k = {len(matrix)}). A proj_dim above the number of training samples always needs "
-            "damping. Raise `scoring.damping` (2 is a good value) or lower `projection.proj_dim`."
+            "damping. Raise `scoring.damping` (2 is a good value) or lower `projection.proj_dim`.",
+            code="scoring.singular",
         )
     damped = matrix.copy()
     damped.flat[:: len(matrix) + 1] += ridge
@@ -174,35 +174,31 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
 def damped_solve(
     matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float], right_side: np.ndarray
 ) -> np.ndarray:
-    """Solve (matrix + ridge I) X = right_side by Cholesky's method.
+    """Return X of (matrix + ridge I) X = right_side by ``damped_factor``; all are float64.
 
-    Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)``.
-
-    Args:
-        matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        ridge: What is added to the diagonal; at least 0.
-        eigenvalues: Smallest and largest of ``matrix``.
-        right_side: Shape (k, m), float64.
-
-    Returns:
-        X of shape (k, m), float64.
+    Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)`` with a right side of
+    shape (k, m). The ridge is best the damping, 2 say, times the rows' mean squared length.
 
     Raises:
         InputError: If the damped matrix is numerically singular.
+
+    Example:
+        >>> import numpy as np
+        >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
+        >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
+        >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)
+        >>> damped_solve(matrix, ridge, extreme_eigenvalues(matrix), phi.T)
+        array([[0.16666667, 0.        ],
+               [0.        , 0.22222222]])
     """
     factor = damped_factor(matrix, ridge, eigenvalues)
     return scipy.linalg.cho_solve((factor, True), right_side)
 
 
 def damped_squares(factor: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return phi^T (matrix + ridge I)^-1 phi of every row: |L^-1 phi|^2.
+    """Return phi^T (matrix + ridge I)^-1 phi of every row, |L^-1 phi|^2, float64.
 
-    Args:
-        factor: From ``damped_factor``, shape (k, k).
-        rows: Shape (rows, k), any float dtype.
-
-    Returns:
-        Shape (rows,), float64.
+    ``factor`` is L from ``damped_factor``; the rows are of shape (rows, k), any float dtype.
     """
     solved = scipy.linalg.solve_triangular(factor, rows.astype(np.float64).T, lower=True)
     return np.einsum("ij,ij->j", solved, solved)

@@ -46,10 +46,7 @@ class Combine(StrEnum):
 def curvature_power(weighting: str, power: float, *, is_probability: bool) -> float | None:
     """Return the power of the curvature in W; None for W = 1.
 
-    Args:
-        weighting: ``plain`` or ``curvature``.
-        power: Of the loss weights.
-        is_probability: Whether loss weights are probabilities; the curvature of others is kept.
+    It is the power of the loss weights where these are probabilities, and 1 elsewhere.
 
     Source: docs/scores.md, "The formula".
     """
@@ -82,13 +79,12 @@ def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list
     """
     if sweep is None:
         return []
-    values = (
-        sorted({*sweep["damping"], own.damping}),
-        sorted({*sweep["loss_weight_power"], own.loss_weight_power}),
-        sorted(Combine),
-        sorted({*sweep["proj_dim"], own.proj_dim}),
-    )
-    return [Setting(*each) for each in product(*values)]
+    values = {**sweep, "combine": Combine}
+    names = [field.name for field in fields(Setting)]
+    return [
+        Setting(*each)
+        for each in product(*(sorted({*values[name], getattr(own, name)}) for name in names))
+    ]
 
 
 def ordered(value: Any) -> Any:
@@ -110,9 +106,9 @@ class FeaturesSpec:
 
     Attributes:
         model_output: Name of the model output f.
-        parameter_patterns: Of the names of the parameters to differentiate; None for all.
-        projection: The config's keys of it, without ``kind`` where the model's size is to decide;
-            or ``{"kind": "exact"}``.
+        parameter_patterns: Patterns of names of the parameters to differentiate; None for all.
+        projection: The config's keys of it, without ``kind`` where the model's size decides; or
+            ``{"kind": "exact"}``.
         dtype: How features are stored.
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
@@ -152,10 +148,10 @@ class NormalSpec:
     """What decides one checkpoint's normal matrix.
 
     Attributes:
-        features: What it is made of.
+        features: What decides the features that it is made of.
         weighting: ``plain`` or ``curvature``.
-        curvature_power: Of the curvature in W; None with ``plain``.
-        norm_power: Of the loss weights in N_c, which the scores are divided by; None where they
+        curvature_power: Power of the curvature in W; None with ``plain``.
+        norm_power: Power of the loss weights in N_c, by which scores are divided; None where they
             are not.
         normalize: Whether the training samples' features are divided by their lengths.
     """
@@ -168,20 +164,19 @@ class NormalSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, those of the features among them."""
-        return _flat(self)
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        features = own.pop("features")
+        return ordered(features.as_dict() | own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoresSpec:
+class ScoresSpec(NormalSpec):
     """What decides scores: of one checkpoint, or with ``runs`` of their average.
 
+    All that decides the normal matrix is part of it; ``features`` names a checkpoint or none.
+
     Attributes:
-        features: What they are made of, under one checkpoint or all.
         damping: Relative damping, at least 0.
-        weighting: See ``NormalSpec``.
-        curvature_power: Likewise.
-        norm_power: Likewise.
-        normalize: Likewise.
         experiment: Name of the experiment; None for self-influences.
         targets_digest: Hash of its target ids.
         runs: Ids of the checkpoints of every run, in the order they were saved; None for one
@@ -190,12 +185,7 @@ class ScoresSpec:
         loss_weight_power: In (0, 1]; None for one checkpoint's.
     """
 
-    features: FeaturesSpec
     damping: float
-    weighting: str
-    curvature_power: float | None = None
-    norm_power: float | None = None
-    normalize: bool = False
     experiment: str | None = None
     targets_digest: str | None = None
     runs: Mapping[str, Sequence[str]] | None = None
@@ -218,8 +208,7 @@ class ScoresSpec:
     def along_runs(self) -> list[str]:
         """Ids of all checkpoints, so that the first few come from as many runs and times as can be.
 
-        Of every run in turn one that hasn't been: of the first its last, of the next the one before
-        that, and so on.
+        Runs take turns: the first run's last checkpoint, the next run's last but one, and so on.
         """
         assert self.runs is not None
         rounds = max(len(run) for run in self.runs.values())
@@ -241,17 +230,14 @@ class ScoresSpec:
 
     def of_normal_matrix(self) -> NormalSpec:
         """Return what the normal matrix must be, of one checkpoint's scores."""
-        own = {f.name: getattr(self, f.name) for f in fields(NormalSpec) if f.name != "features"}
-        return NormalSpec(features=self.of_train(), **own)
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(NormalSpec)}
+        own["features"] = self.of_train()
+        return NormalSpec(**own)
 
     def of_targets(self) -> FeaturesSpec:
         """Return what the targets' features must be."""
         assert self.experiment is not None
         return self.features.of(self.experiment, self.targets_digest)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain values, those of the features among them."""
-        return _flat(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,13 +246,13 @@ class RetrainedSpec:
 
     Attributes:
         subsets: Which parts: ``halves``, ``random removals`` (and everything) or ``top removals``.
-        arguments: Of the study's ``train``, but for ``seed`` and ``data``.
+        arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
         study_digest: Hash of the study's source and data files.
         seeds: Trainings on each subset.
-        seed: Of draws and trainings.
-        n_removed: Of removals: how many samples go, each number on its own.
-        draws: Of random removals: how many of each number.
+        seed: Seed of draws and trainings.
+        n_removed: How many samples removals take out, each number on its own.
+        draws: How many random removals of each number.
     """
 
     subsets: str
@@ -286,12 +272,11 @@ class RetrainedSpec:
 def projection_of(
     spec: FeaturesSpec, shapes: Sequence[Sequence[int]], offset: int = 0
 ) -> ProjectionSpec:
-    """Return the projection of one checkpoint's gradients.
+    """Return the projection of one checkpoint's gradients; ``usual_kind`` if the spec has no kind.
 
     Args:
-        spec: Of one checkpoint, with the config's keys of the projection; without a kind among
-            them, ``usual_kind`` says which.
-        shapes: Of the parameters that are differentiated, in order.
+        spec: The spec of one checkpoint's features.
+        shapes: Shapes of the parameters that are differentiated, in order.
         offset: Added to the checkpoint's own stream, for matrices beside its own.
     """
     assert spec.checkpoint is not None
@@ -313,15 +298,10 @@ def projection_of(
 Spec = FeaturesSpec | NormalSpec | ScoresSpec | RetrainedSpec
 
 
-def _flat(spec: NormalSpec | ScoresSpec) -> dict[str, Any]:
-    own = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return ordered(spec.features.as_dict() | {k: v for k, v in own.items() if k != "features"})
-
-
-def made_of(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
+def parse_spec(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:
     """Return the spec whose ``as_dict`` the plain values are."""
-    own = {field.name for field in fields(kind)}
-    if "features" not in own:
+    if not issubclass(kind, NormalSpec):
         return kind(**plain)
-    features = FeaturesSpec(**{key: value for key, value in plain.items() if key not in own})
-    return kind(features=features, **{key: plain[key] for key in plain if key in own})  # pyright: ignore
+    own = plain.keys() & {field.name for field in fields(kind)}
+    features = FeaturesSpec(**{key: plain[key] for key in plain.keys() - own})
+    return kind(features=features, **{key: plain[key] for key in own})

@@ -16,9 +16,8 @@ class Kind:
 
     Attributes:
         tag: Its number in the counter of random words, its own forever; None if nothing is random.
-        keeps: What is left without error where it is alone in a gradient: single coordinates, whole
-            blocks of proj_dim coordinates, or nothing. The errors that ``evaluation/distortion.py``
-            predicts follow from it.
+        keeps: What stays without error where it is alone in a gradient: single coordinates, whole
+            blocks of proj_dim coordinates, or nothing. Predicted distortion follows from it.
         nested: Whether the first k columns of a wider matrix are the k-column matrix.
         power_of_two: Whether proj_dim must be one.
         stripes: How many a row has if nobody says; None for kinds without.
@@ -39,8 +38,8 @@ class ProjectionKind(StrEnum):
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
     ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
-    config's schema and in ``config/README.md``. ``projection/cuda/choose.py`` refuses it until
-    there is a kernel for GPUs. ``tests/library/test_registries.py`` says what is missing.
+    config's schema and in ``config/README.md``. ``tests/library/test_registries.py`` says what is
+    missing.
     """
 
     about: Kind
@@ -136,7 +135,6 @@ class ProjectionSpec:
         self._check_kind()
 
     def _check_kind(self) -> None:
-        """Check what one kind asks of the sizes."""
         about = self.kind.about
         if about.stripes is not None:
             stripes = about.stripes if self.stripes is None else self.stripes
@@ -221,13 +219,9 @@ class ProjectionSpec:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, ready for JSON; stripes and shapes if it has them."""
-        fields = {**asdict(self), "kind": str(self.kind)}
-        for name in ("stripes", "shapes"):
-            if fields[name] is None:
-                del fields[name]
-        if self.shapes is not None:
-            fields["shapes"] = [list(shape) for shape in self.shapes]
-        return fields
+        shapes = None if self.shapes is None else [list(shape) for shape in self.shapes]
+        own = {**asdict(self), "kind": str(self.kind), "shapes": shapes}
+        return {name: value for name, value in own.items() if value is not None}
 
     def scaled(self) -> dict[str, Any]:
         """Return what a file of scaled features says of its projection."""
@@ -250,10 +244,6 @@ def usual_kind(n_params: int, proj_dim: int) -> ProjectionKind:
 
     That is ``rademacher`` for small models, whose columns are nested; ``hadamard`` up to 16.8
     million parameters, if ``proj_dim`` is a power of two; and ``tensor_sketch``.
-
-    Args:
-        n_params: Entries p of a gradient.
-        proj_dim: k.
     """
     if n_params * proj_dim <= _DENSE_PRODUCTS:
         return ProjectionKind.RADEMACHER

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trak_core.artifacts import RETRAINED, check_retrained, open_artifact, read_frame
-from trak_core.evaluation.lds import GroundTruth, in_order
+from trak_core.evaluation.lds import GroundTruth, order_models
 from trak_core.spec import RetrainedSpec
 
 
@@ -36,6 +36,6 @@ def read_ground_truth(
                     for key in ("masks", "outputs")
                 )
                 source.append(file.content_hash)
-        parts.append(in_order(masks, outputs, train_ids, target_ids, path))
+        parts.append(order_models(masks, outputs, train_ids, target_ids, path))
     masks, outputs = zip(*parts, strict=True)
     return GroundTruth(np.concatenate(masks), np.concatenate(outputs, axis=1), source)

@@ -54,7 +54,7 @@ def compute_exact_scores(
         if spec.normalize:
             divide_by_lengths(gramian, cross)
         print(f"Solving {len(train_ids)} x {len(train_ids)} for {len(target_ids)} targets")
-        damped = DampedGramian.of(gramian, weights, spec.damping)
+        damped = DampedGramian.factorize(gramian, weights, spec.damping)
         similarities = damped.similarities(cross)
         norm = None
         if spec.norm_power is not None:

@@ -53,7 +53,7 @@ def compute_normal_matrix(
         writer.scalar("mean_squared_norm", mean_squared_norm(matrix, n_rows))
         writer.scalar("n_train", n_rows)
         if others:
-            spectrum = Spectrum.of(matrix)
+            spectrum = Spectrum.decompose(matrix)
             smallest, largest = spectrum.eigenvalues[[0, -1]].tolist()
             writer.vector("eigenvalues", spectrum.eigenvalues)
             # Where all rows weigh 1 Phi^T Phi is N itself.

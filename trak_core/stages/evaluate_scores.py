@@ -33,11 +33,11 @@ from trak_core.evaluation.baselines import (
     FeaturePass,
     Key,
     average_weights,
-    blocks_of,
     cosine_sums,
     gradient_dot_sums,
     label_sums,
     random_sums,
+    read_blocks,
     setting_sums,
     subset_sums,
 )
@@ -157,7 +157,7 @@ def _embedding_sums(
             check_same("targets", target_ids, embedded, path, EMBEDDINGS.rule)
             # HDF5 reads rows in their own order.
             rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
-            train = blocks_of(read_rows(file.matrix("train")), len(train_ids), block)
+            train = read_blocks(read_rows(file.matrix("train")), len(train_ids), block)
             total = total + cosine_sums(masks, train, file.matrix("targets")[rows][place])
     return total / len(paths)
 
@@ -214,7 +214,7 @@ def evaluate_scores(
             n_powers=len({s.loss_weight_power for s in settings}) or bool(train_paths),
         ).rows(memory_mb)
 
-        final_rows = blocks_of(read_rows(final.matrix("scores")), n_train, block)
+        final_rows = read_blocks(read_rows(final.matrix("scores")), n_train, block)
         methods: dict[Key, np.ndarray] = {
             ("scores", "scores", proj_dim): subset_sums(masks, final_rows)
         }
@@ -223,7 +223,7 @@ def evaluate_scores(
         for count in curve_counts(len(parts)):
             first = [by_id[checkpoint] for checkpoint in spec.along_runs[:count]]
             similarities = [read_rows(part.matrix("similarities")) for part in first]
-            rows = blocks_of(score_rows(first, similarities, spec), n_train, block)
+            rows = read_blocks(score_rows(first, similarities, spec), n_train, block)
             by_count[count] = subset_sums(masks, rows)
         swept: dict[Setting, np.ndarray] = {}
         if train_paths:

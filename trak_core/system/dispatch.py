@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, made_of
+from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 from trak_core.system.job import logged_to
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
@@ -22,33 +22,25 @@ def stage_of(name: str) -> Callable[..., None]:
     return getattr(importlib.import_module(f"trak_core.stages.{name}"), name)
 
 
-def typed(value: Any, hint: Any) -> Any:
-    """Return what Snakemake passes as what a stage takes: paths, numbers, specs.
-
-    Args:
-        value: Text, a list of texts, or plain values.
-        hint: The type of the stage's parameter.
-    """
+def convert_param(value: Any, hint: Any) -> Any:
+    """Return what Snakemake passes (texts, plain values) as what a stage takes, by its type."""
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
     for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
         if spec in kinds:
-            return made_of(spec, value)
+            return parse_spec(spec, value)
     if Path in kinds:
         return Path(value) if isinstance(value, str) else [Path(path) for path in value]
     return int(value) if hint is int else value
 
 
-def asked_of(job: Any) -> dict[str, Any]:
-    """Return what a job is asked to do, as plain values.
-
-    Args:
-        job: Snakemake's object of a script.
+def describe_job(job: Any) -> dict[str, Any]:
+    """Return what Snakemake's object of a script says of a job, ready for JSON.
 
     Returns:
-        Ready for JSON: its ``rule``, its ``log``, all that is ``named``, and the names of the
-        rule's ``own`` files and params among that.
+        Its ``rule``, its ``log``, all that is ``named``, and the names of the rule's ``own`` files
+        and params among that.
     """
     named: dict[str, Any] = {"threads": job.threads}
     # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
@@ -58,28 +50,25 @@ def asked_of(job: Any) -> dict[str, Any]:
     return {"rule": job.rule, "log": job.log[0], "named": named, "own": own}
 
 
-def run_logged(asked: Mapping[str, Any]) -> None:
-    """Run a job, with all that it prints in its log; ``asked`` comes from ``asked_of``."""
-    with logged_to(asked["log"]):
-        run(asked)
+def run_logged(job: Mapping[str, Any]) -> None:
+    """Run a job, from ``describe_job``, with all that it prints in its log."""
+    with logged_to(job["log"]):
+        run(job)
 
 
-def run(asked: Mapping[str, Any]) -> None:
+def run(job: Mapping[str, Any]) -> None:
     """Call a job's stage with what its rule names.
-
-    Args:
-        asked: From ``asked_of``.
 
     Raises:
         TypeError: If the rule names an input, an output or a param that its stage doesn't take.
     """
-    named = dict(asked["named"])
+    named = dict(job["named"])
     name, named["code"] = named["code"].split()
     stage = stage_of(name)
     parameters = inspect.signature(stage).parameters
-    unknown = set(asked["own"]) - parameters.keys() - _TRIGGERS
+    unknown = set(job["own"]) - parameters.keys() - _TRIGGERS
     if unknown:
-        raise TypeError(f"rule {asked['rule']} names {', '.join(sorted(unknown))}, not its stage's")
+        raise TypeError(f"rule {job['rule']} names {', '.join(sorted(unknown))}, not its stage's")
     hints = typing.get_type_hints(stage)
     taken = [name for name in parameters if name in named]
-    stage(**{name: typed(named[name], hints[name]) for name in taken})
+    stage(**{name: convert_param(named[name], hints[name]) for name in taken})

@@ -54,8 +54,7 @@ def does_not_fit(path: Path, reason: str) -> InputError:
 def written_whole(path: Path) -> Generator[Path, None, None]:
     """Give a place to write to; what stands there at the end appears under ``path`` at once.
 
-    Args:
-        path: Final name; its folder is made. On an exception it stays as it was.
+    The folder is made. On an exception ``path`` stays as it was.
 
     Yields:
         A hidden name beside ``path`` that no other process uses. A killed process leaves it behind;
@@ -92,10 +91,7 @@ def _digest(known: dict[str, Any]) -> str:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return what ``write_record`` wrote; empty if there is no such file, or a damaged one.
-
-    Nothing is lost with it but time: what it held is found out again.
-    """
+    """Return what ``write_record`` wrote; empty if there is no such file, or a damaged one."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         known = record["known"]
@@ -131,8 +127,8 @@ _CLOCK_NS = 2 * 10**9
 def _files(pattern: str) -> Iterator[Path]:
     # A path may hold the signs of a pattern. Path.glob means other files by `**`, from version to
     # version of Python.
-    found = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
-    for path in map(Path, found):
+    names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)  # ruff: ignore[glob]
+    for path in map(Path, names):
         if path.is_file():
             yield path
         # What Python and others leave in a folder of data comes and goes by itself.
@@ -141,15 +137,12 @@ def _files(pattern: str) -> Iterator[Path]:
             yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
-def _plain(path: Path) -> Path:
-    # To ask the disk where links lead takes long for thousands of files.
-    return Path(os.path.abspath(path))  # ruff: ignore[os-path-abspath]
-
-
 def _checked_files(pattern: str, results: Path) -> list[Path]:
-    # The run's own results change while it runs.
-    folder = _plain(results)
-    files = [file for file in _files(pattern) if not _plain(file).is_relative_to(folder)]
+    # The run's own results change while it runs. Links stay as they are: to ask the disk where
+    # thousands of them lead takes long.
+    plain = os.path.abspath
+    folder = plain(results)
+    files = [file for file in _files(pattern) if not Path(plain(file)).is_relative_to(folder)]
     if not files:
         raise InputError(
             "data_files: each entry must match at least one file. Hidden files and the results "
@@ -160,10 +153,7 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Give the hash of a file's bytes, 32 hexadecimal digits.
-
-    Returns:
-        The digits.
+    """Return the hash of a file's bytes, 32 hexadecimal digits.
 
     Raises:
         InputError: If it cannot be read.
@@ -187,10 +177,10 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
         patterns: Paths of files, or of folders for all files below them, or patterns as in a shell,
             where ``**`` stands for any folders; relative to the working folder. Hidden files of a
             folder, and the run's own results, don't count.
-        record: Where digests are kept, in the results folder. Written anew if it changes.
+        record: Where digests are kept, in the results folder.
 
     Returns:
-        32 hexadecimal digits of each file, by its path, in order.
+        ``file_digest`` of each file, by its path, in order.
 
     Raises:
         InputError: If an entry names no file, or one that cannot be read.

@@ -1,9 +1,9 @@
 """Fork a process for each job from one that has imported what jobs need: imports are most of a
 short job's time.
 
-The Snakemake that the user started starts the server (``start_fork_server``); the process of a job
-asks it for a fork, and waits for it (``done_by_fork``). The server lives as long as its standard
-input, which is Snakemake's, and its forks live as long as it.
+The user's Snakemake starts the server (``start_fork_server``); a job's process asks it for a fork,
+and waits for it (``done_by_fork``). The server ends with its standard input, which is Snakemake's,
+and its forks end with it.
 
 A fork gets the folder, paths of modules, arguments and standard streams of the process that asked,
 and of its environment what changes from job to job. The rest of the environment must be the one
@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import secrets
 import select
 import signal
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trak_core.system.job import quiet_libraries
 
@@ -41,17 +42,8 @@ _SOCKET = "TRAK_CORE_FORK_SERVER"
 # What stages import only when they come to it.
 _LATER = ("numpy", "pandas", "tables", "matplotlib.backends.backend_agg")
 # What Snakemake sets for a job of one thread: libraries read it once, when they are imported.
-ONE_THREAD = dict.fromkeys(
-    (
-        "GOTO_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-        "OMP_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "VECLIB_MAXIMUM_THREADS",
-    ),
-    "1",
-)
+_LIBRARIES = ("GOTO_NUM", "MKL_NUM", "NUMEXPR_NUM", "OMP_NUM", "OPENBLAS_NUM", "VECLIB_MAXIMUM")
+ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
 # Environment variables that change from job to job, and that no library reads at import.
 _CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
 _YES, _NO = b"y", b"n"
@@ -76,13 +68,11 @@ def can_fork() -> bool:
 
 
 def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
-    """Start a server. It ends with its standard input, which the caller closes or leaves open.
-
-    Args:
-        modules: What it imports. What fails to import says so in the job that needs it.
+    """Start a server that imports ``modules``; one that fails says so in the job that needs it.
 
     Returns:
-        The name of its socket, and the process; None if it can't listen.
+        The name of its socket, and the process, which ends with its standard input; None if it
+        can't listen.
     """
     name = f"trak-{secrets.token_hex(16)}"
     server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
@@ -101,31 +91,23 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
 
 
 def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
-    """Start a server for the jobs of one thread of this process, which ends with this process.
+    """Start a server for this process's jobs of one thread, which ends with this process.
 
     Args:
         stages: Modules of ``trak_core.stages``.
-        study: What a study imports, see ``trak_core.provenance.study_imports``.
+        study: From ``trak_core.provenance.study_imports``.
     """
-    modules = [*(f"trak_core.stages.{stage}" for stage in stages), *_LATER, *study]
-    started = serve_forks(modules)
+    started = serve_forks([*(f"trak_core.stages.{stage}" for stage in stages), *_LATER, *study])
     if started is not None:
         os.environ[_SOCKET], server = started
         # Not closed before this process ends, since it says that this process lives.
         atexit.register(lambda: server.stdin and server.stdin.close())
 
 
-def _address(name: str) -> str:
-    # One of Linux's names without a file: nothing stays on the disk, whatever is killed.
-    return f"\0{name}"
-
-
 def _is_mine(connection: socket.socket) -> bool:
     """Return whether the other end is a process of this user: such a name is open to all."""
-    size = _CREDENTIALS.size
-    _, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(peer)
     return user == os.getuid()
 
 
@@ -150,10 +132,9 @@ def done_by_fork(function: str, argument: Any) -> bool:
         "call": [function, argument],
     }
     status = status_of_fork(server, request)
-    if status is None:
-        return False
-    end_as(status)
-    return True
+    if status is not None:
+        end_as(status)
+    return False
 
 
 def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
@@ -165,12 +146,12 @@ def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
             which must be the server's, ``paths`` of modules, and ``arguments`` for ``sys.argv``.
 
     Returns:
-        How it ended, as Popen says it; None if there is no fork.
+        The fork's return code, as Popen gives it; None if there is no fork.
     """
     text = json.dumps(request).encode()
     with socket.socket(socket.AF_UNIX) as connection:
         try:
-            connection.connect(_address(server))
+            connection.connect(f"\0{server}")
             if not _is_mine(connection):
                 return None
             socket.send_fds(connection, [_LENGTH.pack(len(text))], [0, 1, 2])
@@ -192,7 +173,7 @@ def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
     return _STATUS.unpack(answer)[0]
 
 
-def end_as(status: int) -> None:
+def end_as(status: int) -> NoReturn:
     """End this process as another one ended, by the same signal if it was one."""
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
@@ -204,12 +185,7 @@ def end_as(status: int) -> None:
 def _import(name: str) -> None:
     """Import a module, or what a module has under this name; a failure shows in the job."""
     with suppress(Exception):
-        first, *parts = name.split(".")
-        module: Any = importlib.import_module(first)
-        for number, part in enumerate(parts):
-            module = getattr(module, part, None)
-            if module is None:
-                module = importlib.import_module(".".join([first, *parts[: number + 1]]))
+        pkgutil.resolve_name(name)
 
 
 def _is_forkable() -> bool:
@@ -218,18 +194,15 @@ def _is_forkable() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
 
 
-def _received(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
     """Return a request and the standard streams that came with it."""
     head, streams, *_ = socket.recv_fds(connection, _LENGTH.size, 3)
     try:
-        (missing,) = _LENGTH.unpack(head)
-        parts = []
-        while missing:
-            parts.append(connection.recv(missing))
-            missing -= len(parts[-1])
-            if not parts[-1]:
-                raise EOFError("a job's process has gone")
-        return json.loads(b"".join(parts)), streams
+        (size,) = _LENGTH.unpack(head)
+        text = connection.recv(size, socket.MSG_WAITALL)
+        if len(text) < size:
+            raise EOFError("a job's process has gone")
+        return json.loads(text), streams
     except BaseException:
         _close(streams)
         raise
@@ -242,7 +215,7 @@ def _close(streams: Sequence[int]) -> None:
 
 def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
     """Take the place of the process that asked, and do its work."""
-    # The work ends with the server, whatever ends that.
+    # The work ends with the server, whatever ends the server.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != server:
         os._exit(1)
@@ -256,10 +229,10 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
         os.dup2(stream, number)
         os.close(stream)
     os.chdir(request["folder"])
-    for name in _CHANGING & request.get("environment", {}).keys():
-        os.environ[name] = request["environment"][name]
-    for name in _CHANGING - request.get("environment", {}).keys():
+    given = request.get("environment", {})
+    for name in _CHANGING:
         os.environ.pop(name, None)
+    os.environ.update({name: given[name] for name in _CHANGING & given.keys()})
     sys.path[:] = request.get("paths", sys.path)
     sys.argv[:] = request.get("arguments", sys.argv)
     tempfile.tempdir = None
@@ -292,26 +265,21 @@ def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> No
 
 
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what is the same in all jobs."""
+    """Return the variables that are the same in all jobs."""
     return {name: value for name, value in environment.items() if name not in _CHANGING}
 
 
 def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
-    """Fork for requests, pass on signals to the forks, and tell how they ended.
-
-    Args:
-        listener: Where requests come in.
-        environment: The one that imports saw.
-    """
+    """Fork for requests, pass on signals, tell how forks ended; imports saw this environment."""
     is_able, lasting = _is_forkable(), _lasting(environment)
     server = os.getpid()
     # By the descriptor to watch: each fork's process, and the connection that asked for it.
     jobs: dict[int, tuple[int, socket.socket]] = {}
-    watched = {sys.stdin.fileno(): None, listener.fileno(): None}
+    stdin, requests = sys.stdin.fileno(), listener.fileno()
     while True:
-        sources = [*watched, *jobs, *(other.fileno() for _, other in jobs.values())]
+        sources = [stdin, requests, *jobs, *(other.fileno() for _, other in jobs.values())]
         ready = set(select.select(sources, [], [])[0])
-        if sys.stdin.fileno() in ready:
+        if stdin in ready:
             return
         for handle, (process, connection) in list(jobs.items()):
             if handle in ready:
@@ -329,13 +297,13 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
                 for number in numbers or [signal.SIGKILL]:
                     with suppress(OSError):
                         os.killpg(process, number)
-        if listener.fileno() not in ready:
+        if requests not in ready:
             continue
         connection, _ = listener.accept()
         try:
             if not _is_mine(connection):
                 raise PermissionError("another user asks")
-            request, streams = _received(connection)
+            request, streams = _receive(connection)
         except (OSError, EOFError, ValueError, struct.error):
             connection.close()
             continue
@@ -370,7 +338,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         # Nobody is refused while imports run: jobs wait, which is what they would spend anyway.
-        listener.bind(_address(name))
+        # A name without a file: nothing stays on the disk, whatever is killed.
+        listener.bind(f"\0{name}")
         listener.listen(1024)
         os.write(1, _YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -21,7 +21,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any
 
 from trak_core.errors import InputError, ToldToStopError
 
@@ -39,13 +39,11 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 def no_room(error: BaseException) -> str | None:
     """Return the system's words for a disk that took no more, or None for any other error.
 
-    Args:
-        error: Python's, or a library's with the system's number in its text, as HDF5
-            does; what it was raised from counts too.
+    HDF5 has the system's number in its text. What the error was raised from counts too.
     """
-    for one in _chain(error):
-        found = re.search(r"\berrno = (\d+)", str(one))
-        number = int(found[1]) if found else getattr(one, "errno", None)
+    for cause in _chain(error):
+        match = re.search(r"\berrno = (\d+)", str(cause))
+        number = int(match[1]) if match else getattr(cause, "errno", None)
         if number in _NO_ROOM:
             return os.strerror(number)
     return None
@@ -58,12 +56,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     # torch's own type is a RuntimeError for a GPU's memory alone.
-    text = str(error)
-    return isinstance(error, RuntimeError) and (
-        type(error).__name__ == "OutOfMemoryError"
-        or "DefaultCPUAllocator" in text
-        or "out of memory" in text
-    )
+    is_named = type(error).__name__ == "OutOfMemoryError"
+    is_told = any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))
+    return isinstance(error, RuntimeError) and (is_named or is_told)
 
 
 def came_from_no_memory(error: BaseException) -> bool:
@@ -71,10 +66,10 @@ def came_from_no_memory(error: BaseException) -> bool:
     return any(map(is_out_of_memory, _chain(error)))
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_KEPT = 2**28  # bytes that may lie free at the end of the heap
-_LARGEST = 2**25  # bytes of an array that is taken from the heap; glibc allows no more
-_OF_THE_HEAP = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
+# glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
+# taken from the heap, of which glibc allows no more.
+_OPTIONS = {"M_TRIM_THRESHOLD": (-1, 2**28), "M_MMAP_THRESHOLD": (-3, 2**25)}
+_HEAP_VARIABLES = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}
 
 
 def keep_freed() -> None:
@@ -83,19 +78,17 @@ def keep_freed() -> None:
     Else every batch's tensors go back to the system, which gives them out again page by page,
     filled with zeros. What the user has set for glibc's heap comes first.
     """
-    by_the_user = not _OF_THE_HEAP.isdisjoint(os.environ)
-    by_the_user |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
-    if os.name != "posix" or by_the_user:
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+    is_set = not _HEAP_VARIABLES.isdisjoint(os.environ)
+    is_set |= "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if mallopt is not None and not is_set:
+        for option in _OPTIONS.values():
+            mallopt(*option)
 
 
 # Libraries look at these when they are imported. Not TQDM_DISABLE: a study's own bars stay.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-_OF_THE_FUTURE = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+_FUTURE_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
 _OURS = str(Path(__file__).parents[1])
 
 
@@ -119,16 +112,9 @@ def quiet_libraries() -> None:
         return
     shown = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if not (issubclass(category, _OF_THE_FUTURE) and _is_installed(filename)):
-            shown(message, category, filename, lineno, file, line)
+    def show(message: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
+        if not (issubclass(category, _FUTURE_WARNINGS) and _is_installed(filename)):
+            shown(message, category, filename, *args, **kwargs)
 
     warnings.showwarning = show
 
@@ -164,16 +150,17 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
     Snakemake still waits for its jobs, which clear up, and unlocks the folder. A second Ctrl-C
-    stops the waiting, as ever. A program that has its own handler of SIGINT keeps it.
-
-    Args:
-        results: The folder to name.
-        is_main: Whether this is the Snakemake that the user started; those that it starts for jobs
-            end without a word.
+    stops the waiting, as ever. A program that has its own handler of SIGINT keeps it. Only the
+    Snakemake that the user started (``is_main``) says so; those that it starts for jobs are silent.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if threading.current_thread() is not threading.main_thread():
         return
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    goodbye = (
+        f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
+        "half-written. To go on, run the same command again."
+    )
 
     def end(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,13 +168,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         logging.disable(logging.CRITICAL)
         if is_main:
             print("\nStopping by Ctrl-C: waiting for running jobs to clear up.", file=sys.stderr)
-            atexit.register(
-                lambda: print(
-                    f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
-                    "half-written. To go on, run the same command again.",
-                    file=sys.stderr,
-                )
-            )
+            atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
         raise SystemExit(128 + signal.SIGINT)
 
@@ -205,10 +186,10 @@ def _explained(error: Exception) -> str | None:
             "raise the quota or limit, and run snakemake again: what is finished stays."
         )
     if came_from_no_memory(error):
-        found = (str(error).splitlines() or [""])[0] or type(error).__name__
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         return (
-            f"the job's memory must hold its work. It ran out: {found} Lower compute.memory_mb, to "
-            "which arrays are cut, or compute.batch_size; or give the job more than "
+            f"the job's memory must hold its work. It ran out: {reason} Lower compute.memory_mb, "
+            "to which arrays are cut, or compute.batch_size; or give the job more than "
             "compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500: "
             "on a cluster by --set-resources RULE:mem_mb=..., on one machine by fewer jobs at once "
             "(--cores)."
@@ -238,12 +219,9 @@ def _peak_mib() -> float | None:
 def logged_to(path: str) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
-    Left out are progress bars of other libraries, and their warnings about future versions.
-    SIGTERM and Ctrl-C become an ordinary end: what was begun is deleted, and the log says so. The
-    last line of a job that ended well is its peak memory.
-
-    Args:
-        path: The log file, emptied first.
+    The file is emptied first. Left out are progress bars of other libraries, and their warnings
+    about future versions. SIGTERM and Ctrl-C become an ordinary end: what was begun is deleted, and
+    the log says so. The last line of a job that ended well is its peak memory.
 
     Raises:
         SystemExit: In place of an ``InputError``, a full disk or memory that ran out, whose message

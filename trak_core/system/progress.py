@@ -16,17 +16,14 @@ Rest = TypeVarTuple("Rest")
 
 
 def with_progress(
-    blocks: Iterable[tuple[int, int, *Rest]], n_rows: int, what: str
+    blocks: Iterable[tuple[int, int, *Rest]], n_rows: int, unit: str
 ) -> Iterator[tuple[int, int, *Rest]]:
-    """Pass blocks of rows on and print a line every ten seconds and at the end.
+    """Yield blocks of rows, and print a line every ten seconds and at the end.
 
     Args:
         blocks: Tuples that begin with start and stop, in order.
         n_rows: How many rows there are.
-        what: The plural of what is counted, for the line.
-
-    Yields:
-        The blocks.
+        unit: The plural of what is counted, for the line.
     """
     began = printed = time.monotonic()
     for block in blocks:
@@ -37,26 +34,14 @@ def with_progress(
             printed = now
             bar = "#" * (_WIDTH * stop // n_rows)
             seconds = now - began
-            left = seconds * (n_rows - stop) / stop
-            print(
-                f"[{bar:.<{_WIDTH}}] {stop}/{n_rows} {what}, {seconds:.0f} s, {left:.0f} s left",
-                flush=True,
-            )
+            times = f"{seconds:.0f} s, {seconds * (n_rows - stop) / stop:.0f} s left"
+            print(f"[{bar:.<{_WIDTH}}] {stop}/{n_rows} {unit}, {times}", flush=True)
 
 
-def blocks_with_progress(n_rows: int, block: int, what: str) -> Iterator[tuple[int, int]]:
-    """Cut ``n_rows`` into blocks and print a line every ten seconds and at the end.
-
-    Args:
-        n_rows: How many there are.
-        block: Rows of a block, the last one may have fewer.
-        what: The plural of what is counted, for the line.
-
-    Yields:
-        Start and stop of each block.
-    """
+def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[int, int]]:
+    """Yield start and stop of blocks of ``n_rows``, with the lines of ``with_progress``."""
     starts = range(0, n_rows, block)
-    yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, what)
+    yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)
 
 
 # The files that have it are read and parsed, 10 ms each.
@@ -66,7 +51,7 @@ _version = cache(version)
 def software(
     code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return versions, code digest and device as plain values.
+    """Return versions, code digest and device as plain values: an artifact's provenance.
 
     Args:
         code: The stage's code digest.
@@ -74,12 +59,12 @@ def software(
         *packages: Distributions that the numbers depend on.
         made_from: Provenance of the files that went in; equal ones are kept once.
     """
-    made = {
+    own = {
         "trak-core": __version__,
         "python": platform.python_version(),
         "code": code,
         "device": device,
         **{package: _version(package) for package in packages},
     }
-    once = [one for i, one in enumerate(made_from) if one not in made_from[:i]]
-    return made | {"made_from": once} if once else made
+    different = [source for i, source in enumerate(made_from) if source not in made_from[:i]]
+    return own | {"made_from": different} if different else own
