@@ -32,7 +32,6 @@ class Way:
             scores divided by the training gradient's length; "inverse": by its length under the
             inverse, sqrt(phi^T M^-1 phi); "both": cosines.
         all_words: All words of the questions count, not the answer alone.
-        power: Of the loss weights.
         is_unit_average: Whether checkpoints are divided by their norm N_c.
     """
 
@@ -135,7 +134,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
 
     Args:
         study: The planted facts.
-        made: Of checkpoints, by seed and time.
+        made: Products of checkpoints, by seed and time.
     """
     texts = [study.module.words(text) for text in study.module.training_texts().values()]
     asked = [study.module.words(text) for text, _ in study.module.questions().values()]
