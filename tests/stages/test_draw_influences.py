@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 from report_page import Page
-from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, finished, study_with
+from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 
 from trak_core.artifacts import verify
 from trak_core.errors import InputError
@@ -20,11 +20,6 @@ from trak_core.study.study import Study
 
 # What the study's functions are, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return finished(tmp_path_factory.mktemp("figure"))
 
 
 def draw(results, folder, study_file):
@@ -66,11 +61,8 @@ def test_a_figure_shows_what_the_page_shows(results, shown):
     for row, about in zip(tiles, examples.shown, strict=True):
         expected = [(f"target {about.id}", "predicted", examples.targets[about.id])]
         for sign in (1, -1):
-            best = examples.strongest(about.id, sign)
-            expected += [
-                (f"train {one.train_id}", signed(one.score), examples.train[one.train_id])
-                for one in best
-            ]
+            best = [(s.train_id, s.score) for s in examples.strongest(about.id, sign)]
+            expected += [(f"train {i}", signed(score), examples.train[i]) for i, score in best]
             expected += [None] * (EACH - len(best))
         for axes, tile in zip(row, expected, strict=True):
             assert axes.axison is (tile is not None)
