@@ -13,6 +13,7 @@ import pytest
 import torch
 from jinja2 import UndefinedError
 from matplotlib.pyplot import imread
+from refused import refused
 from report_page import Page
 from reported import (
     DESCRIBE,
@@ -43,7 +44,6 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.errors import InputError
 from trak_core.report.format import number
 from trak_core.report.render import rendered
 from trak_core.report.samples import EACH
@@ -305,10 +305,13 @@ def test_curves_are_drawn_and_described(measured):
 
 
 def test_measurements_of_other_scores_are_refused(results):
+    with open_artifact(results / "scores/mine.h5", SCORES) as scores:
+        expected = scores.content_hash
     for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
         tables = {table: [{"a": 1}] for table in kind.keys}
         other = artifact(results / "other/mine.h5", kind, {"scores": "another"}, **tables)
-        with pytest.raises(InputError, match=r"other/mine\.h5 .*scores/mine\.h5.*another"):
+        values = ("other/mine.h5", "scores/mine.h5", "another", expected)
+        with refused("report.other_scores", *values):
             write(results, **{key: [other]})
 
 

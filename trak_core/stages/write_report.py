@@ -32,7 +32,8 @@ def _check_scores(results: Results) -> None:
         if hash_ != expected.content_hash:
             raise InputError(
                 f"{file.name} must be about the scores in {expected.name}, with the hash "
-                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again."
+                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again.",
+                code="report.other_scores",
             )
 
 
