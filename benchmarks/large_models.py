@@ -118,6 +118,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
     """Return a model and random samples for it.
 
     Args:
+        name: A row's first word, such as ``124M``.
         linear: Whether only the matrices of transformers' layers are differentiated.
         proj_dim: k; None for the model's own.
     """

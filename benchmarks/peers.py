@@ -21,8 +21,8 @@ Models, batches and floor are those of benchmarks/large_models.py, as is the way
 memory are measured. A peer's side is a forward and backward pass in which it collects S0^T G S1 for
 each text and each matrix G of attention and MLPs: 16 x 16 numbers, side by side in a sketch of k.
 Nobody takes embeddings and norms here, only dattri takes biases. What isn't taken is frozen, except
-for the input embeddings with bergson, because its jobs have them differentiated. bergson documents 16;
-the default of dattri and LogIX is --side 64. For both GPT-2's ``Conv1D`` is rewritten as
+for the input embeddings with bergson, because its jobs have them differentiated. bergson documents
+16; the default of dattri and LogIX is --side 64. For both GPT-2's ``Conv1D`` is rewritten as
 ``nn.Linear``, as in their own examples. The first text's sketches are compared with those of its
 gradient by autograd, and nothing is timed if they differ.
 """
