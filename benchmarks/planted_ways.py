@@ -1,4 +1,4 @@
-"""Ways to score training texts for questions: rivals, and options of the damped scores."""
+"""Ways to score training texts for questions: baselines, and options of the damped scores."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -160,7 +160,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
         return lambda one: sketch_by_layer(one.sketches, n, m, damping)
 
     sides = "LoGra 16 x 16"
-    rivals = {
+    baselines = {
         TRAK: mean(exact(Way())),
         "TF-IDF": tf_idf(texts, asked),
         "BM25": bm25(texts, asked),
@@ -176,7 +176,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
         "tensor_sketch, k = 4,096": mean(projected(Way())),
         "ends of runs alone": mean(exact(Way()), ends=True),
     }
-    found = [Scored(name, scores) for name, scores in rivals.items()]
+    found = [Scored(name, scores) for name, scores in baselines.items()]
     dampings = 10.0, 0.5, 0.1, 0.03, 0.01
     found += [Scored(f"TRAK, {damping:g}", mean(exact(Way(damping)))) for damping in dampings]
     for damping in (2.0, 0.1, 0.01):
