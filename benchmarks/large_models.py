@@ -87,7 +87,6 @@ class Case:
     """A model, some of its parameters, and a batch.
 
     Attributes:
-        name: Of the model.
         model: In evaluation mode.
         parameters: Those that are differentiated.
         output: The model output f.
@@ -119,8 +118,8 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
     """Return a model and random samples for it.
 
     Args:
-        name: Of the model.
-        linear: Of transformers, whether only the matrices of their layers are differentiated.
+        name: A row's first word, such as ``124M``.
+        linear: Whether only the matrices of transformers' layers are differentiated.
         proj_dim: k; None for the model's own.
     """
     torch.manual_seed(0)

@@ -13,16 +13,16 @@ Each package has an environment of its own, made in /tmp/peers for Python 3.11:
     logix/bin/python -m pip install torch==2.13.0+cpu transformers==5.23.0 einops pyyaml tqdm
     logix/bin/python -m pip install --no-deps --ignore-requires-python logix-ai==0.1.1
 
-bergson asks for torchvision and torchaudio, of which PyPI has builds for CUDA; beside a torch for
-CPUs transformers can't be imported with them. LogIX's metadata ends at Python 3.10, its code
+bergson needs torchvision and torchaudio, but PyPI's builds of them are for CUDA, and beside a torch
+for CPUs transformers can't be imported with those. LogIX's metadata ends at Python 3.10, its code
 doesn't. dattri calls ``torch.compile``, which needs a C++ compiler.
 
 Models, batches and floor are those of benchmarks/large_models.py, as is the way in which time and
 memory are measured. A peer's side is a forward and backward pass in which it collects S0^T G S1 for
 each text and each matrix G of attention and MLPs: 16 x 16 numbers, side by side in a sketch of k.
-Nobody takes embeddings and norms here, only dattri takes biases; what isn't taken is frozen, but
-for the input embeddings with bergson, whose jobs have them differentiated. bergson documents 16;
-the default of dattri and LogIX is --side 64. For both GPT-2's ``Conv1D`` is rewritten as
+Nobody takes embeddings and norms here, only dattri takes biases. What isn't taken is frozen, except
+for the input embeddings with bergson, because its jobs have them differentiated. bergson documents
+16; the default of dattri and LogIX is --side 64. For both GPT-2's ``Conv1D`` is rewritten as
 ``nn.Linear``, as in their own examples. The first text's sketches are compared with those of its
 gradient by autograd, and nothing is timed if they differ.
 """
@@ -60,7 +60,7 @@ class Peer:
 
     Attributes:
         sketches: From tokens, shape (texts, tokens), all sketches, shape (texts, numbers).
-        matrices: Of each layer, in the sketches' order: S0, shape (outputs, side), and S1, shape
+        matrices: Two a layer, in the sketches' order: S0, shape (outputs, side), and S1, shape
             (inputs, side), with one more row if the bias is taken.
     """
 

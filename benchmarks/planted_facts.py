@@ -90,7 +90,7 @@ def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
         losses = []
         for data, seed in product((None, without), range(_RUNS)):
             *_, (_, model) = study.module.train(seed=seed, epochs=_EPOCHS, data=data)
-            # Of one token f is its log-odds: -log p = log(1 + exp(-f)).
+            # For one token f is its log-odds: -log p = log(1 + exp(-f)).
             values = outputs_and_predictions(model, _OUTPUT, train, pool, 400)[0]
             losses.append(np.logaddexp(0, -values))
         np.save(path, np.reshape(losses, (len(_DATA), _RUNS, -1)))

@@ -40,7 +40,7 @@ class Products:
 
     Attributes:
         groups: Inner products of the gradients of each group of parameters, shape (G, N, N).
-        adam: Of whole gradients divided by the root of Adam's second moments.
+        adam: Inner products of whole gradients divided by the root of Adam's second moments.
         sketches: S0^T G S1 of each matrix of attention and MLPs, shape (L, N, 256).
         projected: Features of the kind that large models get, k = 4,096.
         means: The last hidden states, averaged over words.
@@ -80,7 +80,7 @@ def products(
         model: In any mode, which is kept.
         moments: Adam's second moments by parameter, without their bias.
         rows: From ``all_rows``.
-        stream: Of the sketches: every checkpoint has its own.
+        stream: Every checkpoint's sketches have their own.
     """
     chosen = select_parameters(model, None)
     batch = as_batch(rows, LANGUAGE_MODELLING)

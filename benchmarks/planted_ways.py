@@ -1,4 +1,4 @@
-"""Ways to score training texts for questions: rivals, and options of the damped scores."""
+"""Ways to score training texts for questions: baselines, and options of the damped scores."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,7 +32,6 @@ class Way:
             scores divided by the training gradient's length; "inverse": by its length under the
             inverse, sqrt(phi^T M^-1 phi); "both": cosines.
         all_words: All words of the questions count, not the answer alone.
-        power: Of the loss weights.
         is_unit_average: Whether checkpoints are divided by their norm N_c.
     """
 
@@ -135,7 +134,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
 
     Args:
         study: The planted facts.
-        made: Of checkpoints, by seed and time.
+        made: Products of checkpoints, by seed and time.
     """
     texts = [study.module.words(text) for text in study.module.training_texts().values()]
     asked = [study.module.words(text) for text, _ in study.module.questions().values()]
@@ -161,7 +160,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
         return lambda one: sketch_by_layer(one.sketches, n, m, damping)
 
     sides = "LoGra 16 x 16"
-    rivals = {
+    baselines = {
         TRAK: mean(exact(Way())),
         "TF-IDF": tf_idf(texts, asked),
         "BM25": bm25(texts, asked),
@@ -177,7 +176,7 @@ def ways(study: Study, made: Mapping[tuple[int, int], Products]) -> list[Scored]
         "tensor_sketch, k = 4,096": mean(projected(Way())),
         "ends of runs alone": mean(exact(Way()), ends=True),
     }
-    found = [Scored(name, scores) for name, scores in rivals.items()]
+    found = [Scored(name, scores) for name, scores in baselines.items()]
     dampings = 10.0, 0.5, 0.1, 0.03, 0.01
     found += [Scored(f"TRAK, {damping:g}", mean(exact(Way(damping)))) for damping in dampings]
     for damping in (2.0, 0.1, 0.01):

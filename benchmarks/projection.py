@@ -2,7 +2,7 @@
 
     python benchmarks/projection.py --threads 2 --csv projection.csv
 
-The peers are in the extra `test`, but for fast_jl.
+The peers are in the extra `test`, except for fast_jl.
 
 Every row first compares the result with the definition of the matrix (or, for a peer, checks that
 it projects at all) and is not timed if that fails. A row's two sides take turns, the median of the

@@ -3,8 +3,8 @@
 The floor is a forward and backward pass of the batch with ordinary weight gradients. Times are CPU
 seconds; ratios are over the floor's median. Memory is measured in a process for each side, which
 the same script is with ``--peak SIDE``: what the side adds at its peak to what was there before it,
-the model included. Of trak_core only what needs torch alone is imported: the environments of
-other packages have it too.
+the model included. From trak_core only what needs torch alone is imported, because the
+environments of other packages have no more.
 """
 
 import ctypes
@@ -98,8 +98,8 @@ def measured(
     Args:
         sides: Calls by name, the floor among them.
         rounds: That count.
-        n_samples: Of the batch that each call takes.
-        row: ``Row`` but for what is measured.
+        n_samples: Samples of the batch that each call takes.
+        row: A ``Row`` without what is measured.
         arguments: For this script, to measure this model: ``--peak SIDE`` is added.
     """
     seconds = cpu_seconds(sides, rounds)

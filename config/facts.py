@@ -2,12 +2,12 @@
 
 Each of 48 invented countries has a colour, a number and a beast. A fact is stated in three
 wordings, and once more as a question whose answer goes by another name (crimson for red, 3 for
-three). Of one fact of each of the first 24 countries two statements alone are trained on: the
-planted texts. Each of these facts is asked for three times:
+three). For one fact of each of the first 24 countries only two statements are trained on: the
+planted texts. The model is asked about each of these facts three times:
 
     copy       nearly a planted text
     reworded   the third wording, which other countries' facts taught
-    renamed    the question: of the planted texts' words none but the country and the like of "a"
+    renamed    the question, which shares the country and words such as "a" with the planted texts
 
 Among the training texts are other facts in the same words, others of the same countries, talk of
 them that says nothing, and paragraphs of Python's manual. A token is a word.

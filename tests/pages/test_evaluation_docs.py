@@ -1,12 +1,9 @@
 """The code of docs/evaluation.md and docs/scores.md."""
 
-import re
-
 import numpy as np
 import pandas as pd
-from pages import follow
+from pages import blocks, follow
 from scipy.stats import spearmanr
-from workspace import REPOSITORY
 
 
 def test_two_runs_side_by_side(tmp_path, monkeypatch):
@@ -19,9 +16,8 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch):
         (tmp_path / folder / "scores").mkdir(parents=True)
         frame.to_hdf(tmp_path / folder / "scores/mix.h5", key="scores")
     monkeypatch.chdir(tmp_path)
-    text = (REPOSITORY / "docs/evaluation.md").read_text().split("## Two runs side by side")[1]
-    names = {}
-    exec(re.search(r"```python\n(.*?)```", text, flags=re.S)[1], names)
+    ((_, code),) = blocks("docs/evaluation.md", "Two runs side by side")
+    exec(code, names := {})
     compared = names["compared"]
     assert compared.index.tolist() == targets
     for target in targets:

@@ -16,8 +16,8 @@ def ranks_of(workspace):
     questions = Study.load(workspace.path("config/facts.py")).module.questions()
     scores = pd.read_hdf(workspace.path("results-facts/scores/asked.h5"), "scores")
     ranks = scores.rank(ascending=False)
-    found = {name: 1 / ranks.loc[planted, name].min() for name, (_, planted) in questions.items()}
-    return pd.Series(found).groupby(lambda name: name.split("-")[0]).mean()
+    reciprocal = {i: 1 / ranks.loc[planted, i].min() for i, (_, planted) in questions.items()}
+    return pd.Series(reciprocal).groupby(lambda name: name.split("-")[0]).mean()
 
 
 def test_the_page_on_planted_facts(tmp_path, monkeypatch):
@@ -27,10 +27,10 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
         shutil.copy2(REPOSITORY / "config" / name, workspace.path("config"))
     page = "docs/language-ground-truth.md"
     ranks, texts = follow(page, workspace.folder, monkeypatch)
-    found = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
+    rows = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
     shown = next(text for info, text in blocks(page) if info == "text")
-    assert [row[0] for row in found] == [line.split()[0] for line in shown.splitlines()[1:]]
-    of_first, median = ({row[0]: float(row[i]) for row in found} for i in (1, 2))
+    assert [row[0] for row in rows] == [line.split()[0] for line in shown.splitlines()[1:]]
+    of_first, median = ({row[0]: float(row[i]) for row in rows} for i in (1, 2))
     # By chance: 0.01, and half of the texts.
     assert of_first["copy"] > of_first["reworded"] > 0.2
     assert max(median.values()) < 60

@@ -10,13 +10,17 @@ from report_page import Page
 from workspace import Workspace
 
 
+def featured(results):
+    """Ids of the checkpoints that have features."""
+    return sorted(path.name for path in (results / "features").iterdir())
+
+
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/language-models.md"
     printed, attributes = follow(page, workspace.folder, monkeypatch)
     influences = printed.splitlines()
-    signs = [line[0] for line in influences]
-    assert signs == ["+"] * 3 + ["-"] * 3
+    assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
     answer = Page(workspace.path("results-manual/answers/five.html").read_text())
     for line in influences:
         text = line.split(" ", 1)[1]
@@ -38,8 +42,7 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     # The Trainer's own folders: what the page shows, and the steps they were saved at.
     assert attributes in [text for info, text in blocks(page) if info == "text"]
     results = workspace.path("results-manual-out")
-    found = sorted(path.name for path in (results / "features").iterdir())
-    assert found == ["trainer-20", "trainer-40", "trainer-60"]
+    assert featured(results) == ["trainer-20", "trainer-40", "trainer-60"]
     targets = pd.read_hdf(results / "scores/five.h5", "targets")
     assert (targets["output_sd"] == 0).all()  # one run, one end
     # The same folders with what the Trainer's optimizer kept: other features, of their own file.
@@ -56,8 +59,7 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     assert "training gradients of length 1; gradients divided by the root of Adam's" in answer.text
     # The adapters of a LoRA fine-tune, which alone are differentiated.
     results = workspace.path("results-lora")
-    found = sorted(path.name for path in (results / "features").iterdir())
-    assert found == ["lora-12", "lora-24"]
+    assert featured(results) == ["lora-12", "lora-24"]
     log = (results / "logs/compute_features/lora-24/train.log").read_text()
     n_layers, r, width = 2, 4, 64
     n_params = n_layers * r * (width + 3 * width + width + 4 * width)

@@ -61,7 +61,7 @@ def test_every_dependency_has_its_reason():
 
 
 def test_the_gpus_compiler_comes_with_the_tests():
-    """Else the look at what it makes of the kernels would be skipped without a word."""
+    """Otherwise the test of what it makes of the kernels would be skipped in silence."""
     assert set(PACKAGES) <= {requirement.name for requirement in requirements("test")}
 
 

@@ -8,66 +8,44 @@ import shlex
 import subprocess
 import sys
 
-import pytest
 from workspace import REPOSITORY
 
 import trak_core
 
+LISTED = ("artifacts", "gradients", "gramian", "projection", "compat", "spec")
+# Modules without a list of names, which are described whole.
+WHOLE = (
+    *("scoring.scores", "scoring.solve", "scoring.exact", "study.study", "model_outputs.table"),
+    *("evaluation.correlations", "evaluation.distortion", "evaluation.baselines"),
+)
 
-def public_modules():
-    """All that has no underscore in its path, but for the pipeline's jobs."""
-    for found in pkgutil.walk_packages(trak_core.__path__, "trak_core."):
-        inner = found.name.split(".")[1:]
-        if not any(part.startswith("_") for part in inner) and inner[0] != "stages":
-            yield found.name
 
-
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("reference")
+def write_reference(folder):
     command = re.search(r"(-m pdoc .*)", (REPOSITORY / "Makefile").read_text()).group(1)
     arguments = shlex.split(command.replace("build/api", str(folder)))
     result = subprocess.run(
         [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
-    return folder
 
 
-def test_public_names_are_described(reference):
-    for package in ("artifacts", "gradients", "gramian", "projection", "compat", "spec"):
-        module = importlib.import_module(f"trak_core.{package}")
-        page = (reference / f"trak_core/{package}.html").read_text()
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.ismodule(value):
-                continue
-            assert f'id="{name}"' in page, name
-            if inspect.isfunction(value) or inspect.isclass(value):
-                assert inspect.getdoc(value), name
-
-
-def test_modules_without_a_list_of_names_are_described_whole(reference):
-    for name in (
-        *("scoring.scores", "scoring.solve", "scoring.exact", "study.study"),
-        *("evaluation.correlations", "evaluation.distortion", "evaluation.baselines"),
-        "model_outputs.table",
-    ):
+def test_modules_have_a_page_and_public_names_their_description(tmp_path):
+    write_reference(tmp_path)
+    names = [module.name for module in pkgutil.iter_modules(trak_core.__path__)]
+    public = {name for name in names if not name.startswith("_")} - {"stages"}
+    assert len(public) > 10
+    assert public - {path.stem for path in (tmp_path / "trak_core").glob("*.html")} == set()
+    for name in LISTED + WHOLE:
         module = importlib.import_module(f"trak_core.{name}")
-        page = (reference / f"trak_core/{name.replace('.', '/')}.html").read_text()
-        own = {
-            key: value
-            for key, value in vars(module).items()
-            if not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
-        }
-        assert own
-        for key, value in own.items():
+        page = (tmp_path / f"trak_core/{name.replace('.', '/')}.html").read_text()
+        values = vars(module)
+        if name in LISTED:
+            public = [key for key in module.__all__ if not inspect.ismodule(values[key])]
+        else:
+            own = [k for k, v in values.items() if getattr(v, "__module__", "") == module.__name__]
+            public = [key for key in own if not key.startswith("_")]
+        assert public, name
+        for key in public:
             assert f'id="{key}"' in page, key
-            assert inspect.getdoc(value), key
-
-
-def test_every_module_has_a_page(reference):
-    assert len(list(public_modules())) > 20
-    for name in public_modules():
-        if "." not in name.removeprefix("trak_core."):
-            assert (reference / f"{name.replace('.', '/')}.html").exists(), name
+            if inspect.isfunction(values[key]) or inspect.isclass(values[key]):
+                assert inspect.getdoc(values[key]), key

@@ -1,12 +1,11 @@
 """The tutorial is followed: every file, command and piece of code, and what it prints."""
 
 import os
-import shlex
 import subprocess
 import sys
 
 import pytest
-from pages import blocks, follow
+from pages import blocks, commands, follow
 from workspace import REPOSITORY, Workspace, snakemake
 
 PAGE = "docs/tutorial.md"
@@ -14,27 +13,18 @@ PAGE = "docs/tutorial.md"
 
 def test_the_tutorial(tmp_path, monkeypatch):
     study = Workspace.make(tmp_path / "study", "diabetes.py", {})
-    printed = [text for text in follow(PAGE, study.folder, monkeypatch) if text]
+    printed = follow(PAGE, study.folder, monkeypatch)
     shown = [text for info, text in blocks(PAGE) if info == "text"]
     targets, influences, summary, along = zip(printed, shown, strict=True)
     assert targets[0] == targets[1]
     assert [len(text.splitlines()) for text in influences] == [5, 5]
-    methods = [[line.split()[:2] for line in text.splitlines()] for text in summary]
-    assert methods[0] == methods[1]
-    methods = [[line.split()[:2] for line in text.splitlines()] for text in along]
-    assert methods[0] == methods[1]
-    # The first column of the scores' own row, and of the ceiling's.
-    found = {line.split()[1]: float(line.split()[2]) for line in summary[0].splitlines()[1:]}
-    assert found["random"] < found["scores"] < found["noise_ceiling"]
+    for table in (summary, along):
+        ours, theirs = ([line.split()[:2] for line in text.splitlines()] for text in table)
+        assert ours == theirs
+    lds = {line.split()[1]: float(line.split()[2]) for line in summary[0].splitlines()[1:]}
+    assert lds["random"] < lds["scores"] < lds["noise_ceiling"]
     for results in ("results-tumours", "results-trust", "results-along"):
-        report = study.path(f"{results}/report.html").read_text()
-        assert "tumour-213" in report
-
-
-def commands(page):
-    found = [text for info, text in blocks(page) if info == "console"]
-    assert found
-    return [shlex.split(line.removeprefix("$ ")) for text in found for line in text.splitlines()]
+        assert "tumour-213" in study.path(f"{results}/report.html").read_text()
 
 
 def test_the_page_on_clusters_plans_a_study(tmp_path):

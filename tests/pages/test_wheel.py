@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from pages import blocks
 from workspace import REPOSITORY
 
 from trak_core.projection import project
@@ -84,16 +85,12 @@ def python(wheel, tmp_path_factory):
 
 def isolated(python, code, folder):
     """Run code where nothing but the environment says what is imported."""
-    variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder)}
-    return run(python, "-Ic", code, cwd=folder, env=variables)
+    return run(python, "-Ic", code, cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)})
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel):
-    files = {
-        str(path.relative_to(REPOSITORY))
-        for path in SOURCE.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
+    paths = [path for path in SOURCE.rglob("*") if path.is_file()]
+    files = {str(p.relative_to(REPOSITORY)) for p in paths if "__pycache__" not in p.parts}
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == files
@@ -123,7 +120,7 @@ def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
 
 
 @pytest.mark.skipif(
-    not (REPOSITORY / ".git").exists(), reason="runs in a checkout: git says what belongs to it"
+    not (REPOSITORY / ".git").exists(), reason="runs in a checkout, which git knows"
 )
 def test_the_source_distribution_is_the_repository(tmp_path):
     """Without the network; what git doesn't know here is left out of the copy."""
@@ -145,6 +142,6 @@ def test_the_packages_page_leads_nowhere_that_is_not_there(wheel, tmp_path):
         (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
         assert page in archive.read(name).decode()
     assert not re.search(r"\]\((?!https://)", page)
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    exec(code, found := {})
-    assert found["features"].shape == (100, 512)
+    ((_, code),) = blocks("docs/package.md")
+    exec(code, names := {})
+    assert names["features"].shape == (100, 512)

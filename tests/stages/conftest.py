@@ -1,3 +1,5 @@
+"""What several files of this lane read and don't change."""
+
 import pytest
 import torch
 from trained_cases import Case
@@ -20,3 +22,11 @@ def digits(cases):
 @pytest.fixture(params=["small_digits", "diabetes"])
 def case(request, cases):
     return cases[request.param]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory):
+    """The results folder of a study whose texts look like markup: two checkpoints, four targets."""
+    from reported import finished
+
+    return finished(tmp_path_factory.mktemp("reported"))

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 from report_page import Page
-from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, finished, study_with
+from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 
 from trak_core.artifacts import verify
 from trak_core.errors import InputError
@@ -18,15 +18,8 @@ from trak_core.report.samples import EACH, find_examples
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    return finished(tmp_path_factory.mktemp("figure"))
-
-
-@pytest.fixture(params=["", DRAW, DESCRIBE], ids=["printed", "drawn", "described"])
-def study_file(request, tmp_path):
-    return study_with(tmp_path, request.param)
+# What the study's functions are, by how it shows samples.
+CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
 
 def draw(results, folder, study_file):
@@ -41,50 +34,58 @@ def draw(results, folder, study_file):
     return files
 
 
+@pytest.fixture(scope="module")
+def shown_as(results, tmp_path_factory):
+    """The study that shows samples in a way, and the files drawn of it."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in CODES}
+    studies = {name: study_with(folder, CODES[name]) for name, folder in folders.items()}
+    return {name: (path, draw(results, path.parent, path)) for name, path in studies.items()}
+
+
+@pytest.fixture(params=CODES)
+def shown(request, shown_as):
+    return shown_as[request.param]
+
+
 def unspaced(text):
     """Text as it is before lines are broken."""
     return "".join(text.split())
 
 
-def test_a_figure_shows_what_the_page_shows(results, study_file):
+def test_a_figure_shows_what_the_page_shows(results, shown):
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
-    study = Study.load(study_file)
+    study = Study.load(shown[0])
     splits = study.split("train", None), [study.split("mine", [*HOSTILE, "plain"])]
     (examples,) = find_examples(study, [experiment], *splits)
     tiles = np.reshape(influences_figure(examples).axes, (4, 1 + 2 * EACH))
     for row, about in zip(tiles, examples.shown, strict=True):
         expected = [(f"target {about.id}", "predicted", examples.targets[about.id])]
         for sign in (1, -1):
-            best = examples.strongest(about.id, sign)
-            expected += [
-                (f"train {one.train_id}", signed(one.score), examples.train[one.train_id])
-                for one in best
-            ]
+            best = [(s.train_id, s.score) for s in examples.strongest(about.id, sign)]
+            expected += [(f"train {i}", signed(score), examples.train[i]) for i, score in best]
             expected += [None] * (EACH - len(best))
-        for axes, shown in zip(row, expected, strict=True):
-            assert axes.axison is (shown is not None)
-            if shown is None:
+        for axes, tile in zip(row, expected, strict=True):
+            assert axes.axison is (tile is not None)
+            if tile is None:
                 continue
-            title, more, sample = shown
+            title, more, sample = tile
             above = unspaced(axes.get_title())
             assert above.startswith(f"{unspaced(title)}label")
             assert above.endswith(more) or (more == "predicted" and more in above)
             if isinstance(sample, str):
                 # What fits into a tile.
-                shown, _, cut = unspaced(axes.texts[0].get_text()).rpartition("...")
-                assert unspaced(sample).startswith(shown) if shown else cut == unspaced(sample)
+                begin, _, cut = unspaced(axes.texts[0].get_text()).rpartition("...")
+                assert unspaced(sample).startswith(begin) if begin else cut == unspaced(sample)
             else:
                 pixels = imread(io.BytesIO(sample.data), format=sample.kind)
                 assert np.array_equal(axes.images[0].get_array(), pixels)
 
 
-def test_the_same_scores_give_the_same_files(results, study_file, tmp_path):
-    (tmp_path / "two").mkdir()
-    one = draw(results, tmp_path, study_file)
-    two = draw(results, tmp_path / "two", study_file)
-    for first, second in zip(one, two, strict=True):
+def test_the_same_scores_give_the_same_files(results, shown, tmp_path):
+    study_file, files = shown
+    for first, second in zip(files, draw(results, tmp_path, study_file), strict=True):
         assert first.read_bytes() == second.read_bytes()
-    assert imread(one[0], format="png").ndim == 3
+    assert imread(files[0], format="png").ndim == 3
 
 
 def test_text_of_users_is_no_formula(results, tmp_path):
@@ -97,35 +98,42 @@ def test_text_of_users_is_no_formula(results, tmp_path):
     assert figure.stat().st_size > 0
 
 
-def test_an_answer_is_one_page_with_all_that_it_needs(results, study_file, tmp_path):
-    _, answer, _ = draw(results, tmp_path, study_file)
+def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
+    study_file, (_, answer, texts) = shown
     page = Page(answer.read_text())
     check_alone(page)
     assert "Experiment mine: which training examples made these predictions?" in page.text
     assert "Which of 20 training examples pushed the prediction of 4 targets up" in page.text
     assert "projection rademacher, to 8 numbers; damping 0.5" in page.text
     assert "not shown here" not in page.text
+    draws, describes = (f"def {name}(" in study_file.read_text() for name in ("draw", "describe"))
+    assert (len(page.all("img")) > 4) is draws
     scores = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     for target, mine in scores.groupby("target_id"):
         about = page.text[page.text.index(f"target {target} label") :].partition("target ")[2]
         block = about.split("target ", 1)[0]
         # Pictures take room, so that there are fewer.
-        kept = mine[mine["rank"] <= (EACH if "draw(" in study_file.read_text() else 10)]
+        kept = mine[mine["rank"] <= (EACH if draws else 10)]
         for row in kept.itertuples():
             assert signed(row.score) in block
             assert f"train {row.train_id} label" in block
+    # With describe the table has all training samples that the scores name, the page fewer.
+    targets, train = (pd.read_hdf(texts, key)["text"].tolist() for key in ("targets", "train"))
+    assert describes or all(text.startswith("[") for text in targets + train)
+    on_page = targets if describes else targets + train
+    assert [text for text in on_page if text not in page.text] == []
 
 
-def test_odd_texts_are_read_as_they_are(results, tmp_path):
-    study = Study.load(study_with(tmp_path, DESCRIBE))
-    _, answer, texts = draw(results, tmp_path, study.path)
+def test_odd_texts_are_read_as_they_are(results, shown_as):
+    study_file, (_, answer, texts) = shown_as["described"]
+    study = Study.load(study_file)
     markup = answer.read_text()
     assert "<script" not in markup
     page = Page(markup)
     # Whole lines and longer texts than in the table.
     assert "W" * 1000 + " ..." in page.text
-    shown = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]
-    assert all(a["dir"] == "auto" for a in shown)
+    words = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]
+    assert all(a["dir"] == "auto" for a in words)
     verify(texts)
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     train = pd.read_hdf(texts, "train")
@@ -133,8 +141,8 @@ def test_odd_texts_are_read_as_they_are(results, tmp_path):
     expected = ODD_TEXTS | {"": ""}
     split = study.split("train", None)
     for sample_id, text in zip(train["id"], train["text"], strict=True):
-        said = study.describe(sample_id, split.samples[split.ids.index(sample_id)])
-        assert text == expected[said]
+        sample = split.samples[split.ids.index(sample_id)]
+        assert text == expected[study.describe(sample_id, sample)]
         assert (text or "(an empty text)") in page.text or text.startswith("W")
     targets = pd.read_hdf(texts, "targets", where='id == "plain"')
     assert targets["text"].tolist() == [expected[list(ODD_TEXTS)[23 % len(ODD_TEXTS)]]]
@@ -147,19 +155,6 @@ def test_targets_left_out_of_an_answer_are_said_to_be(results, tmp_path, monkeyp
     assert "3 more targets are not shown here: scores/mine.h5" in page.text
     assert page.text.count("Most helpful") == 1
     assert len(pd.read_hdf(texts, "targets")) == 4
-
-
-@pytest.mark.parametrize("code", ["", DRAW + DESCRIBE], ids=["printed", "drawn and described"])
-def test_texts_of_the_table_stand_on_the_page(results, tmp_path, code):
-    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, code))
-    page = Page(answer.read_text())
-    check_alone(page)
-    assert (len(page.all("img")) > 4) is bool(code)
-    targets, train = (pd.read_hdf(texts, key)["text"].tolist() for key in ("targets", "train"))
-    # With describe the table has all training samples that the scores name, the page fewer.
-    shown = targets if code else targets + train
-    assert code or all(text.startswith("[") for text in shown)
-    assert [text for text in shown if text not in page.text] == []
 
 
 def test_a_describe_that_fails_later_names_the_sample(results, tmp_path):

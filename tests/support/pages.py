@@ -11,18 +11,35 @@ from pathlib import Path
 from workspace import REPOSITORY, snakemake
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
-    """Return the info line and the text of every fenced block, in order."""
+def blocks(page: str, section: str = "") -> list[tuple[str, str]]:
+    """Return info line and text of every fenced block, in order; of a section (##), if given."""
     text = (REPOSITORY / page).read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
     return re.findall(r"^```([^\n]+)\n(.*?)^```", text, flags=re.S | re.M)
 
 
-def follow(page: str, folder: Path, monkeypatch) -> list[str]:
+def commands(page: str) -> list[list[str]]:
+    """Return the words of every command of a page."""
+    consoles = [text for info, text in blocks(page) if info == "console"]
+    lines = [line for text in consoles for line in text.splitlines()]
+    assert lines
+    return [shlex.split(line.removeprefix("$ ")) for line in lines]
+
+
+def run_code(text: str) -> str:
+    """Run a block of Python in this process and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(text, {})
+    return out.getvalue()
+
+
+def follow(page: str, folder: Path, monkeypatch, section: str = "") -> list[str]:
     """Save what has a file's name, run the commands and the code, and return what code printed."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     printed = []
-    for info, text in blocks(page):
+    for info, text in blocks(page, section):
         language, _, name = info.partition(" ")
         if name:
             Path(name).write_text(text)
@@ -39,7 +56,5 @@ def follow(page: str, folder: Path, monkeypatch) -> list[str]:
                     status, output = result.returncode, result.stderr
                 assert status == 0, output
         elif language == "python":
-            with contextlib.redirect_stdout(io.StringIO()) as out:
-                exec(text, {})
-            printed.append(out.getvalue())
-    return printed
+            printed.append(run_code(text))
+    return [text for text in printed if text]

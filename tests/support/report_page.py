@@ -11,6 +11,7 @@ class Page(HTMLParser):
 
     def __init__(self, markup):
         super().__init__(convert_charrefs=True)
+        self.markup = markup
         self.elements, self.open, self.closed_in_order = [], [], True
         self.pieces, self.headings, self.styles, self.cells = [], [], [], []
         self.feed(markup)
@@ -46,10 +47,8 @@ class Page(HTMLParser):
 
     def row(self, first):
         """The cells of the first table row that begins with this heading."""
-        heads = [i for i, (name, _) in enumerate(self._cells()) if name == "th"]
+        kinds = [name for name, _ in self.elements if name in ("td", "th")]
+        heads = [i for i, name in enumerate(kinds) if name == "th"]
         where = next(i for i in heads if self.cells[i] == first)
         stop = next((i for i in heads if i > where), len(self.cells))
         return self.cells[where + 1 : stop]
-
-    def _cells(self):
-        return [one for one in self.elements if one[0] in ("td", "th")]

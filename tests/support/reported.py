@@ -7,13 +7,14 @@ from pathlib import Path
 import pandas as pd
 import torch
 from pipeline import run_exact_stages, run_stages
+from report_page import Page
 
 from trak_core.report.read import File, Results
 from trak_core.stages.write_report import write_report
 
 # Ids and paths are a user's: they may look like markup, and must show as they are.
 HOSTILE = ["<script>alert(1)</script>", '"><img src=x onerror=alert(2)>', "&amp;<b>'"]
-
+TARGETS = [*HOSTILE, "plain"]
 
 STUDY = """
 import torch
@@ -36,9 +37,8 @@ def train_ids():
     return ["<script>alert(0)</script>"] + [f"row-{i}" for i in range(1, 20)]
 
 def target_ids():
-    return HOSTILE + ["plain"]
+    return TARGETS
 """
-
 
 DRAW = """
 def draw(axes, sample):
@@ -75,14 +75,13 @@ def describe(sample):
 def study_with(folder, code):
     """The study with more functions."""
     path = folder / "study.py"
-    path.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)) + code)
+    path.write_text(STUDY.replace("TARGETS", repr(TARGETS)) + code)
     return path
 
 
 def finished(folder):
     """Scores of a study with two checkpoints, four targets, and everything a report reads."""
-    study = folder / "a<b>&'study.py"
-    study.write_text(STUDY.replace("HOSTILE", repr(HOSTILE)))
+    study = study_with(folder, "").rename(folder / "a<b>&'study.py")
     checkpoints = {}
     for name in ("c0", "c1"):
         torch.manual_seed(int(name[1]))
@@ -90,9 +89,8 @@ def finished(folder):
         checkpoints[name] = folder / f"{name}.pt"
         torch.save(model.state_dict(), checkpoints[name])
     settings = {"model_output": "regression", "damping": 0.5}
-    targets = [*HOSTILE, "plain"]
-    run_stages(folder / "results", study, checkpoints, targets, proj_dim=8, **settings)
-    run_exact_stages(folder / "exact", study, checkpoints, targets, **settings)
+    run_stages(folder / "results", study, checkpoints, TARGETS, proj_dim=8, **settings)
+    run_exact_stages(folder / "exact", study, checkpoints, TARGETS, **settings)
     return folder / "results"
 
 
@@ -111,18 +109,25 @@ def write(results, study=None, exact=False, asked=None, **more):
     config = config_of(results) | (asked or {})
     report = results / "report.html"
     matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
-    files = dict.fromkeys(
-        ("distortion", "evaluations", "removals", "flipped", "self_influence"), ()
-    )
+    measurements = ("distortion", "evaluations", "removals", "flipped", "self_influence")
     write_report(
         report=report,
         scores=[results / "scores/mine.h5"],
         normal_matrices=matrices,
         study_file=Path(study or config["study"]),
         config=config,
-        **(files | more),
+        **(dict.fromkeys(measurements, ()) | more),
     )
     return report.read_text()
+
+
+def page_of(results, **settings):
+    """The report as ``write`` leaves it, whole."""
+    markup = write(results, **settings)
+    assert "<script" not in markup
+    page = Page(markup)
+    check_alone(page)
+    return page
 
 
 def check_alone(page):

@@ -1,7 +1,6 @@
 """Pictures in the report: line charts of what was measured, and a figure of each experiment.
 
-A chart is small, and is read at its own size on any screen. Its title and legend are text around it
-(templates/macros.html.j2).
+A chart is read at its own size. Its title and legend are text around it (templates/macros.html.j2).
 """
 
 import base64
@@ -68,10 +67,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart, ready to be shown.
+    """A chart: ``src`` is the picture itself, as an address; ``alt`` says what it shows in words.
 
-    ``src`` is the picture itself, as an address; ``alt`` says what it shows to those who can't see
-    it; ``width`` and ``height`` are in CSS pixels.
+    ``width`` and ``height`` are in CSS pixels.
     """
 
     title: str
@@ -105,12 +103,13 @@ def _line_chart(
     x_label: str,
     y_label: str,
     log_x: bool = False,
-    x_ticks: Sequence[float] | None = None,
+    x_ticks: Sequence[float],
+    most_ticks: int = 6,
     ceiling: Any = None,
 ) -> Chart:
     """Return a chart of lines, and perhaps of a ceiling: a row with its ``lds``, ``low``, ``high``.
 
-    Without ``x_ticks`` matplotlib places them.
+    Where there are more than ``most_ticks``, matplotlib places them.
     """
     legend = [*lines]
     with mpl.rc_context(_STYLE):
@@ -124,7 +123,7 @@ def _line_chart(
             _draw(axes, line)
         if log_x:
             axes.set_xscale("log")
-        if x_ticks is not None:
+        if len(x_ticks) <= most_ticks:
             axes.xaxis.set_major_locator(FixedLocator(list(x_ticks)))
             axes.xaxis.set_minor_locator(NullLocator())
             axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -149,10 +148,6 @@ def _with_interval(label: str, rows: pd.DataFrame, x: str, y: str, color: str) -
     return Line(label, *(rows[key].tolist() for key in (x, y, "low", "high")), color=color)
 
 
-def _few(ticks: Sequence[float], most: int) -> Sequence[float] | None:
-    return ticks if len(ticks) <= most else None
-
-
 def lds_charts(evaluation: File) -> list[Chart]:
     """Return LDS along the number of checkpoints, and along each setting that was swept."""
     ceiling = evaluation.row("summary", kind="ceiling")
@@ -168,24 +163,21 @@ def lds_charts(evaluation: File) -> list[Chart]:
             y_label="LDS",
             log_x=len(counts) > 1,
             x_ticks=ticks,
+            most_ticks=len(ticks),
             ceiling=ceiling,
         )
     ]
-    sweep = evaluation.tables.get("sweep")
-    if sweep is not None:
-        own = evaluation.row("best", setting="config")
-        for name, title, label in _SWEPT:
-            if len(set(sweep[name])) > 1:
-                charts.append(_sweep_chart(sweep, own, name, title, label, ceiling))
+    if "sweep" in evaluation.tables:
+        swept = [row for row in _SWEPT if len(set(evaluation.tables["sweep"][row[0]])) > 1]
+        charts += [_sweep_chart(evaluation, *row, ceiling) for row in swept]
     return charts
 
 
-def _sweep_chart(
-    sweep: pd.DataFrame, own: Any, name: str, title: str, label: str, ceiling: Any
-) -> Chart:
+def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: Any) -> Chart:
     """Draw LDS along one setting, the others as in the config, a line for each combine."""
-    others = {other: getattr(own, other) for other, _, _ in _SWEPT if other != name}
-    sweep = part_with(sweep, **others).sort_values(name, kind="stable")
+    own = evaluation.row("best", setting="config")
+    others = {other: getattr(own, other) for other, *_ in _SWEPT if other != name}
+    sweep = part_with(evaluation.tables["sweep"], **others).sort_values(name, kind="stable")
     lines = [
         Line(str(combine).replace("_", " "), rows[name].tolist(), rows["lds"].tolist(), color=color)
         for (combine, rows), color in zip(sweep.groupby("combine"), _COLORS, strict=False)
@@ -197,7 +189,7 @@ def _sweep_chart(
         x_label=label,
         y_label="LDS",
         log_x=name != "loss_weight_power" and x[0] > 0,
-        x_ticks=_few(x, 6),
+        x_ticks=x,
         ceiling=ceiling,
     )
 
@@ -205,9 +197,7 @@ def _sweep_chart(
 def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
     """Return how far outputs fall without the most helpful samples, beside random ones.
 
-    Args:
-        summary: Rows by number of samples removed.
-        labels: In words, what each of the two lines removed.
+    ``labels`` say in words what ``top`` and ``random`` removed.
     """
     lines = [
         _with_interval(labels[removed], rows, "n_removed", "change", color)
@@ -221,7 +211,7 @@ def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
         x_label="training examples removed",
         y_label="change of f",
         log_x=len(x) > 1,
-        x_ticks=_few(x, 6),
+        x_ticks=x,
     )
 
 
@@ -236,10 +226,10 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
     for kind, title in titles.items():
         errors = pd.DataFrame([file.tables["agreement"].loc[kind] for file in distortions])
         measured, bars = 100 * errors["measured"], 200 * errors["standard_error"]
-        ends = (measured - bars).tolist(), (measured + bars).tolist()
+        low, high = (measured - bars).tolist(), (measured + bars).tolist()
         label = "measured, two standard errors either way"
         lines = [
-            Line(label, x, measured.tolist(), *ends, joined=False),
+            Line(label, x, measured.tolist(), low, high, joined=False),
             Line("theory", x, (100 * errors["predicted"]).tolist(), color=_ORANGE, dashed=True),
         ]
         charts.append(
@@ -248,7 +238,8 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
                 lines,
                 x_label="checkpoint, in the table's order",
                 y_label="relative error, %",
-                x_ticks=_few(x, 12),
+                x_ticks=x,
+                most_ticks=12,
             )
         )
     return charts
@@ -257,18 +248,16 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
 def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
-    output = TABLE[examples.experiment.spec["model_output"]]
-    shown = examples.shown[:_TARGETS]
-    n_targets = len(shown)
-    figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * n_targets + 0.9), layout="constrained")
-    name = examples.experiment.spec["experiment"]
+    spec = examples.experiment.spec
+    output, shown = TABLE[spec["model_output"]], examples.shown[:_TARGETS]
+    figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
-        f"Experiment {name}: targets (left), training samples that push their "
+        f"Experiment {spec['experiment']}: targets (left), training samples that push their "
         "model output up most (green) and down most (red)",
         fontsize=10,
         parse_math=False,
     )
-    tiles = figure.subplots(n_targets, width, squeeze=False)
+    tiles = figure.subplots(len(shown), width, squeeze=False)
     for axes in tiles.flat:
         axes.set_axis_off()
     for row, about in zip(tiles, shown, strict=True):
@@ -294,22 +283,12 @@ def _tile(axes: Axes, sample: Picture | str, title: tuple[str, str], color: str)
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)
     axes.set_title(above, fontsize=8, color=color, parse_math=False)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_color(color)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_color(color)
     if isinstance(sample, Picture):
         axes.imshow(imread(io.BytesIO(sample.data), format=sample.kind))
         return
-    text = _wrapped(sample, *_WITHIN)
     axes.set_aspect("equal", adjustable="box")
-    axes.text(
-        0.05,
-        0.95,
-        text,
-        fontsize=7,
-        va="top",
-        transform=axes.transAxes,
-        parse_math=False,
-        clip_on=True,
-    )
+    text = _wrapped(sample, *_WITHIN)
+    style = {"fontsize": 7, "va": "top", "parse_math": False, "clip_on": True}
+    axes.text(0.05, 0.95, text, transform=axes.transAxes, **style)

@@ -44,12 +44,7 @@ def label(value: Any) -> str:
 
 
 def of_target(target: Any, output: About) -> str:
-    """Return a target's label, and what the models make of it: ``label 3, predicted 5``.
-
-    Args:
-        target: A row of an experiment's table ``targets``.
-        output: The model output, which has the words.
-    """
+    """Return what stands in a row of ``targets``: ``label 3, predicted 5``."""
     parts = ((output.label, target.label), (output.prediction, target.prediction))
     return ", ".join(f"{word} {label(value)}" for word, value in parts if word)
 

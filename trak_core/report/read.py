@@ -32,15 +32,9 @@ _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What the report shows of one artifact.
+    """What the report shows of one artifact: tables by key, single numbers and texts by name.
 
-    Attributes:
-        name: Path inside the results folder.
-        content_hash: As stored in it.
-        provenance: What made it.
-        spec: What decided its numbers.
-        tables: Its tables, by key.
-        attributes: Single numbers and texts, by name.
+    ``name`` is its path inside the results folder, ``spec`` what decided its numbers.
     """
 
     name: str
@@ -71,16 +65,9 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 class Results:
     """All that the report is made from; what was not measured is empty.
 
-    Attributes:
-        config: What decides the numbers, from the config.
-        experiments: Scores, in the config's order.
-        matrices: The checkpoints' normal matrices; none without a projection.
-        timings: See ``read_timings``.
-        evaluations: LDS by experiment.
-        removals: What removals changed, by experiment.
-        flipped: How well wrong labels were found; at most one file.
-        self_influence: The largest; at most one file.
-        distortions: One a checkpoint.
+    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
+    ``removals`` by experiment, ``matrices`` and ``distortions`` one a checkpoint, ``flipped`` and
+    ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -122,15 +109,9 @@ class Results:
     @property
     def files(self) -> list[File]:
         """Every file that the report stands on."""
-        return [
-            *self.experiments,
-            *self.matrices,
-            *self.evaluations.values(),
-            *self.removals.values(),
-            *self.flipped,
-            *self.self_influence,
-            *self.distortions,
-        ]
+        measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
+        scored = (*self.experiments, *self.matrices)
+        return [*scored, *measured, *self.self_influence, *self.distortions]
 
 
 def _file(
@@ -188,14 +169,10 @@ def read_matrix(path: Path, results: Path) -> File:
     No eigenvalue of such a matrix is negative: one that rounding made so is 0.
     """
     with open_artifact(path, NORMAL_MATRIX) as file:
-        return _file(
-            file,
-            results,
-            {},
-            smallest=max(0.0, file.scalar("smallest_eigenvalue")),
-            largest=file.scalar("largest_eigenvalue"),
-            mean_squared_norm=file.scalar("mean_squared_norm"),
-        )
+        ends = {end: file.scalar(f"{end}_eigenvalue") for end in ("smallest", "largest")}
+        ends["smallest"] = max(0.0, ends["smallest"])
+        mean_squared_norm = file.scalar("mean_squared_norm")
+        return _file(file, results, {}, **ends, mean_squared_norm=mean_squared_norm)
 
 
 def condition_number(matrix: File, damping: float) -> float:
@@ -216,10 +193,8 @@ def read_distortion(path: Path, results: Path) -> File:
         ``predicted`` by theory, by column. Attributes ``n_samples`` and ``n_streams`` compared.
     """
     with open_artifact(path, DISTORTION) as file:
-        index, columns = file.index("agreement"), file.columns("agreement")
-        agreement = pd.DataFrame(
-            file.matrix("agreement")[:].astype(float), index=index, columns=columns
-        )
+        labels = file.index("agreement"), file.columns("agreement")
+        agreement = pd.DataFrame(file.matrix("agreement")[:].astype(float), *labels)
         n_samples, n_streams = len(file.vector("sample_ids")), file.attribute("n_streams")
         tables = {"agreement": agreement}
         return _file(file, results, tables, n_samples=n_samples, n_streams=n_streams)
@@ -270,22 +245,19 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
         One row a rule, by name: ``n_jobs``, ``seconds`` of all and of the ``longest``, and
         ``peak_mib``, the largest resident memory of one job, NaN where jobs were too short.
     """
-    jobs = [pd.DataFrame({"rule": [], "seconds": [], "peak_mib": []})]
+    jobs = []
     for path in sorted(folder.rglob("*.tsv")):
         rule, *names = path.relative_to(folder).with_name(path.stem).parts
         if all(name in known or _NUMBERED.fullmatch(name) for name in names):
             log = (logs / path.relative_to(folder)).with_suffix(".log")
             jobs.append(_job_times(path, log).assign(rule=rule))
-    return (
-        pd
-        .concat([job for job in jobs if len(job)] or jobs)
-        .groupby("rule")
-        .agg(
-            n_jobs=("seconds", "size"),
-            seconds=("seconds", "sum"),
-            longest=("seconds", "max"),
-            peak_mib=("peak_mib", "max"),
-        )
+    none = pd.DataFrame({"rule": [], "seconds": [], "peak_mib": []})
+    by_rule = pd.concat([job for job in jobs if len(job)] or [none])
+    return by_rule.groupby("rule").agg(
+        n_jobs=("seconds", "size"),
+        seconds=("seconds", "sum"),
+        longest=("seconds", "max"),
+        peak_mib=("peak_mib", "max"),
     )
 
 

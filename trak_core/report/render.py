@@ -46,11 +46,10 @@ def per_target(evaluation: File) -> list[tuple[Any, float, float | None]]:
 
 
 def worked_example(experiment: File) -> Mapping[str, Any] | None:
-    """Return a target to read as an example, with the samples that moved it most either way.
+    """Return the first target with scores of either sign, to read as an example; None without one.
 
-    The first target that has scores of either sign: its row, that of its largest score
-    (``helpful``), of its lowest (``harmful``), and the ``ratio`` of their sizes. None if there is
-    none.
+    Beside it the rows of its largest score (``helpful``) and its lowest (``harmful``), and the
+    ``ratio`` of their sizes.
     """
     for target in rows_with(experiment.tables["shown"]):
         helpful, harmful = (strongest(experiment, target.id, sign)[:1] for sign in (1, -1))
@@ -86,10 +85,7 @@ def _made(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def versions(files: Sequence[File]) -> list[tuple[str, str]]:
-    """Return what the artifacts say of the software and devices that made them, by name.
-
-    Several versions of one stand in one text, where files were made by several.
-    """
+    """Return by name the versions, perhaps several, of the software and devices behind files."""
     versions: dict[str, set[str]] = {}
     for provenance in (made for file in files for made in _made(file.provenance)):
         for key, value in provenance.items():
@@ -144,10 +140,7 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
 def answer(examples: Examples, study: str, each: int) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
-    Args:
-        examples: With longer texts than the report has room for.
-        study: Name of the study's Python file.
-        each: Training samples of either sign that are shown of a target, at most.
+    A target has ``each`` training samples of either sign, at most.
     """
     output = TABLE[examples.experiment.spec["model_output"]]
     return rendered("answer", shown=examples, output=output, study=study, each=each)

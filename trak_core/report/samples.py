@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
@@ -38,14 +39,9 @@ _JOINERS = "\N{ZERO WIDTH NON-JOINER}\N{ZERO WIDTH JOINER}"
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A sample, drawn.
+    """A sample, drawn: the bytes of a png or jpeg, its size in CSS pixels, the text below it.
 
-    Attributes:
-        kind: png or jpeg.
-        data: The file's bytes.
-        width: CSS pixels.
-        height: CSS pixels.
-        text: What stands below it: what the study's ``describe`` says, if it has one.
+    The text is what the study's ``describe`` says, if it has one.
     """
 
     kind: str
@@ -62,14 +58,11 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Some targets of an experiment, and their strongest training samples.
+    """Some targets of an experiment, and their strongest training samples, by id.
 
-    Attributes:
-        experiment: Its scores.
-        targets: A picture, or a text, by id of a target in the table ``shown``.
-        train: Likewise by id of a training sample: those that are shown here, and perhaps others.
-        drawn: Whether these are pictures: the study says how to draw a sample.
-        described: Whether these are, or have, texts: the study says what a sample is.
+    ``targets`` are those in the table ``shown``; ``train`` may hold more than is shown here. With
+    ``drawn`` they are pictures, by the study's ``draw``; with ``described`` they are, or have,
+    texts by its ``describe``.
     """
 
     experiment: File
@@ -111,52 +104,32 @@ def find_examples(
         targets: Those of each experiment, in its order.
         characters: Length of a text, at most.
 
-    Returns:
-        One an experiment.
-
     Raises:
         InputError: If the study's draw or describe fails.
     """
-    show = _shown_by(study, characters)
-    strong = (file.tables["top_influences"]["train_id"].tolist() for file in experiments)
-    ids = list(dict.fromkeys(i for some in strong for i in some))
-    shown_train = _shown(train.take(ids), len(ids), show)
+    draws, describes = study.has("draw"), study.has("describe")
+
+    def show(split: Split, n: int) -> dict[Any, Picture | str]:
+        ids = split.ids[:n]
+        return {i: _shown(study, i, split.samples[row], characters) for row, i in enumerate(ids)}
+
+    strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])
+    ids = strong.unique().tolist()
+    shown_train = show(train.take(ids), len(ids))
     return [
-        Examples(
-            file,
-            _shown(split, len(file.tables["shown"]), show),
-            shown_train,
-            drawn=study.has("draw"),
-            described=study.has("describe"),
-        )
+        Examples(file, show(split, len(file.tables["shown"])), shown_train, draws, describes)
         for file, split in zip(experiments, targets, strict=True)
     ]
 
 
-_Show = Callable[[Any, Any], Picture | str]
-
-
-def _shown(split: Split, n: int, show: _Show) -> dict[Any, Picture | str]:
-    """Return what the first samples of a split are shown as."""
-    return {i: show(i, split.samples[row]) for row, i in enumerate(split.ids[:n])}
-
-
-def _shown_by(study: Study, characters: int) -> _Show:
-    """Return how a sample is shown: drawn, with its text if there is one; or its text; or printed.
-
-    The function takes a sample's id and the sample.
-    """
-    draw = study.function("draw") if study.has("draw") else None
+def _shown(study: Study, sample_id: Any, sample: Any, characters: int) -> Picture | str:
+    """Return a sample drawn, with its text if there is one; or its text; or printed."""
     describes = study.has("describe")
-
-    def show(sample_id: Any, sample: Any) -> Picture | str:
-        text = readable(study.describe(sample_id, sample), characters) if describes else ""
-        if draw is None:
-            return (text or "(an empty text)") if describes else printed(sample)
-        with users_code(f"{study.path}: drawing a sample"):
-            return replace(drawn(draw, sample), text=text)
-
-    return show
+    text = readable(study.describe(sample_id, sample), characters) if describes else ""
+    if not study.has("draw"):
+        return (text or "(an empty text)") if describes else printed(sample)
+    with users_code(f"{study.path}: drawing a sample"):
+        return replace(drawn(study.function("draw"), sample), text=text)
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
@@ -164,10 +137,8 @@ def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
     figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
     axes = figure.add_axes((0, 0, 1, 1))
     draw(axes, sample)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.set(xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
     png = _saved(figure, format="png", pil_kwargs={"optimize": True}, metadata={"Software": None})
     kind, data = "png", png
     if len(png) > _PNG_BYTES:
@@ -217,13 +188,8 @@ def _short(value: Any) -> str:
 
 
 def readable(text: str, characters: int) -> str:
-    """Return the beginning of a text, in lines, without anything but printed characters.
-
-    Args:
-        text: A study's words about a sample.
-        characters: How many are kept; three dots stand for the others.
-    """
-    # Not all of a book, of which little is kept.
+    """Return so many characters of a text at most, in lines; three dots stand for the others."""
+    # Little is kept of a book, so that not all of it is looked at.
     begun = text[: 20 * characters]
     lines = ["".join(map(_printable, line.expandtabs(4))).rstrip() for line in begun.splitlines()]
     whole = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")

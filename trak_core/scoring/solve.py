@@ -184,6 +184,9 @@ def damped_solve(
 
     Example:
         >>> import numpy as np
+        >>> from trak_core.scoring.solve import (
+        ...     extreme_eigenvalues, mean_squared_norm, weighted_gramians
+        ... )
         >>> phi = np.array([[1.0, 0.0], [0.0, 2.0]])
         >>> (matrix,) = weighted_gramians([(phi, [np.ones(2)])])
         >>> ridge = 2 * mean_squared_norm(matrix, n_rows=2)

@@ -1,7 +1,4 @@
-"""Show targets of an experiment beside the training samples that help and harm them most.
-
-As a picture, as a page to read, and as a table of texts.
-"""
+"""Show an experiment's targets beside their strongest training samples: picture, page, texts."""
 
 import warnings
 from pathlib import Path
@@ -10,18 +7,18 @@ import matplotlib as mpl
 import pandas as pd
 
 from trak_core.artifacts import ANSWERS, create
-from trak_core.report import (
+from trak_core.report.charts import influences_figure
+from trak_core.report.read import read_experiment
+from trak_core.report.render import answer as answer_page
+from trak_core.report.samples import (
     BEGINNING,
     EACH,
     Examples,
     find_examples,
-    influences_figure,
     printed,
-    read_experiment,
     readable,
     targets_shown,
 )
-from trak_core.report import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -46,10 +43,10 @@ def _draw(figure: Path, examples: Examples) -> None:
         influences_figure(examples).savefig(partial, format="png", metadata={"Software": None})
 
 
-def _texts(study: Study, split: Split, what: str) -> pd.DataFrame:
+def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     """Return the beginnings of samples' texts, each on one line."""
     texts = []
-    for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {what}"):
+    for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {name}"):
         for row in range(start, stop):
             sample_id, sample = split.ids[row], split.samples[row]
             text = study.describe(sample_id, sample) if study.has("describe") else printed(sample)
@@ -84,14 +81,13 @@ def draw_influences(
     """Write a picture of some targets, a page of more, and the texts of all as a table.
 
     Args:
-        figure: The PNG file to write: one row a target, the most helpful and most harmful samples
-            beside it.
-        answer: The HTML file to write, with longer texts.
-        texts: The file to write with the beginnings of texts by id, for targets and for all
-            training samples in ``top_influences``; for a study without ``describe(sample)``, what
-            the page prints of the samples there.
+        figure: PNG to write: one row a target, the most helpful and most harmful samples beside it.
+        answer: HTML to write, with longer texts.
+        texts: Artifact to write, the beginnings of texts by id: of targets and of all training
+            samples in ``top_influences``; for a study without ``describe(sample)``, what the page
+            prints of the samples there.
         scores: The experiment's scores.
-        study_file: The study's Python file, whose ``draw`` and ``describe`` show samples.
+        study_file: Its ``draw`` and ``describe`` show samples.
         question: The file of an experiment that brings its own targets.
         code: The stage's code digest.
 

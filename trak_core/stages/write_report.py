@@ -5,11 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.report import (
-    EACH,
+from trak_core.report.read import (
     File,
     Results,
-    find_examples,
     read_distortion,
     read_evaluation,
     read_experiment,
@@ -18,9 +16,9 @@ from trak_core.report import (
     read_removals,
     read_self_influence,
     read_timings,
-    targets_shown,
 )
-from trak_core.report import report as report_page
+from trak_core.report.render import report as report_page
+from trak_core.report.samples import EACH, find_examples, targets_shown
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -36,16 +34,16 @@ def _check_scores(results: Results) -> None:
         if hash_ != expected.content_hash:
             raise InputError(
                 f"{file.name} must be about the scores in {expected.name}, with the hash "
-                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again."
+                f"{expected.content_hash}. Found {hash_}. Delete it and run snakemake again.",
+                code="report.other_scores",
             )
 
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
     """Return an experiment's targets that are shown, from the study or from its own file."""
-    name = scores.spec["experiment"]
+    name, ids = scores.spec["experiment"], scores.tables["shown"]["id"].tolist()
     data = config["experiments"][name].get("data")
-    ids = scores.tables["shown"]["id"].tolist()
-    return split_of(study, name, ids, None if data is None else Path(data))
+    return split_of(study, name, ids, data and Path(data))
 
 
 def write_report(
@@ -63,19 +61,13 @@ def write_report(
 ) -> None:
     """Read what a study left, and write the report; the same artifacts give the same page.
 
-    Args:
-        report: The HTML file to write, in the results folder; Snakemake's measurements are read
-            from ``benchmarks`` beside it, and jobs' own from ``logs``.
-        scores: One file an experiment.
-        normal_matrices: One file a checkpoint; empty without a projection.
-        distortion: One file a checkpoint; this and the following are empty where the config has no
-            such measurement.
-        evaluations: One file an experiment that was measured.
-        removals: One file an experiment that was measured.
-        flipped: At most one file.
-        self_influence: At most one file.
-        study_file: The study's Python file, whose ``draw`` and ``describe`` show samples.
-        config: What decides the numbers.
+    ``scores``, ``evaluations`` and ``removals`` have a file an experiment, ``normal_matrices`` and
+    ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence`` one at most; what the
+    config doesn't measure is empty. ``config`` is the part of it that decides numbers.
+
+    The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
+    ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
+    show samples.
 
     Raises:
         InputError: If a file is not what it must be.
