@@ -44,11 +44,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return the gradients of the matrix's rows from ``first`` to ``last``.
-
-        Returns:
-            Shape (rows, (last - first) x the matrix's columns).
-        """
+        """Return the gradients of some of the matrix's rows, shape (rows, entries of those)."""
 
     def whole(self) -> Tensor:
         """Return whole gradients, shape (rows, entries)."""
