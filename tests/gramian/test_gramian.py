@@ -107,8 +107,7 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
 
 # Operations that hide which sample is which: below them gradients are computed one by one.
 HIDING = {
-    "LSTM": "UnsafeSplit",
-    "GRU, both ways": "UnsafeSplit",
+    "LSTM, both ways": "UnsafeSplit",
     "loop over a cell": "UnsafeSplit",
     "user's function": "Pointwise",
     "user's function of two outputs": "Both",
@@ -181,7 +180,7 @@ def test_the_peer_agrees(name):
 
 # What the fast path has to see through, and to have a closed form for, so that it is fast.
 SLOW = {
-    *("parameter reused", "parameter squared", "scalar parameter", "LSTM", "GRU, both ways"),
+    *("parameter reused", "parameter squared", "scalar parameter", "LSTM, both ways"),
     *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
     *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),

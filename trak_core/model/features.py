@@ -65,12 +65,7 @@ class Features:
     ) -> Self:
         """Return zeros for ``n_samples`` samples, on the parameters' device.
 
-        Args:
-            parameters: Those to differentiate.
-            projections: One or several, of one kind.
-            n_samples: Number of samples.
-            threads: Threads of the projection.
-            scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
+        ``scales`` are factors of the gradients' entries, by the parameter's name.
         """
         device = next(iter(parameters.values())).device
         rows = [torch.zeros(n_samples, spec.proj_dim, device=device) for spec in projections]
