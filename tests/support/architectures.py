@@ -115,9 +115,6 @@ ARCHITECTURES = {
     ),
     "tied embedding": Architecture(TiedEmbedding, tokens(), **ALONE),
     "frozen": Architecture(frozen, vectors()),
-    "dropout": Architecture(
-        layers(lambda: nn.Linear(5, 6), nn.Dropout, lambda: nn.Linear(6, 3)), vectors()
-    ),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
     "Conv2d, one place": convolution(nn.Conv2d, 2, 3, 3),
@@ -231,11 +228,6 @@ def attention(**options):
 @row("self-attention", vectors(3, 4), attention=attention())
 def self_attention(m, x):
     return m.attention(x, x, x)[0].sum(1)
-
-
-@row("self-attention without weights", vectors(3, 4), attention=attention())
-def self_attention_without_weights(m, x):
-    return m.attention(x, x, x, need_weights=False)[0].sum(1)
 
 
 @row("cross-attention with bias vectors", two(3, 4), attention=attention(add_bias_kv=True))

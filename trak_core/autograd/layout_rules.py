@@ -22,12 +22,10 @@ class At:
     """One input of one operation, and where the samples lie in one of its outputs.
 
     Attributes:
-        node: The operation.
         index: Number of the input.
         output: Shape of the output.
         input: Shape of the input.
         layout: Layout of the output.
-        n_samples: B.
         dim: The output's dimension with the samples; -1 if they are spread over several.
         width: Consecutive places of one sample along it.
     """

@@ -38,7 +38,6 @@ class Batch:
     along: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -304,10 +303,9 @@ def _last_line(error: BaseException) -> str:
     """Return where the user's code failed; else where a library that isn't torch did."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
-    own = [f for f in others if not f.filename.startswith(_INSTALLED)]
     if not others:
         return ""
-    frame = (own or others)[-1]
+    frame = ([f for f in others if not f.filename.startswith(_INSTALLED)] or others)[-1]
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
@@ -338,6 +336,5 @@ def rounding(model: nn.Module, batch: Batch) -> float:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
     leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

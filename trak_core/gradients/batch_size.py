@@ -138,10 +138,7 @@ def in_chunks(
 ) -> Iterator[tuple[int, int, T]]:
     """Compute chunks of samples, and halve the chunk for good whenever memory runs out.
 
-    Args:
-        compute: Function of start and stop.
-        n_samples: All of them.
-        chunk: Samples at once, at first; or a function from the start to that number.
+    ``compute`` takes start and stop; ``chunk`` is the samples at once, or gives them from a start.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
@@ -185,8 +182,6 @@ class MemoryByLength:
     Attributes:
         shortest: Tokens of the shortest text; 0 if all samples have one shape.
         longest: Tokens of the longest text; 0 if all samples have one shape.
-        of_shortest: Measured.
-        of_longest: Measured.
     """
 
     shortest: int

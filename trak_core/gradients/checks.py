@@ -146,11 +146,7 @@ def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool
 
 
 def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
-    """Run the model and record the calls of its modules, inner before outer.
-
-    Returns:
-        The calls; and the module in which the model failed, None if it did not.
-    """
+    """Return the calls of a model's modules, inner before outer, and the one that failed."""
     calls: list[_Call] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -204,24 +200,19 @@ def count_classes(
             code="gradients.too_few_classes",
         )
     if sample.labels.ndim == 1 + (output.label_ndim or 0):
-        _check_shapes(output, outputs, torch.zeros_like(sample.labels[0]))
+        label = torch.zeros_like(sample.labels[0])
+        try:
+            shape = tuple(output.value(outputs, label).shape)
+        except (RuntimeError, IndexError) as error:
+            shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if shape:
+            raise InputError(
+                f"The model output must be one number a sample. Found {shape} from what the model "
+                f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
+                f"{tuple(label.shape)}.",
+                code="gradients.output_shape",
+            )
     return n_classes
-
-
-def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
-    """Refuse a model's return for one sample if it doesn't fit a label of this shape."""
-    try:
-        value = output.value(outputs, label)
-        found = f"{tuple(value.shape)}" if value.ndim else None
-    except (RuntimeError, IndexError) as error:
-        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if found:
-        raise InputError(
-            f"The model output must be one number a sample. Found {found} from what the model "
-            f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
-            f"{tuple(label.shape)}.",
-            code="gradients.output_shape",
-        )
 
 
 def check_labels(

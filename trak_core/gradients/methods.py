@@ -156,37 +156,29 @@ def gradients_at_once(
     batch = as_batch(samples, output)
     if len(batch) == 1:
         return gradients_one_by_one(model, parameters, output, batch, consumer)
+
+    def one_pass(keep_graph: bool) -> list[Tensor]:
+        with differentiating(model, parameters.values()):
+            outputs = output.read(batch.given_to(model))
+            beside = beside_gradients(output, outputs, batch.labels)
+            values = torch.vmap(output.value)(outputs, batch.labels)
+        del outputs
+        check_graph(values)
+        with torch.no_grad():
+            plan = plan_of(values, list(parameters.values()), 0)
+            if plan is None:
+                raise SamplesSharedError
+            part = consumer.empty()
+            by_samples(part, values, plan, 0, keep_graph=keep_graph)
+            part.finish()
+            consumer.add(part)
+        return [values.detach(), *beside]
+
     try:
-        return _one_pass(model, parameters, output, batch, consumer, keep_graph=False)
+        return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # frees the tensors of the first pass, which the error holds
-    return _one_pass(model, parameters, output, batch, consumer, keep_graph=True)
-
-
-def _one_pass(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    batch: Batch,
-    consumer: SampleConsumer,
-    *,
-    keep_graph: bool,
-) -> list[Tensor]:
-    with differentiating(model, parameters.values()):
-        outputs = output.read(batch.given_to(model))
-        beside = beside_gradients(output, outputs, batch.labels)
-        values = torch.vmap(output.value)(outputs, batch.labels)
-    del outputs
-    check_graph(values)
-    with torch.no_grad():
-        plan = plan_of(values, list(parameters.values()), 0)
-        if plan is None:
-            raise SamplesSharedError
-        part = consumer.empty()
-        by_samples(part, values, plan, 0, keep_graph=keep_graph)
-        part.finish()
-        consumer.add(part)
-    return [values.detach(), *beside]
+    return one_pass(keep_graph=True)
 
 
 def gradients_one_by_one(

@@ -102,9 +102,9 @@ class Features:
         n_samples, n_tokens, _ = use.inputs.shape
         if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        left, right = use.inputs, use.gradients[0]
+        factors = use.inputs, use.gradients[0]
         for sums in self.products:
-            sums.add_products(number, *((right, left) if use.is_transposed else (left, right)))
+            sums.add_products(number, *(reversed(factors) if use.is_transposed else factors))
         return True
 
     def _project_held(self) -> None:

@@ -38,11 +38,8 @@ class LoadedModel:
     """A model with a checkpoint's weights, on its device.
 
     Attributes:
-        study: Brings the samples.
-        model: The study's model.
         parameters: Those to differentiate.
         output: The model output f.
-        device: Where the model is.
         checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
             files, and what else decides numbers.
         scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
@@ -95,10 +92,7 @@ class LoadedModel:
         return StoredSamples(parts, samples.split.ids, samples.rows)
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
-        """Read a few samples, the longest text first, and check their labels.
-
-        Returns:
-            The samples, and the number of classes (see ``count_classes``).
+        """Return a few samples, the longest text first, and the result of ``count_classes``.
 
         Raises:
             InputError: If the model cannot take them, or cannot have been trained with such labels.
@@ -115,11 +109,7 @@ class LoadedModel:
         return memory_by_length(self.model, self.parameters, self.output, few)
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Check that samples of a batch of ``at_once`` don't influence each other.
-
-        Raises:
-            InputError: If they do; it names the layer.
-        """
+        """Refuse a model in which samples of a batch of ``at_once`` influence each other."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:

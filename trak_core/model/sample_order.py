@@ -27,7 +27,6 @@ class OrderedSamples:
 
     Attributes:
         split: The samples, in this order.
-        output: The model output f.
         rows: Place of each sample in the study's own order, shape (n,).
         lengths: Tokens of each text; None if nothing has to be padded.
         along: Names of the inputs with a row a token.
@@ -44,7 +43,6 @@ class OrderedSamples:
     window: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
@@ -204,7 +202,6 @@ class StoredSamples:
 
     Attributes:
         parts: A batch of one for each sample.
-        ids: Their ids.
         places: Place of each sample in the study's own order, shape (n,).
     """
 
@@ -213,7 +210,6 @@ class StoredSamples:
     places: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.parts)
 
     @property
