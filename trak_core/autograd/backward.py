@@ -33,7 +33,7 @@ def take_rows(
     Args:
         consumer: Takes the gradients.
         outputs: Where the rows start.
-        gradients: Gradients of each output, shape (rows, *shape).
+        gradients: Those of each output, shape (rows, *shape).
         parameters: What to differentiate with respect to.
         extra: Rows, shape (rows, entries), to add to those of a parameter.
     """

@@ -24,7 +24,6 @@ class Use:
         gradient: Gradient of the operation's output, shape (C, *shape).
         dim: The dimension of the output with the samples, C not counted.
         width: Consecutive places of one sample along it.
-        n_samples: B.
     """
 
     edge: Edge
@@ -66,11 +65,8 @@ def closed_form(
 ) -> Contribution | None:
     """Return the contribution of a crossing; None if the operation has to be differentiated.
 
-    Args:
-        edge: From an operation with split outputs to a shared input.
-        gradients: Gradients of the operation's outputs, shape (C, *shape) each.
-        layouts: Layouts of the same outputs.
-        n_samples: B.
+    The edge leads from split outputs to a shared input; ``gradients``, shape (C, *shape) each, and
+    ``layouts`` are those of the outputs.
     """
     make = _FORMS.get(name_of(edge.user))
     if make is None or set(gradients) != {0}:
@@ -186,11 +182,8 @@ def _layer_normed(use: Use) -> Contribution | None:
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
     )
-    return _weighted_sums(
-        gradients,
-        lambda part: (inputs[part] - mean[part]).mul_(scale[part]),
-        list(range(2, gradients.ndim - n_normed)),
-    )
+    dims = [*range(2, gradients.ndim - n_normed)]
+    return _weighted_sums(gradients, lambda x: (inputs[x] - mean[x]).mul_(scale[x]), dims)
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:

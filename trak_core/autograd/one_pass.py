@@ -40,10 +40,7 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
     """Plan how one pass serves all samples.
 
-    Args:
-        output: A tensor with a graph.
-        parameters: What to differentiate with respect to.
-        dim: The dimension along which samples are independent.
+    Samples must be independent along the output's dimension ``dim``.
 
     Returns:
         The plan; None for fewer than two samples, if they can't be told apart, or if there is
@@ -69,13 +66,8 @@ def by_samples(
 ) -> None:
     """Hand over gradients by one pass; rows run over the other dimensions, then the samples.
 
-    Args:
-        consumer: Takes the gradients.
-        output: A tensor with a graph.
-        plan: From ``plan_of``, for this output and dimension.
-        dim: The dimension of the samples.
-        keep_graph: Whether the graph must stay. If not, what operations have saved goes as the
-            pass goes down, unless it is known to be needed afterwards.
+    The plan is that of ``plan_of`` for this output and dimension. If the graph need not stay, what
+    operations have saved goes as the pass goes down, unless it is known to be needed afterwards.
 
     Raises:
         GraphNeededError: If it does not stay, and is needed; the consumer has taken a part then.

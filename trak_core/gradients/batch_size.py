@@ -209,11 +209,7 @@ class MemoryByLength:
         return MemoryByLength(self.shortest, self.longest, low, high)
 
     def room(self, device: torch.device, memory_mb: int) -> "Room":
-        """Return the budget of ``samples_that_fit`` as it is now, for all batches.
-
-        Raises:
-            InputError: If the longest text does not fit alone.
-        """
+        """Return the budget as it is now, for all batches; the longest text must fit alone."""
         return Room(self, _checked_budget(self.of_longest, device, memory_mb))
 
 

@@ -150,11 +150,7 @@ class Features:
             rows += more
 
     def scaled(self) -> list[Tensor]:
-        """Return the features, so that E<Rx, Ry> = <x, y>.
-
-        Raises:
-            NotFiniteError: If they have NaN or infinity in them.
-        """
+        """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
         if not all(rows.isfinite().all() for rows in self.rows):
             raise NotFiniteError("Features must be finite. Found NaN or infinity.")
         pairs = zip(self.rows, self._projections, strict=True)
