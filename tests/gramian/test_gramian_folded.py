@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from architectures import Net, linear
 from refused import refused
 from torch import nn
 from torch.utils.data import default_collate
@@ -28,14 +29,9 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 
 
 def network(n_outputs):
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 2),
-        nn.BatchNorm2d(3),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Flatten(),
-        nn.Linear(27, n_outputs),
-    ).eval()
+    convolution = nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3), nn.ReLU()
+    layers = *convolution, nn.Dropout(), nn.Flatten(), nn.Linear(27, n_outputs)
+    return nn.Sequential(*layers).eval()
 
 
 def batch(n, kind):
@@ -84,6 +80,12 @@ def test_blocks_change_nothing_but_rounding(case, at):
     np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
 
 
+def test_one_sample(case):
+    model, parameters, output, train, _, j, _ = case
+    gramian = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
+    np.testing.assert_allclose(gramian, j[:1] @ j[:1].T, rtol=1e-6)
+
+
 def test_only_the_chosen_parameters_count(case):
     model, _, output, train, *_ = case
     chosen = select_parameters(model, ["5.*"])
@@ -91,12 +93,6 @@ def test_only_the_chosen_parameters_count(case):
     gramian = train_gramian(model, chosen, output, [train])
     np.testing.assert_allclose(gramian, j @ j.T, rtol=1e-6, atol=1e-9)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-
-
-def test_one_sample(case):
-    model, parameters, output, train, _, j, _ = case
-    gramian = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
-    np.testing.assert_allclose(gramian, j[:1] @ j[:1].T, rtol=1e-6)
 
 
 def test_what_is_refused(case):
@@ -108,28 +104,22 @@ def test_what_is_refused(case):
         train_gramian(model, parameters, output, [train])
 
 
-class Writer(nn.Module):
+WRITER = {
+    "embedding": lambda: nn.Embedding(5, 4),
+    "layer": lambda: nn.TransformerEncoderLayer(4, 2, 6, batch_first=True),
+    "head": linear(4, 5),
+}
+
+
+def write(m, tokens):
     """A causal transformer of one layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-        self.layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True)
-
-    def forward(self, tokens):
-        length = tokens.shape[1]
-        mask = nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
-        return self.head(self.layer(self.embedding(tokens), src_mask=mask, is_causal=True))
+    mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=torch.float64)
+    return m.head(m.layer(m.embedding(tokens), src_mask=mask, is_causal=True))
 
 
-class TwoTowers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.image, self.text = nn.Linear(3, 4), nn.Embedding(5, 4)
-
-    def forward(self, image, tokens):
-        embeddings = self.image(image), self.text(tokens).mean(1)
-        return tuple(nn.functional.normalize(part, dim=-1) for part in embeddings)
+def two_towers(m, image, tokens):
+    embeddings = m.image(image), m.text(tokens).mean(1)
+    return tuple(nn.functional.normalize(part, dim=-1) for part in embeddings)
 
 
 def tokens_with_padding():
@@ -138,7 +128,7 @@ def tokens_with_padding():
 
 
 KINDS = {
-    "language_modelling": (LANGUAGE_MODELLING, Writer, tokens_with_padding),
+    "language_modelling": (LANGUAGE_MODELLING, lambda: Net(write, WRITER), tokens_with_padding),
     "segmentation": (
         SEGMENTATION,
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1)),
@@ -146,7 +136,7 @@ KINDS = {
     ),
     "contrast": (
         contrast(torch.randn(3, 4), torch.randn(3, 4), 2.0),
-        TwoTowers,
+        lambda: Net(two_towers, {"image": linear(3, 4), "text": lambda: nn.Embedding(5, 4)}),
         lambda: (torch.randn(6, 3), torch.randint(0, 5, (6, 4))),
     ),
 }

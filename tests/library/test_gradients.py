@@ -4,9 +4,11 @@ import inspect
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import Net
 from refused import refused
 from torch import nn
 
@@ -39,6 +41,30 @@ CPU = torch.device("cpu")
 METHODS = [gradients_at_once, gradients_one_by_one]
 
 
+def classified(*inputs):
+    """Add labels of three classes to five samples or more."""
+    return (*inputs, torch.tensor([0, 1, 2, 2, 0, 1])[: len(inputs[0])])
+
+
+def formed(method, model, batch, output=CLASSIFICATION, patterns=None):
+    return formed_gradients(method, model, select_parameters(model, patterns), output, batch)
+
+
+def chosen(model, batch):
+    return gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
+
+
+def assert_same(gradients, expected, **tolerance):
+    assert list(gradients) == list(expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, **tolerance)
+
+
+def linear(forward, **parts):
+    """A linear layer, and what is done with it."""
+    return Net(forward, {"linear": lambda: nn.Linear(4, 3), **parts})
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
@@ -51,37 +77,21 @@ class Attention(nn.Module):
         return self.head((hidden * mask.unsqueeze(-1)).sum(1))
 
 
-class Wrapped(nn.Module):
+def wrapped():
     """Returns an object with logits, as transformers' models do."""
-
-    class Output:
-        def __init__(self, logits):
-            self.logits = logits
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        return self.Output(self.linear(x))
+    return linear(lambda m, x: SimpleNamespace(logits=m.linear(x)))
 
 
 def conv_net():
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3),
-        nn.BatchNorm2d(3),
-        nn.ReLU(),
-        nn.Dropout(),
-        nn.Flatten(),
-        nn.Linear(48, 3),
-    )
+    convolution = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU()
+    return nn.Sequential(*convolution, nn.Dropout(), nn.Flatten(), nn.Linear(48, 3))
 
 
 CASES = {
     "linear": (lambda: nn.Linear(4, 3), lambda: (torch.randn(5, 4),)),
     "BatchNorm and dropout": (conv_net, lambda: (torch.randn(5, 1, 6, 6),)),
     "attention, two inputs": (Attention, lambda: (torch.randint(0, 11, (5, 7)), torch.ones(5, 7))),
-    "object with logits": (Wrapped, lambda: (torch.randn(5, 4),)),
+    "object with logits": (wrapped, lambda: (torch.randn(5, 4),)),
 }
 
 
@@ -99,183 +109,124 @@ def by_backward(model, batch, output):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}, torch.stack(values)
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_one_backward_pass_a_sample(name, method):
+def test_gradients_equal_one_backward_pass_a_sample(name, capsys):
     make, inputs = CASES[name]
-    model, batch = make().eval(), (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
+    model, batch = make().eval(), classified(*inputs())
+    assert chosen(model, batch) is gradients_at_once
+    assert not capsys.readouterr().out
     expected, values = by_backward(model, batch, CLASSIFICATION)
-    found = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
-    assert list(found.gradients) == list(expected)
-    torch.testing.assert_close(found.outputs, values)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
+    for method in METHODS:
+        result = formed(method, model, batch)
+        torch.testing.assert_close(result.outputs, values)
+        assert_same(result.gradients, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_gives_what_its_samples_give():
-    model = conv_net().eval()
-    batch = (torch.randn(6, 1, 6, 6), torch.tensor([0, 1, 2, 0, 1, 2]))
-    parameters = select_parameters(model, None)
-    whole = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, batch)
+    model, batch = conv_net().eval(), classified(torch.randn(6, 1, 6, 6))
+    whole = formed(gradients_at_once, model, batch)
     for i in range(6):
-        part = [tensor[i : i + 1] for tensor in batch]
-        single = formed_gradients(gradients_at_once, model, parameters, CLASSIFICATION, part)
-        for key, gradient in single.gradients.items():
-            torch.testing.assert_close(gradient[0], whole.gradients[key][i])
+        single = formed(gradients_at_once, model, [tensor[i : i + 1] for tensor in batch])
+        assert_same(single.gradients, {k: g[i : i + 1] for k, g in whole.gradients.items()})
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_chosen_parameters_are_differentiated(method):
-    model = conv_net().eval()
-    parameters = select_parameters(model, ["5.*", "0.bias"])
-    assert list(parameters) == ["0.bias", "5.weight", "5.bias"]
-    assert n_params(parameters) == 3 + 144 + 3
-    batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    found = formed_gradients(method, model, parameters, CLASSIFICATION, batch)
+    model, batch = conv_net().eval(), classified(torch.randn(5, 1, 6, 6))
+    names, patterns = ["0.bias", "5.weight", "5.bias"], ["5.*", "0.bias"]
+    assert n_params(select_parameters(model, patterns)) == 3 + 144 + 3
     expected, _ = by_backward(model, batch, CLASSIFICATION)
-    assert list(found.gradients) == list(parameters)
-    for key in parameters:
-        torch.testing.assert_close(found.gradients[key], expected[key], rtol=1e-4, atol=1e-6)
+    result = formed(method, model, batch, patterns=patterns)
+    assert_same(result.gradients, {name: expected[name] for name in names}, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_model_is_evaluated_and_left_as_it_was(method, training):
     """Dropout is off and BatchNorm's statistics are fixed, whatever mode the model is in."""
-    model = conv_net().train(training)
+    model, batch = conv_net().train(training), classified(torch.randn(5, 1, 6, 6))
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    batch = (torch.randn(5, 1, 6, 6), torch.tensor([0, 1, 2, 2, 0]))
-    found = formed_gradients(method, model, select_parameters(model, None), CLASSIFICATION, batch)
+    result = formed(method, model, batch)
     check_samples_apart(model, CLASSIFICATION, batch)
     count_classes(model, CLASSIFICATION, batch, CPU)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert all(module.training == training for module in model.modules())
     _, values = by_backward(model.eval(), batch, CLASSIFICATION)
-    torch.testing.assert_close(found.outputs, values)
+    torch.testing.assert_close(result.outputs, values)
 
 
 def test_a_parameter_that_plays_no_part_has_gradient_zero():
-    model = nn.Linear(3, 2)
+    model, batch = nn.Linear(3, 2), (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
     model.extra = nn.Parameter(torch.tensor(1.0))
-    batch = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
     for method in METHODS:
-        found = formed_gradients(
-            method, model, select_parameters(model, None), CLASSIFICATION, batch
-        )
-        assert torch.equal(found.gradients["extra"], torch.zeros(4))
-        check_finite(found, range(4))
+        result = formed(method, model, batch)
+        assert torch.equal(result.gradients["extra"], torch.zeros(4))
+        check_finite(result, range(4))
 
 
 def test_named_inputs_are_positional_inputs_by_name():
     model = Attention()
     tokens, mask, labels = torch.randint(0, 11, (5, 7)), torch.ones(5, 7), torch.arange(5) % 3
-    parameters = select_parameters(model, None)
-    expected = formed_gradients(
-        gradients_at_once, model, parameters, CLASSIFICATION, (tokens, mask, labels)
-    )
+    expected = formed(gradients_at_once, model, (tokens, mask, labels)).gradients
     named = {"mask": mask, "labels": labels, "tokens": tokens}
     for method in METHODS:
-        found = formed_gradients(method, model, parameters, CLASSIFICATION, named)
-        for key, gradient in expected.gradients.items():
-            torch.testing.assert_close(found.gradients[key], gradient, rtol=1e-4, atol=1e-5)
-
-
-class Writing(nn.Module):
-    """Normalizes its input in place."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        x -= 0.5
-        return self.model(x)
+        assert_same(formed(method, model, named).gradients, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_may_write_into_its_inputs():
+    def centre(model, x):
+        x -= 0.5
+        return model.linear(x)
+
     x = torch.tensor([[1.0, 1, 1], [-1, 0, 2], [1, -3, 0], [2, 2, 2]])
     batch = (x.clone(), torch.tensor([0, 1, 2, 3]))
-    model = Writing(nn.Linear(3, 4))
-    parameters = select_parameters(model, None)
+    model = Net(centre, {"linear": lambda: nn.Linear(3, 4)})
     count_classes(model, CLASSIFICATION, batch, CPU)
-    sample_memory(model, parameters, CLASSIFICATION, batch)
+    sample_memory(model, select_parameters(model, None), CLASSIFICATION, batch)
     check_samples_apart(model, CLASSIFICATION, batch)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
-    found, expected = (
-        formed_gradients(method, model, parameters, CLASSIFICATION, batch) for method in METHODS
-    )
-    torch.testing.assert_close(found.gradients, expected.gradients)
+    assert chosen(model, batch) is gradients_at_once
+    at_once, one_by_one = (formed(method, model, batch) for method in METHODS)
+    assert_same(at_once.gradients, one_by_one.gradients)
     assert torch.equal(batch[0], x)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
-
-    def forward(self, x):
-        return self.head(self.lstm(self.stem(x) if hasattr(self, "stem") else x)[0][:, -1])
-
-
-class Wrong(nn.Module):
+def wrong(m, x):
     """Takes another derivative for a batch than for a sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.head = nn.Linear(4, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * min(2, len(gradient)))
-        return self.head(y)
+    y = m.linear(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * min(2, len(gradient)))
+    return m.head(y)
 
 
-def deep_recurrent():
-    model = Recurrent()
-    model.stem = nn.Linear(4, 4)
-    return model
+DEEP_RECURRENT = {"lstm": lambda: nn.LSTM(3, 5, batch_first=True), "head": lambda: nn.Linear(5, 3)}
 
 
 @pytest.mark.parametrize(
     ("model", "shape", "reason"),
     [
-        (deep_recurrent(), (5, 6, 4), "it cannot tell samples apart below: "),
-        (Wrong(), (5, 4), "it differs from autograd by"),
+        (
+            linear(lambda m, x: m.head(m.lstm(m.linear(x))[0][:, -1]), **DEEP_RECURRENT),
+            (5, 6, 4),
+            "it cannot tell samples apart below: ",
+        ),
+        (linear(wrong, head=lambda: nn.Linear(3, 3)), (5, 4), "it differs from autograd by"),
     ],
     ids=["recurrent", "wrong derivative"],
 )
 def test_what_one_pass_cannot_take_goes_one_by_one_with_a_notice(model, shape, reason, capsys):
-    batch = (torch.randn(shape), torch.tensor([0, 1, 2, 2, 0]))
-    parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_one_by_one
+    batch = classified(torch.randn(shape))
+    assert chosen(model, batch) is gradients_one_by_one
     assert reason in capsys.readouterr().out
-    found = formed_gradients(gradients_one_by_one, model, parameters, CLASSIFICATION, batch)
+    result = formed(gradients_one_by_one, model, batch)
     expected, values = by_backward(model, batch, CLASSIFICATION)
-    torch.testing.assert_close(found.outputs, values)
-    for key, gradient in expected.items():
-        torch.testing.assert_close(found.gradients[key], gradient)
+    torch.testing.assert_close(result.outputs, values)
+    assert_same(result.gradients, expected)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_pass_is_the_way_where_it_works(name, capsys):
-    make, inputs = CASES[name]
-    batch = (*inputs(), torch.tensor([0, 1, 2, 2, 0]))
-    model = make()
-    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
-    assert method is gradients_at_once
-    assert not capsys.readouterr().out
-
-
-class Centred(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        return self.second(hidden - hidden.mean(0))
+def centred(m, x):
+    hidden = m.linear(x)
+    return m.second(hidden - hidden.mean(0))
 
 
 class AlwaysDropping(nn.Module):
@@ -283,61 +234,53 @@ class AlwaysDropping(nn.Module):
         return nn.functional.dropout(x, 0.5, training=True)
 
 
+WITHOUT = {"track_running_stats": False}
+DIFFERS = re.compile(r"f differs by up to [\d.e-]+")
+FAILS = re.compile(r"it fails: Expected more than 1 value [^;]*")
 MIXING = {
     "BatchNorm without statistics": (
-        lambda: nn.Sequential(
+        lambda: nn.Sequential(*(
             nn.Conv2d(1, 3, 3),
-            nn.BatchNorm2d(3, track_running_stats=False),
+            nn.BatchNorm2d(3, **WITHOUT),
             nn.Flatten(),
             nn.Linear(48, 3),
-        ),
+        )),
         (1, 6, 6),
-        ("gradients.mixed_samples", re.compile(r"f differs by up to [\d.e-]+"), "1 (BatchNorm2d)"),
+        ("mixed_samples", DIFFERS, "1 (BatchNorm2d)"),
     ),
     "the same, which fails for one sample": (
-        lambda: nn.Sequential(
-            nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False))
-        ),
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.BatchNorm1d(3, **WITHOUT))),
         (4,),
-        (
-            "gradients.mixed_samples",
-            re.compile(r"it fails: Expected more than 1 value [^;]*"),
-            "1.0 (BatchNorm1d)",
-        ),
+        ("mixed_samples", FAILS, "1.0 (BatchNorm1d)"),
     ),
     "softmax over the batch": (
         lambda: nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim=0)),
         (4,),
-        ("gradients.mixed_samples", re.compile(r"f differs by up to [\d.e-]+"), "1 (Softmax)"),
+        ("mixed_samples", DIFFERS, "1 (Softmax)"),
     ),
     "code between layers": (
-        Centred,
+        lambda: linear(centred, second=lambda: nn.Linear(3, 3)),
         (4,),
-        (
-            "gradients.mixed_samples",
-            re.compile(r"f differs by up to [\d.e-]+"),
-            "the code that calls second (Linear)",
-        ),
+        ("mixed_samples", DIFFERS, "the code that calls second (Linear)"),
     ),
     "randomness": (
         lambda: nn.Sequential(nn.Linear(4, 8), AlwaysDropping(), nn.Linear(8, 3)),
         (4,),
-        ("gradients.random_model", "1 (AlwaysDropping)"),
+        ("random_model", "1 (AlwaysDropping)"),
     ),
     "one row for all": (
         lambda: nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1)), nn.Linear(24, 3)),
         (4,),
-        ("gradients.model_rows", "1 rows", "batch of 6"),
+        ("model_rows", "1 rows", "batch of 6"),
     ),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_a_model_that_is_no_function_of_one_sample_is_refused(name):
-    make, shape, error = MIXING[name]
-    batch = (torch.randn(6, *shape), torch.tensor([0, 1, 2, 2, 0, 1]))
-    with refused(*error):
-        check_samples_apart(make(), CLASSIFICATION, batch)
+    make, shape, (code, *values) = MIXING[name]
+    with refused(f"gradients.{code}", *values):
+        check_samples_apart(make(), CLASSIFICATION, classified(torch.randn(6, *shape)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -345,50 +288,43 @@ def test_a_model_that_is_no_function_of_one_sample_is_refused(name):
 def test_a_model_that_keeps_samples_apart_passes(name, dtype):
     make, inputs = CASES[name]
     batch = [x.to(dtype) if x.is_floating_point() else x for x in inputs()]
-    check_samples_apart(make().to(dtype), CLASSIFICATION, (*batch, torch.tensor([0, 1, 2, 2, 0])))
+    check_samples_apart(make().to(dtype), CLASSIFICATION, classified(*batch))
 
 
-class Autocast(nn.Module):
+def autocast(m, x):
     """Computes in bfloat16 between float32 inputs, weights and outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 5))
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.net(x).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.net(x).float()
 
 
 def test_what_is_computed_in_half_precision_may_differ_by_as_much():
-    model, batch = Autocast(), (torch.randn(8, 40), torch.arange(8) % 5)
+    wide = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 5))
+    model, batch = Net(autocast, {"net": lambda: wide}), (torch.randn(8, 40), torch.arange(8) % 5)
     check_samples_apart(model, CLASSIFICATION, batch)
     assert batch_module.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
-    assert batch_module.rounding(model.net, as_batch(batch, CLASSIFICATION)) == 2**-11.5
-    parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
+    assert batch_module.rounding(wide, as_batch(batch, CLASSIFICATION)) == 2**-11.5
+    assert chosen(model, batch) is gradients_at_once
 
 
-def test_one_number_a_sample_without_a_dimension_of_its_own():
-    model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    batch = (torch.randn(5, 4), torch.randn(5))
+@pytest.mark.parametrize("more", [[], [nn.Flatten(0)]], ids=["(n, 1)", "(n,)"])
+def test_one_number_a_sample(more):
+    model, batch = nn.Sequential(nn.Linear(4, 1), *more), (torch.randn(5, 4), torch.randn(5))
     check_samples_apart(model, REGRESSION, batch)
-    parameters = select_parameters(model, None)
+    outputs = model(batch[0]).detach().flatten()
     for method in METHODS:
-        found = formed_gradients(method, model, parameters, REGRESSION, batch)
-        torch.testing.assert_close(found.gradients["0.weight"], batch[0].unsqueeze(1))
-        torch.testing.assert_close(found.loss_weights, batch[1] - model(batch[0]).detach())
+        result = formed(method, model, batch, REGRESSION)
+        torch.testing.assert_close(result.gradients["0.weight"], batch[0].unsqueeze(1))
+        torch.testing.assert_close(result.outputs, outputs)
+        torch.testing.assert_close(result.loss_weights, batch[1] - outputs)
 
 
 def test_bad_values_are_left_for_the_check_of_gradients():
-    model, x, labels = nn.Linear(4, 3), torch.randn(3, 4), torch.tensor([0, 1, 2])
-    x[0, 0] = torch.nan
-    parameters = select_parameters(model, None)
-    check_samples_apart(model, CLASSIFICATION, (x, labels))
-    method = gradient_method(model, parameters, CLASSIFICATION, (x, labels))
-    found = formed_gradients(method, model, parameters, CLASSIFICATION, (x, labels))
+    model, batch = nn.Linear(4, 3), classified(torch.randn(3, 4))
+    batch[0][0, 0] = torch.nan
+    check_samples_apart(model, CLASSIFICATION, batch)
+    result = formed(chosen(model, batch), model, batch)
     with refused("gradients.not_finite", "samples 0", "in the model output itself, weight, bias"):
-        check_finite(found, range(3))
+        check_finite(result, range(3))
 
 
 @pytest.mark.parametrize(
@@ -427,45 +363,31 @@ def test_other_errors_are_not_taken_for_a_lack_of_memory():
         list(in_chunks(compute, 10, 8))
 
 
-class Detached(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        with torch.no_grad():
-            return self.linear(x)
+def detached(m, x):
+    with torch.no_grad():
+        return m.linear(x)
 
 
 def test_a_model_output_without_a_graph_is_refused():
     """Its features would be zeros, without a word."""
-    model, batch = Detached(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
-    parameters = select_parameters(model, None)
+    model, batch = linear(detached), classified(torch.randn(5, 4))
     with refused("gradients.no_graph"):
-        gradient_method(model, parameters, CLASSIFICATION, batch)
+        chosen(model, batch)
     for method in METHODS:
         with refused("gradients.no_graph"):
-            formed_gradients(method, model, parameters, CLASSIFICATION, batch)
+            formed(method, model, batch)
 
 
-class Unbounded(nn.Module):
+def unbounded(m, x):
     """Has a derivative that is infinite in batches alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-
-    def forward(self, x):
-        y = self.linear(x)
-        if y.requires_grad and len(x) > 1:
-            y.register_hook(lambda gradient: gradient / 0)
-        return y
+    y = m.linear(x)
+    if y.requires_grad and len(x) > 1:
+        y.register_hook(lambda gradient: gradient / 0)
+    return y
 
 
 def test_infinity_that_autograd_does_not_find_is_no_gradient(capsys):
-    model, batch = Unbounded(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0]))
-    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
-    assert method is gradients_one_by_one
+    assert chosen(linear(unbounded), classified(torch.randn(5, 4))) is gradients_one_by_one
     assert "gives NaN or infinity where autograd doesn't" in capsys.readouterr().out
 
 
@@ -476,12 +398,11 @@ def test_parameters_without_entries(method):
     forward = model.forward
     model.forward = lambda x: forward(x) + model.none.sum() + model.no_rows.sum()
     batch = (torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
-    parameters = select_parameters(model, None)
-    assert gradient_method(model, parameters, CLASSIFICATION, batch) is gradients_at_once
-    found = formed_gradients(method, model, parameters, CLASSIFICATION, batch)
-    assert found.gradients["none"].shape == (4, 2, 0)
-    assert found.gradients["weight"].any()
-    check_finite(found, range(4))
+    assert chosen(model, batch) is gradients_at_once
+    result = formed(method, model, batch)
+    assert result.gradients["none"].shape == (4, 2, 0)
+    assert result.gradients["weight"].any()
+    check_finite(result, range(4))
 
 
 def test_rows_that_arrive_whole_count_as_memory():
@@ -545,16 +466,12 @@ def test_frozen_parameters_are_left_out():
 def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     model[0].requires_grad_(False)
-    parameters = select_parameters(model, ["0.*", "*.bias"])
-    assert list(parameters) == ["0.weight", "0.bias", "2.bias"]
-    x, y = torch.randn(4, 3), torch.randn(4)
-    found = formed_gradients(gradients_at_once, model, parameters, REGRESSION, (x, y))
+    batch = torch.randn(4, 3), torch.randn(4)
+    result = formed(gradients_at_once, model, batch, REGRESSION, ["0.*", "*.bias"])
+    assert list(result.gradients) == ["0.weight", "0.bias", "2.bias"]
     model.requires_grad_(True)
-    expected = formed_gradients(
-        gradients_one_by_one, model, select_parameters(model, ["0.*", "2.bias"]), REGRESSION, (x, y)
-    )
-    for key, gradient in expected.gradients.items():
-        torch.testing.assert_close(found.gradients[key], gradient)
+    expected = formed(gradients_one_by_one, model, batch, REGRESSION, ["0.*", "2.bias"])
+    assert_same(result.gradients, expected.gradients)
     model.requires_grad_(False)
     assert list(select_parameters(model, ["0.w*"])) == ["0.weight"]
     assert [p.requires_grad for p in model.parameters()] == [True, False, False, False]
@@ -578,16 +495,6 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
         select_parameters(model, ["*.bias", "0.weight"])
 
 
-def test_regression_gradient():
-    model = nn.Linear(3, 1)
-    x, y = torch.randn(4, 3), torch.randn(4)
-    found = formed_gradients(
-        gradients_at_once, model, select_parameters(model, None), REGRESSION, (x, y)
-    )
-    torch.testing.assert_close(found.gradients["weight"], x.unsqueeze(1))
-    torch.testing.assert_close(found.outputs, model(x).squeeze(1).detach())
-
-
 def test_what_is_not_finite_is_named():
     gradients = {"a": torch.zeros(3, 2), "b": torch.zeros(3, 2, 2)}
     good = PerSample(gradients, *[torch.zeros(3)] * 4)
@@ -603,38 +510,47 @@ def test_what_is_not_finite_is_named():
 
 
 @pytest.mark.parametrize(
-    ("labels", "n_classes", "error"),
+    ("output", "labels", "error"),
     [
-        (torch.tensor([0, 3]), 3, ("label_value", "integers from 0 to 2", 3, "sample b")),
-        (torch.tensor([0, -1]), 3, ("label_value", "integers from 0 to 2", -1, "sample b")),
-        (torch.tensor([0.0, 1.0]), 3, ("label_dtype", "0 to 2", "torch.float32")),
-        (torch.tensor([True, False]), 3, ("label_dtype", "0 to 2", "torch.bool")),
-        (torch.tensor([0.0, torch.inf]), None, ("label_value", "inf", "sample b")),
-        (torch.tensor([[0], [1]]), 3, ("label_shape", "(2, 1)")),
+        (CLASSIFICATION, [0, 5], ("label_value", "integers from 0 to 4", 5, "sample b")),
+        (CLASSIFICATION, [0, -1], ("label_value", "integers from 0 to 4", -1, "sample b")),
+        (CLASSIFICATION, [0.0, 1.0], ("label_dtype", "0 to 4", "torch.float32")),
+        (CLASSIFICATION, [True, False], ("label_dtype", "0 to 4", "torch.bool")),
+        (CLASSIFICATION, [[0], [1]], ("label_shape", "(2, 1)")),
+        (REGRESSION, [0.0, torch.inf], ("label_value", "inf", "sample b")),
+        (LANGUAGE_MODELLING, [[0, 1], [2, 7]], ("label_value", 7, "sample b")),
+        (LANGUAGE_MODELLING, [[0, 1], [2, -100]], ("empty_label", "sample b")),
+        (LANGUAGE_MODELLING, [0, 1], ("label_shape", "(2,)")),
+        (SEGMENTATION, [[0, 1], [2, 1]], ("label_shape", "(2, 2)")),
+        (SEGMENTATION, [[[0, 1]], [[255, 1]]], ("label_value", 255, "sample b")),
+        (SEGMENTATION, [[[-100]], [[-100]]], ("empty_label", "sample a")),
+        (SEGMENTATION, [[[0.0]], [[0.0]]], ("label_dtype", "0 to 4", "torch.float32")),
     ],
 )
-def test_bad_labels(labels, n_classes, error):
-    output = REGRESSION if n_classes is None else CLASSIFICATION
+def test_bad_labels(output, labels, error):
     with refused(f"gradients.{error[0]}", *error[1:]):
-        check_labels(labels, output, n_classes, ["a", "b"])
+        n_classes = None if output is REGRESSION else 5
+        check_labels(torch.tensor(labels), output, n_classes, ["a", "b"])
 
 
 def test_counting_classes():
     batch = (torch.zeros(2, 4), torch.tensor([0, 1]))
-    assert count_classes(nn.Linear(4, 3), CLASSIFICATION, batch, torch.device("cpu")) == 3
-    assert count_classes(Wrapped(), CLASSIFICATION, batch, torch.device("cpu")) == 3
-    with refused("gradients.model_call", "(1, 4) float32", re.compile(r"RuntimeError: .*")):
-        count_classes(nn.Linear(5, 3), CLASSIFICATION, batch, torch.device("cpu"))
-    with refused("gradients.too_few_classes", "Found 1"):
-        count_classes(nn.Linear(4, 1), CLASSIFICATION, batch, CPU)
+
+    def count(model, output=CLASSIFICATION, batch=batch):
+        return count_classes(model, output, batch, CPU)
+
     flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    with refused("gradients.too_few_classes", "Found 1"):
-        count_classes(flat, CLASSIFICATION, batch, CPU)
-    assert count_classes(flat, REGRESSION, batch, CPU) is None
+    assert count(nn.Linear(4, 3)) == count(wrapped()) == 3
+    assert count(flat, REGRESSION) is None
+    with refused("gradients.model_call", "(1, 4) float32", re.compile(r"RuntimeError: .*")):
+        count(nn.Linear(5, 3))
+    for model in (nn.Linear(4, 1), flat):
+        with refused("gradients.too_few_classes", "Found 1"):
+            count(model)
     with refused("gradients.output_shape", "Found (3,)", "(3,)", "()"):
-        count_classes(nn.Linear(4, 3), REGRESSION, batch, CPU)
+        count(nn.Linear(4, 3), REGRESSION)
     with refused("gradients.model_call", "x (1, 4) float32", re.compile(r"TypeError: .*'x'")):
-        count_classes(nn.Linear(4, 3), CLASSIFICATION, {"x": batch[0], "labels": batch[1]}, CPU)
+        count(nn.Linear(4, 3), batch={"x": batch[0], "labels": batch[1]})
 
 
 class Mistaken(nn.Linear):
@@ -659,12 +575,8 @@ def test_a_sample_of_another_dtype_is_told_from_a_mistake_in_the_model():
 def test_what_a_model_returns_must_fit_the_labels():
     images, pixels = torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long)
     coarse = nn.Conv2d(3, 5, 2, stride=2)
-    with refused(
-        "gradients.output_shape",
-        "(5, 4, 4)",
-        "(8, 8)",
-        re.compile(r"RuntimeError: .*(?= from what)"),
-    ):
+    error = re.compile(r"RuntimeError: .*(?= from what)")
+    with refused("gradients.output_shape", "(5, 4, 4)", "(8, 8)", error):
         count_classes(coarse, SEGMENTATION, (images, pixels), CPU)
     assert count_classes(nn.Conv2d(3, 5, 1), SEGMENTATION, (images, pixels), CPU) == 5
 
@@ -708,33 +620,14 @@ def test_padding_is_never_predicted():
     assert labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("output", "labels", "error"),
-    [
-        (LANGUAGE_MODELLING, torch.tensor([[0, 1], [2, 7]]), ("label_value", 7, "sample b")),
-        (LANGUAGE_MODELLING, torch.tensor([[0, 1], [2, -100]]), ("empty_label", "sample b")),
-        (LANGUAGE_MODELLING, torch.tensor([0, 1]), ("label_shape", "(2,)")),
-        (SEGMENTATION, torch.tensor([[0, 1], [2, 1]]), ("label_shape", "(2, 2)")),
-        (SEGMENTATION, torch.tensor([[[0, 1]], [[255, 1]]]), ("label_value", 255, "sample b")),
-        (SEGMENTATION, torch.full((2, 1, 1), -100), ("empty_label", "sample a")),
-        (SEGMENTATION, torch.zeros(2, 1, 1), ("label_dtype", "0 to 4", "torch.float32")),
-    ],
-)
-def test_bad_labels_of_many_parts(output, labels, error):
-    with refused(f"gradients.{error[0]}", *error[1:]):
-        check_labels(labels, output, 5, ["a", "b"])
-
-
 @pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])
 def test_transformer_layers_by_their_plain_formula(patterns):
     """Their inference kernels, taken where nothing asks for a gradient, leave no graph."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(layer, nn.Flatten(), nn.Linear(24, 3))
-    parameters = select_parameters(model, patterns)
     batch = [torch.randn(4, 3, 8), torch.tensor([0, 1, 2, 0])]
-    output = CLASSIFICATION
-    found = formed_gradients(gradients_at_once, model, parameters, output, batch).gradients
-    expected = formed_gradients(gradients_one_by_one, model, parameters, output, batch).gradients
-    for name, block in expected.items():
-        torch.testing.assert_close(found[name], block, rtol=1e-5, atol=1e-6)
+    at_once, one_by_one = (
+        formed(method, model, batch, patterns=patterns).gradients for method in METHODS
+    )
+    assert_same(at_once, one_by_one, rtol=1e-5, atol=1e-6)
     assert torch.backends.mha.get_fastpath_enabled()

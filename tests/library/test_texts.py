@@ -34,14 +34,11 @@ class TakesNone(torch.nn.Module):
 
 
 def samples(*lengths, **more):
-    return [
-        {
-            "input_ids": torch.arange(1, n + 1),
-            **{k: v(n) for k, v in more.items()},
-            "labels": [7] * n,
-        }
-        for n in lengths
-    ]
+    def text(n):
+        inputs = {"input_ids": torch.arange(1, n + 1)} | {k: v(n) for k, v in more.items()}
+        return {**inputs, "labels": [7] * n}
+
+    return list(map(text, lengths))
 
 
 def arrange(data, model=None, window=None):

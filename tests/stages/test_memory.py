@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -63,20 +64,10 @@ def test_what_is_taken_never_exceeds_the_budget(memory_mb):
     ],
 )
 def test_a_budget_is_checked_for_every_job(change, message):
-    config = {
-        "proj_dim": 512,
-        "n_train": 50_000,
-        "n_targets": {"mine": 100},
-        "n_checkpoints": 10,
-        "keep": "full",
-        "top": 20,
-        "divides": False,
-    }
-    if message is None:
-        check_memory(500, **{**config, **change})
-    else:
-        with pytest.raises(InputError, match=message):
-            check_memory(500, **{**config, **change})
+    sizes = {"proj_dim": 512, "n_train": 50_000, "n_targets": {"mine": 100}, "n_checkpoints": 10}
+    config = {**sizes, "keep": "full", "top": 20, "divides": False, **change}
+    with pytest.raises(InputError, match=message) if message else nullcontext():
+        check_memory(500, **config)
 
 
 def test_the_average_counts_solved_targets_once_and_only_with_top_k():
@@ -99,19 +90,14 @@ peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").r
 
 def printed(program, *arguments):
     """Return the KiB that a program prints last; its process has a peak of its own."""
-    run = subprocess.run(
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support"}
+    output = subprocess.check_output(
         [sys.executable, "-c", PEAK + program, *map(str, arguments)],
         cwd=REPOSITORY / "tests/stages",
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests/support",
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
+        env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
         text=True,
-        check=True,
     )
-    return int(run.stdout.splitlines()[-1])
+    return int(output.splitlines()[-1])
 
 
 SOLVE = """
@@ -183,16 +169,9 @@ print(measure(1000, 2000, 50, 100, 500))
 
 
 def test_an_evaluation_holds_what_is_said():
-    need = evaluation_need(
-        proj_dim=1000,
-        n_train=2000,
-        n_targets=50,
-        n_subsets=100,
-        n_checkpoints=1,
-        n_settings=27,
-        n_weightings=9,
-        n_powers=3,
-    )
+    sizes = {"proj_dim": 1000, "n_train": 2000, "n_targets": 50, "n_subsets": 100}
+    settings = {"n_checkpoints": 1, "n_settings": 27, "n_weightings": 9, "n_powers": 3}
+    need = evaluation_need(**sizes, **settings)
     said = need.fixed_bytes + 500 * need.row_bytes
     assert 0.3 * said < printed(MEASURE) * 1024 < said
 
@@ -296,20 +275,11 @@ def run_features(folder, n_train):
     (folder / "noise.py").write_text(NOISE.format(n=n_train))
     spec = replace(SPEC.under("c").of_train(), model_output="regression")
     shards = [folder / f"{i}-of-2.h5" for i in (1, 2)]
+    inputs = {"checkpoint": folder / "c.pt", "study_file": folder / "noise.py", "spec": spec}
+    machine = {"device": "cpu", "batch_size": 1024, "memory_mb": 64, "threads": 1}
+    common = {**inputs, **machine, "n_shards": 2, "code": ""}
     for number, shard in enumerate(shards, start=1):
-        compute_features(
-            features=shard,
-            checkpoint=folder / "c.pt",
-            study_file=folder / "noise.py",
-            shard=number,
-            n_shards=2,
-            spec=spec,
-            code="",
-            device="cpu",
-            batch_size=1024,
-            memory_mb=64,
-            threads=1,
-        )
+        compute_features(features=shard, shard=number, **common)
     join_shards(features=folder / "train.h5", shards=shards, code="")
 
 

@@ -57,8 +57,7 @@ class Case:
         self.study.write_text(study + more)
 
     def samples(self, split="train"):
-        size, seed = (N_TRAIN, 0) if split == "train" else (7, 1)
-        return texts.data(size, seed, self.keys)
+        return texts.data(*((N_TRAIN, 0) if split == "train" else (7, 1)), self.keys)
 
     def gradients(self, split="train"):
         return texts.gradients(self.model, self.samples(split))
@@ -123,18 +122,20 @@ def close(found, expected, tolerance=1e-5):
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * abs(expected).max())
 
 
+def assert_same(file, expected_file):
+    for column, expected in zip(read(file), read(expected_file), strict=True):
+        if isinstance(expected, list):
+            assert column == expected
+        else:
+            close(column, expected)
+
+
 def projected(case, rows, kind, offset=0):
-    parameters = list(case.model.parameters())
-    shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
-    size = rows.shape[1]
-    spec = ProjectionSpec(
-        kind=kind,
-        n_params=size,
-        proj_dim=PROJ_DIM,
-        seed=0,
-        stream=stream_of("c0") + offset,
-        shapes=shapes,
-    )
+    shapes = None
+    if kind == "tensor_sketch":
+        shapes = [matrix_shape(p.shape) for p in case.model.parameters()]
+    sizes = {"n_params": rows.shape[1], "proj_dim": PROJ_DIM, "shapes": shapes}
+    spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of("c0") + offset)
     return rows @ projection_matrix(spec) * spec.scale
 
 
@@ -155,25 +156,18 @@ def test_features_equal_autograd_of_each_text_as_it_is(case, kind, capsys):
 
 @pytest.mark.parametrize("case", ["GPT-2", "Llama", "no mask"], indirect=True)
 def test_company_order_memory_and_shards_do_not_count(case, tmp_path, small_windows, capsys):
-    alone = read(case.features("alone", batch_size=1))
-    others = [
-        case.features("all", batch_size=64),
-        case.features("three", batch_size=3),
-        case.features("tight", memory_mb=1),
-    ]
     shards = [case.features(f"shard-{i}", shard=i, n_shards=4) for i in (1, 2, 3, 4)]
     join_shards(features=tmp_path / "joined.h5", shards=shards, code="")
+    settings = {"all": {}, "three": {"batch_size": 3}, "tight": {"memory_mb": 1}}
+    others = [case.features(name, **changes) for name, changes in settings.items()]
+    alone = case.features("alone", batch_size=1)
     for file in (*others, tmp_path / "joined.h5"):
-        for found, expected in zip(read(file), alone, strict=True):
-            if isinstance(expected, list):
-                assert found == expected
-            else:
-                close(found, expected, 1e-5)
+        assert_same(file, alone)
 
 
 def test_texts_that_the_user_padded_give_the_same(tmp_path):
     case = Case("GPT-2, masks", tmp_path)
-    found = read(case.features("ragged"))
+    ragged = case.features("ragged")
     case.write("""
 import torch
 
@@ -184,8 +178,7 @@ def padded(sample):
 def train_data():
     return list(map(padded, texts.data(30, 0, ["attention_mask"])))
 """)
-    for one, other in zip(found, read(case.features("padded")), strict=True):
-        assert one == other if isinstance(one, list) else close(one, other, 1e-5) is None
+    assert_same(case.features("padded"), ragged)
 
 
 @pytest.mark.parametrize("batch_size", [64, 4])
@@ -274,8 +267,7 @@ def test_what_retrained_models_say(case):
 
 def test_memory_is_that_of_the_longest_in_a_batch(case, monkeypatch, capsys):
     """Whatever fits fits the longest, padded; of short ones more are together."""
-    seen = []
-    real = features_stage.LoadedModel.batch
+    seen, real = [], features_stage.LoadedModel.batch
 
     def watched(self, samples, start, stop):
         batch = real(self, samples, start, stop)
@@ -298,14 +290,13 @@ def test_a_text_that_memory_does_not_hold_is_named(case):
         case.features("none", memory_mb=0)
 
 
+TOO_LONG = r"(?s)IndexError.* Sample {} is a text of 33 tokens: texts must"
+
+
 @pytest.mark.parametrize(
     ("i", "change", "expected"),
     [
-        (
-            11,
-            "x[:3].repeat(11)",
-            r"(?s)IndexError.* Sample text-11 is a text of 33 tokens: texts must",
-        ),
+        (11, "x[:3].repeat(11)", TOO_LONG.format("text-11")),
         (4, "x[:1]", r"one after its first token\. Found none in .*text-4"),
     ],
     ids=["longer than the positions", "one token"],
@@ -327,9 +318,7 @@ def test_the_only_text_is_named_if_it_is_longer_than_the_positions(case):
 def target_data():
     return [{name: x[:3].repeat(11) for name, x in texts.data(7, 0)[0].items()}] * 7
 """)
-    with pytest.raises(
-        InputError, match=r"(?s)IndexError.* Sample \S+ is a text of 33 tokens: texts"
-    ):
+    with pytest.raises(InputError, match=TOO_LONG.format(r"\S+")):
         case.look()
 
 
@@ -369,11 +358,9 @@ import torch
 def train_data():
     return [{how} for i, one in enumerate(texts.data(30, 0))]
 """)
-    # Before the model sees them.
-    with pytest.raises(InputError, match=expected):
-        order_samples(
-            [Split(case_module(case).train_data(), case.ids)], case.model, LANGUAGE_MODELLING
-        )
+    split = Split(case_module(case).train_data(), case.ids)
+    with pytest.raises(InputError, match=expected):  # before the model sees them
+        order_samples([split], case.model, LANGUAGE_MODELLING)
 
 
 @pytest.mark.parametrize(("output", "n_out"), [("image_classification", 2), ("regression", 1)])
@@ -389,9 +376,6 @@ def make_model():
 def train_data():
     return [(torch.zeros(3, 8, 8 + (i == 9)), 1) for i in range(20)]
 """)
-    with pytest.raises(
-        InputError,
-        match=r"train_data\(\): Samples must have the same shapes in "
-        r"every sample\. Found for argument 0: \(3, 8, [89]\) in sample \d+; ",
-    ):
+    sizes = r"Found for argument 0: \(3, 8, [89]\) in sample \d+; "
+    with pytest.raises(InputError, match=rf"train_data\(\): Samples must have .*\. {sizes}"):
         look(study, output, {"train": None})

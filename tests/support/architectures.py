@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import default_collate
 
 B = 4
 
@@ -40,63 +39,6 @@ def two(*shape):
     return lambda: (torch.randn(B, *(shape or (5,))), torch.randn(B, *(shape or (5,))))
 
 
-class Tree(nn.Module):
-    """Takes and returns nested containers."""
-
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, tree):
-        a = self.left(tree["a"][0])
-        return {"sum": [a + self.right(tree["a"][1]["b"])], "rest": (a,)}
-
-
-class Wrapped(nn.Module):
-    """Passes everything through a module with parameters of its own."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.scale = inner, nn.Parameter(torch.randn(()))
-
-    def forward(self, *args, **kwargs):
-        found = self.inner(*args, **kwargs)
-        found["sum"][0] = found["sum"][0] * self.scale
-        return found
-
-
-class NotTensors(nn.Module):
-    """Takes and returns things that aren't tensors."""
-
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 3))
-
-        def forward(self, x, power, mode, nothing):
-            assert nothing is None
-            y = x @ self.weight
-            return (y**power if mode == "power" else y), mode, 7
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        y, _, number = self.inner(x, 2, "power", None)
-        return y * number
-
-
-class SharedBetweenModules(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.second.weight = self.first.weight
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
 class TiedEmbedding(nn.Module):
     def __init__(self):
         super().__init__()
@@ -105,94 +47,6 @@ class TiedEmbedding(nn.Module):
 
     def forward(self, x):
         return self.head(self.embedding(x)).tanh().mean(1)
-
-
-class FrozenParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
-        self.first.weight.requires_grad_(False)
-
-    def forward(self, x):
-        return self.second(self.first(x).tanh())
-
-
-class FrozenMiddle(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
-        self.layers[1].requires_grad_(False)
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-class Buffers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(5, 3)
-        self.register_buffer("scale", torch.randn(3))
-
-    def forward(self, x):
-        return self.linear(x) * self.scale
-
-
-class SideEffects(nn.Module):
-    """Counts its calls, and its output depends on the count."""
-
-    class Inner(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 3))
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls += 1
-            return (x @ self.weight) ** (1 + int(self.calls))
-
-    def __init__(self):
-        super().__init__()
-        self.inner = self.Inner()
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class SelfAttention(nn.Module):
-    def __init__(self, dropout=0.0, **options):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
-        self.options = options
-
-    def forward(self, x):
-        return self.attention(x, x, x, **self.options)[0].sum(1)
-
-
-class CrossAttention(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True, **options)
-
-    def forward(self, x, y):
-        return self.attention(x, y, y, need_weights=False)[0].flatten(1)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.recurrent = kind(3, 4, batch_first=True, **options)
-
-    def forward(self, x):
-        return self.recurrent(x)[0][:, -1]
-
-
-class Reparametrized(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.linear = how(nn.Linear(5, 3))
-
-    def forward(self, x):
-        return self.linear(x).tanh()
 
 
 class Pointwise(torch.autograd.Function):
@@ -226,6 +80,14 @@ def layers(*parts):
     return lambda: nn.Sequential(*(part() for part in parts))
 
 
+def frozen():
+    """One parameter, and all of a layer that gradients pass through."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
+    model[0].weight.requires_grad_(False)
+    model[1].requires_grad_(False)
+    return model
+
+
 def evaluated_batch_norm():
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
     model[1].running_mean.normal_()
@@ -240,69 +102,19 @@ def convolution(kind, *shape, **options):
     )
 
 
-def pooled(pool):
-    return Architecture(
-        layers(lambda: nn.Conv2d(1, 2, 2), lambda: pool, lambda: nn.Conv2d(2, 2, 1), nn.Flatten),
-        vectors(1, 5, 5),
-    )
-
-
-def tree():
-    return (default_collate([{"a": [torch.randn(5), {"b": torch.randn(5)}]} for _ in range(B)]),)
-
-
 ALONE = {"peer": ()}
 
 
 ARCHITECTURES = {
     "linear": Architecture(lambda: nn.Linear(5, 3), vectors()),
-    "linear without bias": Architecture(lambda: nn.Linear(5, 3, bias=False), vectors()),
     "linear on sequences": Architecture(
         layers(lambda: nn.Linear(5, 3), nn.Tanh, lambda: nn.Linear(3, 2)), vectors(6, 5)
     ),
     "narrow linear on long sequences": Architecture(
         layers(lambda: nn.Linear(2, 1), nn.Tanh, lambda: nn.Linear(1, 2)), vectors(50, 2)
     ),
-    "MLP": Architecture(
-        layers(lambda: nn.Linear(5, 6), nn.ReLU, lambda: nn.Linear(6, 6), nn.GELU), vectors()
-    ),
-    "nested containers": Architecture(Tree, tree, output=lambda o: o["sum"][0] + o["rest"][0]),
-    "nested containers, changed": Architecture(
-        lambda: Wrapped(Tree()), tree, output=lambda o: o["sum"][0], **ALONE
-    ),
-    "not tensors": Architecture(NotTensors, vectors()),
-    "parameter shared between modules": Architecture(SharedBetweenModules, vectors(), **ALONE),
     "tied embedding": Architecture(TiedEmbedding, tokens(), **ALONE),
-    "frozen parameter": Architecture(FrozenParameter, vectors()),
-    "frozen middle": Architecture(FrozenMiddle, vectors()),
-    "buffers": Architecture(Buffers, vectors()),
-    "side effects": Architecture(SideEffects, vectors(), **ALONE),
-    "dropout": Architecture(
-        layers(lambda: nn.Linear(5, 6), nn.Dropout, lambda: nn.Linear(6, 3)), vectors()
-    ),
-    "self-attention": Architecture(SelfAttention, vectors(3, 4)),
-    "self-attention without weights": Architecture(
-        lambda: SelfAttention(need_weights=False), vectors(3, 4)
-    ),
-    "self-attention with dropout": Architecture(lambda: SelfAttention(0.3), vectors(3, 4), **ALONE),
-    "cross-attention": Architecture(CrossAttention, two(3, 4)),
-    "cross-attention with bias vectors": Architecture(
-        lambda: CrossAttention(add_bias_kv=True), two(3, 4)
-    ),
-    "cross-attention of other widths": Architecture(
-        lambda: CrossAttention(kdim=5, vdim=5), lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5))
-    ),
-    "transformer encoder layer": Architecture(
-        layers(
-            lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), nn.Flatten
-        ),
-        vectors(3, 4),
-    ),
-    "RNN": Architecture(lambda: Recurrent(nn.RNN), vectors(3, 3), peer=(None,)),
-    "LSTM": Architecture(lambda: Recurrent(nn.LSTM, num_layers=2), vectors(3, 3), peer=(None,)),
-    "GRU, both ways": Architecture(
-        lambda: Recurrent(nn.GRU, bidirectional=True), vectors(3, 3), peer=(None,)
-    ),
+    "frozen": Architecture(frozen, vectors()),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
     "Conv2d, one place": convolution(nn.Conv2d, 2, 3, 3),
@@ -316,9 +128,14 @@ ARCHITECTURES = {
     "ConvTranspose1d, groups": convolution(
         nn.ConvTranspose1d, 4, 5, groups=2, dilation=2, padding=1
     ),
-    "max pooling": pooled(nn.MaxPool2d(2)),
-    "average pooling": pooled(nn.AdaptiveAvgPool2d(2)),
-    "upsampling": pooled(nn.Upsample(scale_factor=2, mode="bilinear")),
+    "pooling and upsampling": Architecture(
+        layers(
+            *(lambda: nn.Conv2d(1, 2, 2), lambda: nn.MaxPool2d(2)),
+            *(lambda: nn.Upsample(scale_factor=2, mode="bilinear"), nn.Tanh),
+            *(lambda: nn.AdaptiveAvgPool2d(2), lambda: nn.Conv2d(2, 2, 1), nn.Flatten),
+        ),
+        vectors(1, 5, 5),
+    ),
     "LayerNorm": Architecture(
         layers(lambda: nn.Linear(5, 6), lambda: nn.LayerNorm(6), nn.Tanh), vectors(3, 5)
     ),
@@ -338,10 +155,14 @@ ARCHITECTURES = {
     ),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
-        lambda: Reparametrized(nn.utils.parametrizations.weight_norm), vectors(), **ALONE
+        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh),
+        vectors(),
+        **ALONE,
     ),
     "orthogonal weight": Architecture(
-        lambda: Reparametrized(nn.utils.parametrizations.orthogonal), vectors(), **ALONE
+        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh),
+        vectors(),
+        **ALONE,
     ),
 }
 
@@ -378,44 +199,68 @@ def row(name, inputs, *, kwargs=dict, output=lambda found: found, peer=(None, 0)
     return keep
 
 
-@row("residual", vectors(), first=linear(5, 5), second=linear(5, 5))
-def residual(m, x):
+@row(
+    "nested containers",
+    lambda: ({"a": [torch.randn(B, 5), {"b": torch.randn(B, 5)}]},),
+    kwargs=lambda: {"shift": torch.randn(B, 3), "factor": 3.0, "nothing": None},
+    output=lambda o: o["sum"][0] + o["rest"][0],
+    left=linear(5, 3),
+    right=linear(5, 3),
+)
+def nested_containers(m, tree, *, shift, factor, nothing):
+    """Takes and returns them, and things that aren't tensors, by keyword."""
+    assert nothing is None
+    a = m.left(tree["a"][0]) + shift
+    return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
+
+
+@row("side effects", vectors(), peer=(), weight=weight(5, 3), calls=lambda: [])
+def side_effects(m, x):
+    """Counts its calls, and its output depends on the count."""
+    m.calls.append(1)
+    return (x @ m.weight) ** (1 + len(m.calls))
+
+
+def attention(**options):
+    return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
+
+
+@row("self-attention", vectors(3, 4), attention=attention())
+def self_attention(m, x):
+    return m.attention(x, x, x)[0].sum(1)
+
+
+@row("cross-attention with bias vectors", two(3, 4), attention=attention(add_bias_kv=True))
+@row(
+    "cross-attention of other widths",
+    lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
+    attention=attention(kdim=5, vdim=5),
+)
+def cross_attention(m, x, y):
+    return m.attention(x, y, y, need_weights=False)[0].flatten(1)
+
+
+@row("RNN", vectors(3, 3), peer=(None,), recurrent=lambda: nn.RNN(3, 4, batch_first=True))
+@row(
+    "LSTM, both ways",
+    vectors(3, 3),
+    peer=(None,),
+    recurrent=lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True),
+)
+def recurrent(m, x):
+    return m.recurrent(x)[0][:, -1]
+
+
+@row("residual of two inputs", two(), first=linear(5, 5), second=linear(5, 5))
+def residual(m, x, y):
     x = x + m.first(x).tanh()
-    return x + m.second(x)
+    return x + m.second(y) * x
 
 
 @row("branches", vectors(), stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2))
 def branches(m, x):
     x = m.stem(x).sigmoid()
     return torch.cat([m.left(x), m.right(x.square())], dim=1)
-
-
-@row("two inputs", two(), left=linear(5, 3), right=linear(5, 3))
-def two_inputs(m, x, y):
-    return m.left(x) * m.right(y)
-
-
-@row(
-    "two outputs",
-    vectors(),
-    output=lambda o: torch.cat(o, dim=1),
-    stem=linear(5, 4),
-    left=linear(4, 3),
-    right=linear(4, 2),
-)
-def two_outputs(m, x):
-    x = m.stem(x).tanh()
-    return m.left(x), m.right(x)
-
-
-@row(
-    "keyword arguments",
-    vectors(),
-    kwargs=lambda: {"shift": torch.randn(B, 5), "factor": 3.0},
-    linear=linear(5, 3),
-)
-def keyword_arguments(m, x, *, shift, factor=1.0):
-    return m.linear(x + shift) * factor
 
 
 @row("parameter reused", vectors(), weight=weight(5, 4))
@@ -434,15 +279,9 @@ def reused_module(m, x):
     return m.linear(m.linear(x).tanh())
 
 
-@row("parameter of a child", vectors(), peer=(), child=linear(5, 3))
-def parameter_of_child(m, x):
-    """Uses a child's parameters without calling the child."""
-    return F.linear(x, m.child.weight, m.child.bias).tanh()
-
-
 @row("child called and its parameter used", vectors(), peer=(), child=linear(5, 5))
 def called_and_used(m, x):
-    """Calls a child and uses its parameters as well."""
+    """Calls a child and uses its parameter as well."""
     return m.child(x).tanh() @ m.child.weight
 
 

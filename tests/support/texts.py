@@ -14,6 +14,7 @@ from transformers import (
 
 VOCABULARY, POSITIONS = 40, 30
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 
 STUDY = """
 import texts
@@ -62,18 +63,14 @@ def gpt2():
 
 
 def llama():
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, **size, **heads, **NO_IDS)
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZE, **heads, **NO_IDS))
 
 
 def bert():
     """A model whose tokens see those that follow: right with a mask alone."""
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "max_position_embeddings": POSITIONS}
-    config = BertConfig(vocab_size=VOCABULARY, **size, **heads)
-    return BertForMaskedLM(config)
+    return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **SIZE, **heads))
 
 
 def data(n, seed, keys=()):

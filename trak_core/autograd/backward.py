@@ -13,6 +13,9 @@ from trak_core.autograd.contributions import Consumer, Dense
 
 # Takes gradients with the rows in front, (rows, *shape), None where there are none.
 Watcher = Callable[[list[Tensor | None]], None]
+_Tensors = Sequence[Tensor]
+_Taker = Callable[[Tensor, Tensor], None]
+_Way = Callable[[_Taker, Sequence[GradientEdge], _Tensors, _Tensors], None]
 
 
 def take_rows(
@@ -30,46 +33,45 @@ def take_rows(
     Args:
         consumer: Takes the gradients.
         outputs: Where the rows start.
-        gradients: Gradients of each output, shape (rows, *shape).
+        gradients: Those of each output, shape (rows, *shape).
         parameters: What to differentiate with respect to.
         extra: Rows, shape (rows, entries), to add to those of a parameter.
     """
-    part = consumer.empty()
-    if outputs:
-        try:
-            _together(part, outputs, gradients, parameters, extra)
-        except RuntimeError:
-            # An error of the operation itself comes again, now without vmap around it.
-            part = consumer.empty()
-            _one_by_one(part, outputs, gradients, parameters, extra)
-    else:
-        for parameter, rows in extra.items():
-            _take(part, parameter, rows)
+
+    def run(way: _Way) -> Consumer:
+        part, missing = consumer.empty(), dict(extra)
+
+        def take(parameter: Tensor, rows: Tensor) -> None:
+            part.take(parameter, [Dense(rows.reshape(1, len(rows), *parameter.shape))])
+
+        def take_sum(parameter: Tensor, rows: Tensor) -> None:
+            more = missing.pop(parameter, None)
+            take(parameter, rows if more is None else rows.reshape(len(rows), -1) + more)
+
+        if outputs:
+            way(take_sum, outputs, gradients, parameters)
+        for parameter, rows in missing.items():
+            take(parameter, rows)
+        return part
+
+    try:
+        part = run(_together)
+    except RuntimeError:
+        # An error of the operation itself comes again, now without vmap around it.
+        part = run(_one_by_one)
     consumer.add(part)
 
 
-def _take(consumer: Consumer, parameter: Tensor, rows: Tensor) -> None:
-    consumer.take(parameter, [Dense(rows.reshape(1, len(rows), *parameter.shape))])
-
-
 def _together(
-    consumer: Consumer,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    extra: dict[Tensor, Tensor],
+    take: _Taker, outputs: Sequence[GradientEdge], gradients: _Tensors, parameters: _Tensors
 ) -> None:
-    arrived = set()
-
-    def take(parameter: Tensor, rows: Tensor | None) -> None:
-        assert rows is not None
-        arrived.add(parameter)
-        rows = rows.reshape(len(rows), -1)
-        _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
-
     def watch(parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        def arrive(rows: list[Tensor | None]) -> None:
+            assert rows[0] is not None
+            take(parameter, rows[0])
+
         def hook(gradient: Tensor) -> Tensor:
-            show([gradient], lambda rows: take(parameter, rows[0]))
+            show([gradient], arrive)
             # Autograd keeps what a hook returns until the pass is over: next to nothing.
             return gradient.new_zeros(()).expand(parameter.shape)
 
@@ -77,33 +79,19 @@ def _together(
 
     with hooked(parameter.register_hook(watch(parameter)) for parameter in parameters):
         backward(outputs, gradients, parameters, lambda rows: None, keep_graph=True)
-    for parameter in extra.keys() - arrived:
-        _take(consumer, parameter, extra[parameter])
 
 
 def _one_by_one(
-    consumer: Consumer,
-    outputs: Sequence[GradientEdge],
-    gradients: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    extra: dict[Tensor, Tensor],
+    take: _Taker, outputs: Sequence[GradientEdge], gradients: _Tensors, parameters: _Tensors
 ) -> None:
     by_row = [
-        torch.autograd.grad(
-            outputs,
-            parameters,
-            [gradient[row] for gradient in gradients],
-            retain_graph=True,
-            allow_unused=True,
-        )
-        for row in range(len(gradients[0]))
+        torch.autograd.grad(outputs, parameters, row, retain_graph=True, allow_unused=True)
+        for row in zip(*gradients, strict=True)
     ]
     for parameter, column in zip(parameters, zip(*by_row, strict=True), strict=True):
-        if any(gradient is not None for gradient in column) or parameter in extra:
+        if any(gradient is not None for gradient in column):
             zero = torch.zeros_like(parameter)
-            rows = torch.stack([zero if g is None else g for g in column])
-            rows = rows.reshape(len(rows), -1)
-            _take(consumer, parameter, rows + extra[parameter] if parameter in extra else rows)
+            take(parameter, torch.stack([zero if g is None else g for g in column]))
 
 
 def backward(

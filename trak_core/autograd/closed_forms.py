@@ -24,7 +24,6 @@ class Use:
         gradient: Gradient of the operation's output, shape (C, *shape).
         dim: The dimension of the output with the samples, C not counted.
         width: Consecutive places of one sample along it.
-        n_samples: B.
     """
 
     edge: Edge
@@ -38,20 +37,14 @@ class Use:
         return getattr(self.edge.user, f"_saved_{name}")
 
     def has_saved(self, name: str) -> bool:
-        """Whether the operation saved it."""
         return hasattr(self.edge.user, f"_saved_{name}")
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of the input."""
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Bring the samples to the front, behind ``lead`` dimensions.
-
-        Returns:
-            Shape (*lead, B, *shape); along ``dim`` only the sample's own places are left.
-        """
+        """Return shape (*lead, B, *shape); along ``dim`` only a sample's own places are left."""
         at = lead + dim
         size = tensor.shape[at] // (self.n_samples * self.width)
         cut = tensor.unflatten(at, (size, self.n_samples, self.width))
@@ -70,16 +63,10 @@ def has_form(edge: Edge) -> bool:
 def closed_form(
     edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
 ) -> Contribution | None:
-    """Return the contribution of a crossing, if there is a closed form for it.
+    """Return the contribution of a crossing; None if the operation has to be differentiated.
 
-    Args:
-        edge: From an operation with split outputs to a shared input.
-        gradients: Gradients of the operation's outputs, shape (C, *shape) each.
-        layouts: Layouts of the same outputs.
-        n_samples: B.
-
-    Returns:
-        The contribution; None if the operation itself has to be differentiated.
+    The edge leads from split outputs to a shared input; ``gradients``, shape (C, *shape) each, and
+    ``layouts`` are those of the outputs.
     """
     make = _FORMS.get(name_of(edge.user))
     if make is None or set(gradients) != {0}:
@@ -95,17 +82,16 @@ def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     if dim >= 0 and shape[dim] != 1:
         return None
     own = use.by_sample(gradient, use.dim, 1)
-    extra = own.ndim - 2 - len(shape)
-    repeated = [2 + i for i in range(extra)]
-    repeated += [2 + extra + i for i, n in enumerate(shape) if n == 1 != own.shape[2 + extra + i]]
+    first = own.ndim - len(shape)
+    repeated = [*range(2, first)]
+    repeated += [first + i for i, n in enumerate(shape) if n == 1 != own.shape[first + i]]
     if repeated:
         own = own.sum(repeated)
     return Dense(own.reshape(*own.shape[:2], *shape))
 
 
 def _times(gradient: Tensor, factor: Any) -> Tensor:
-    """Multiply without a copy where there is nothing to do."""
-    return gradient if factor == 1 else gradient * factor
+    return gradient if factor == 1 else gradient * factor  # no needless copy
 
 
 def _added(use: Use) -> Contribution | None:
@@ -124,7 +110,7 @@ def _multiplied(use: Use) -> Contribution | None:
 
 
 def _matrix_product(use: Use) -> Contribution | None:
-    """A linear layer, from either side; the first input of an Addmm is the bias."""
+    """Serve a linear layer, from either side; the first input of an Addmm is the bias."""
     is_sum = name_of(use.edge.user) == "Addmm"
     if is_sum and use.edge.index == 0:
         return _summed(use, _times(use.gradient, use.saved("beta")))
@@ -178,10 +164,9 @@ def _weighted_sums(
 ) -> Contribution:
     """Sum gradients (C, B, ...) times normalised inputs over ``dims``, a few samples at a time."""
     step = max(1, _CACHED // max(1, gradients[0, 0].numel()))
-    n_samples = gradients.shape[1]
     sums = []
-    for start in range(0, n_samples, step):
-        part = slice(start, min(start + step, n_samples))
+    for start in range(0, gradients.shape[1], step):
+        part = slice(start, start + step)
         products = gradients[:, part] * normed(part)
         sums.append(products.sum(dims) if dims else products)
     return Dense(torch.cat(sums, dim=1))
@@ -197,11 +182,8 @@ def _layer_normed(use: Use) -> Contribution | None:
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
     )
-    return _weighted_sums(
-        gradients,
-        lambda part: (inputs[part] - mean[part]).mul_(scale[part]),
-        list(range(2, gradients.ndim - n_normed)),
-    )
+    dims = [*range(2, gradients.ndim - n_normed)]
+    return _weighted_sums(gradients, lambda x: (inputs[x] - mean[x]).mul_(scale[x]), dims)
 
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:

@@ -44,11 +44,7 @@ class Contribution(ABC):
 
     @abstractmethod
     def part(self, first: int, last: int) -> Tensor:
-        """Return the gradients of the matrix's rows from ``first`` to ``last``.
-
-        Returns:
-            Shape (rows, (last - first) x the matrix's columns).
-        """
+        """Return the gradients of some of the matrix's rows, shape (rows, entries of those)."""
 
     def whole(self) -> Tensor:
         """Return whole gradients, shape (rows, entries)."""
@@ -60,14 +56,12 @@ class Contribution(ABC):
 
 
 def summed_parts(uses: Sequence[Contribution], most_entries: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield the sum of several uses of one tensor, a part after the other.
+    """Yield the sum of several uses of one tensor, at least one, a part after the other.
 
-    Args:
-        uses: At least one, in the tensor's own order.
-        most_entries: The most entries of a part, unless a single row of the matrix has more.
+    A part has at most ``most_entries``, unless a single row of the matrix has more.
 
     Yields:
-        The first entry, and gradients of shape (rows, entries).
+        The first entry, and gradients of shape (rows, entries), in the tensor's own order.
     """
     if len({use.matrix for use in uses}) > 1:  # seen in several shapes
         uses = [use.flattened() for use in uses]

@@ -22,11 +22,8 @@ from trak_core.autograd.contributions import (
 _BY_PLACE_CHANNELS = 8
 # From so many on, torch's own convolution is faster than patches where gradients are formed.
 _BY_LIBRARY_CHANNELS = 4
-_WEIGHT_GRADIENTS: dict[int, Callable[..., Tensor]] = {
-    1: conv1d_weight,
-    2: conv2d_weight,
-    3: conv3d_weight,
-}
+# By the dimensions of the kernel, from one on.
+_WEIGHT_GRADIENTS: list[Callable[..., Tensor]] = [conv1d_weight, conv2d_weight, conv3d_weight]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +37,6 @@ class Patches(Contribution):
     Attributes:
         gradients: Gradients of the output, shape (C, B, V, outputs, *output size).
         images: Shape (B, V, inputs, *size), V images a sample.
-        kernel: Size of the kernel.
-        stride: Step of the patches.
-        padding: Zeros on both sides.
-        dilation: Step within a patch.
-        groups: Number of groups of channels.
     """
 
     images: Tensor
@@ -100,7 +92,7 @@ class Patches(Contribution):
         gradients, images = self.gradients[0, :, 0, first:last], self.images[:, 0]
         n_samples, outputs = gradients.shape[:2]
         size = (n_samples * outputs, images.shape[1] // self.groups, *self.kernel)
-        grouped = _WEIGHT_GRADIENTS[len(self.kernel)](
+        grouped = _WEIGHT_GRADIENTS[len(self.kernel) - 1](
             images.reshape(1, -1, *images.shape[2:]),
             size,
             gradients.reshape(1, -1, *gradients.shape[2:]),
@@ -157,7 +149,7 @@ class Patches(Contribution):
         length = 1 + sum(step * (size - 1) for step, size in zip(steps, sizes, strict=True))
         gradients = gradients[..., :length]
         n_outputs, n_inputs = outputs // self.groups, self.images.shape[2] // self.groups
-        for place in itertools.product(*(range(size) for size in self.kernel)):
+        for place in itertools.product(*map(range, self.kernel)):
             moves = [at * d for at, d in zip(place, self.dilation, strict=True)]
             phase = tuple(move % s for move, s in zip(moves, self.stride, strict=True))
             start = sum(
@@ -168,18 +160,16 @@ class Patches(Contribution):
                 own = gradients[:, group * n_outputs : (group + 1) * n_outputs]
                 seen = moved[..., group * n_inputs : (group + 1) * n_inputs]
                 for part in pieces(n_inputs, c * b * n_outputs):
-                    seen_part = seen[..., part]
-                    if c > 1:
-                        seen_part = seen_part.repeat(c, 1, 1)
-                    yield torch.bmm(own, seen_part).flatten(1)
+                    inputs = seen[..., part]
+                    yield torch.bmm(own, inputs.repeat(c, 1, 1) if c > 1 else inputs).flatten(1)
 
     def _phases(self) -> Tensor:
         """Cut the padded images, shape (*stride, B, inputs, *size / stride)."""
         images = self.images[:, 0]
-        margins = []
-        sizes = images.shape[2:]
-        for size, pad, step in zip(sizes, self.padding, self.stride, strict=True):
-            margins.append((pad, pad + -(size + 2 * pad) % step))
+        margins = [
+            (pad, pad + -(size + 2 * pad) % step)
+            for size, pad, step in zip(images.shape[2:], self.padding, self.stride, strict=True)
+        ]
         flat = [n for pair in margins[::-1] for n in pair]
         images = F.pad(images, flat) if any(flat) else images.contiguous()
         for i, step in enumerate(self.stride):

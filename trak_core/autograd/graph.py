@@ -66,9 +66,7 @@ def leaf_of(node: Node) -> Tensor | None:
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     """Walk a graph from its roots and keep what leads to the parameters.
 
-    Args:
-        roots: Nodes to start from.
-        parameters: The chosen parameters; others count as constants.
+    Parameters that aren't chosen count as constants.
 
     Returns:
         The graph; empty if none of the parameters is reached.
@@ -89,18 +87,15 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             stack.append((node, True))
             stack.extend((used, False) for used, _ in node.next_functions if used is not None)
             continue
-        leaf = leaf_of(node)
-        if leaf is not None and id(leaf) in chosen:
-            leaves[node] = leaf
-            edges[node] = []
-            finished.append(node)
-            continue
         leading = [
             Edge(node, i, used, number)
             for i, (used, number) in enumerate(node.next_functions)
             if used in edges
         ]
-        if leading:
+        leaf = leaf_of(node)
+        if leaf is not None and id(leaf) in chosen:
+            leaves[node] = leaf
+        if leading or node in leaves:
             edges[node] = leading
             finished.append(node)
     return Graph(finished[::-1], edges, leaves)
@@ -115,13 +110,9 @@ def strides(shape: Sequence[int]) -> list[int]:
 
 
 def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Layout:
-    """Return the layout of a tensor whose samples lie along one dimension.
+    """Return the layout of a tensor whose dimension ``dim`` reads as (outer, n_samples, width).
 
-    Args:
-        shape: Shape of the tensor.
-        dim: The dimension, which is read as (outer, n_samples, width).
-        width: Consecutive places of one sample along ``dim``.
-        n_samples: B.
+    ``width`` is the number of consecutive places of one sample.
 
     Returns:
         The layout; None if the dimension's size doesn't allow it.

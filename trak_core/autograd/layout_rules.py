@@ -6,6 +6,7 @@ that belong to the same sample. The answer for an operation that isn't listed is
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,12 +22,10 @@ class At:
     """One input of one operation, and where the samples lie in one of its outputs.
 
     Attributes:
-        node: The operation.
         index: Number of the input.
         output: Shape of the output.
         input: Shape of the input.
         layout: Layout of the output.
-        n_samples: B.
         dim: The output's dimension with the samples; -1 if they are spread over several.
         width: Consecutive places of one sample along it.
     """
@@ -53,7 +52,7 @@ class At:
 
 
 def _signed(dim: int) -> int:
-    """Negative dimensions come back from the graph as unsigned 64-bit numbers."""
+    """Undo that negative dimensions come back from the graph as unsigned 64-bit numbers."""
     return dim - 2**64 if dim >= 2**63 else dim
 
 
@@ -138,21 +137,14 @@ def _indexed(at: At) -> Layout:
     return None
 
 
-def _product(left: int) -> Rule:
+def _product(at: At, left: int = 0) -> Layout:
     """Product of the inputs ``left`` and ``left + 1``, plus the input before if there is one."""
-
-    def rule(at: At) -> Layout:
-        if at.index < left:
-            return _pointwise(at)
-        if at.dim < 0:
-            return None
-        n = len(at.output)
-        is_left = at.index == left
-        if len(at.input) != n or at.dim == (n - 1 if is_left else n - 2):
-            return None  # the reduced dimension is shared by the samples
-        return at.along(at.dim)
-
-    return rule
+    if at.index < left:
+        return _pointwise(at)
+    n = len(at.output)
+    if len(at.input) != n or at.dim == (n - 1 if at.index == left else n - 2):
+        return None  # the reduced dimension is shared by the samples
+    return at.along(at.dim)
 
 
 def _along_first_dim(at: At) -> Layout:
@@ -173,14 +165,10 @@ def _batch_normed(at: At) -> Layout:
     return at.along(at.dim) if at.index == 0 else None
 
 
-def _pooled(n_spatial: int) -> Rule:
+def _pooled(at: At, n_spatial: int) -> Layout:
     """Treats each channel of each sample separately."""
-
-    def rule(at: At) -> Layout:
-        inside = at.index == 0 and at.dim < len(at.output) - n_spatial
-        return at.along(at.dim) if inside else None
-
-    return rule
+    inside = at.index == 0 and at.dim < len(at.output) - n_spatial
+    return at.along(at.dim) if inside else None
 
 
 def _attended(at: At) -> Layout:
@@ -211,16 +199,18 @@ _NAMES: dict[Rule, str] = {
     _permuted: "Permute",
     _matrix_transposed: "T",
     _indexed: "Index",
-    _product(1): "Addmm Baddbmm",
-    _product(0): "Mm Bmm",
+    partial(_product, left=1): "Addmm Baddbmm",
+    _product: "Mm Bmm",
     _layer_normed: "NativeLayerNorm FusedRmsNorm",
     _batch_normed: "NativeBatchNorm CudnnBatchNorm MiopenBatchNorm BatchNormWithUpdate",
-    _pooled(1): "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D",
-    _pooled(2): (
+    partial(_pooled, n_spatial=1): (
+        "ReflectionPad1D ReplicationPad1D UpsampleLinear1D UpsampleNearest1D"
+    ),
+    partial(_pooled, n_spatial=2): (
         "MaxPool2DWithIndices AvgPool2D AdaptiveAvgPool2D AdaptiveMaxPool2D UpsampleNearest2D "
         "UpsampleBilinear2D UpsampleBicubic2D ReflectionPad2D ReplicationPad2D"
     ),
-    _pooled(3): (
+    partial(_pooled, n_spatial=3): (
         "MaxPool3DWithIndices AvgPool3D AdaptiveAvgPool3D AdaptiveMaxPool3D "
         "UpsampleNearest3D UpsampleTrilinear3D ReflectionPad3D ReplicationPad3D"
     ),
@@ -240,16 +230,9 @@ _BY_POSITION = {_reshaped, _pointwise}
 
 
 def input_layout(edge: Edge, number: int, layout: int, n_samples: int) -> Layout:
-    """Return the layout of an operation's input.
+    """Return an input's layout from that of output ``number`` of the operation ``edge.user``.
 
-    Args:
-        edge: The edge from the operation, ``edge.user``, to the input.
-        number: Number of the operation's output.
-        layout: Layout of that output.
-        n_samples: B, at least 2.
-
-    Returns:
-        The layout; None if samples share the input, or if it is unknown.
+    It is None if samples share the input, or if it is unknown. ``n_samples`` is at least 2.
 
     Raises:
         MixedSamplesError: If the operation takes statistics over the samples.

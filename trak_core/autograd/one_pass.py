@@ -29,13 +29,7 @@ class GraphNeededError(Exception):
 
 
 def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) -> None:
-    """Hand over the gradients of each entry of an output, in row-major order.
-
-    Args:
-        consumer: Takes the gradients.
-        output: Any shape, with a graph, which stays.
-        parameters: What to differentiate with respect to.
-    """
+    """Hand over the gradients of each entry of an output, in row-major order; the graph stays."""
     edge = get_gradient_edge(output)
     reached = list(trace([edge.node], parameters).parameters.values())
     if reached and output.numel():
@@ -46,13 +40,11 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
     """Plan how one pass serves all samples.
 
-    Args:
-        output: A tensor with a graph, and at least two samples along ``dim``.
-        parameters: What to differentiate with respect to.
-        dim: The dimension along which samples are independent.
+    Samples must be independent along the output's dimension ``dim``.
 
     Returns:
-        The plan; None if samples can't be told apart, or if there is nothing to differentiate.
+        The plan; None for fewer than two samples, if they can't be told apart, or if there is
+        nothing to differentiate.
 
     Raises:
         MixedSamplesError: If an operation takes statistics over the samples.
@@ -74,12 +66,8 @@ def by_samples(
 ) -> None:
     """Hand over gradients by one pass; rows run over the other dimensions, then the samples.
 
-    Args:
-        consumer: Takes the gradients.
-        output: A tensor with a graph.
-        plan: From ``plan_of``, for this output and dimension.
-        dim: The dimension of the samples.
-        keep_graph: Whether the graph must stay; it takes the memory of the activations.
+    The plan is that of ``plan_of`` for this output and dimension. If the graph need not stay, what
+    operations have saved goes as the pass goes down, unless it is known to be needed afterwards.
 
     Raises:
         GraphNeededError: If it does not stay, and is needed; the consumer has taken a part then.
@@ -91,35 +79,12 @@ def by_samples(
         # torch makes the gradient of a sum itself. To compare the shape of one that it is given, it
         # imports sympy, which takes longer than a small job's passes.
         with torch.enable_grad():
-            total = get_gradient_edge(output.sum())
-        _take_split(consumer, total, None, plan, n_samples, keep_graph=keep_graph)
-        return
-    rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
-    rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
-    _take_split(consumer, get_gradient_edge(output), rows, plan, n_samples, keep_graph=keep_graph)
-
-
-def _take_split(
-    consumer: Consumer,
-    output: GradientEdge,
-    gradients: Tensor | None,
-    plan: Plan,
-    n_samples: int,
-    *,
-    keep_graph: bool,
-) -> None:
-    """Run the pass and hand over rows (c, b).
-
-    Args:
-        consumer: Takes the gradients.
-        output: Where the pass starts.
-        gradients: C rows, shape (C, *shape of the output): each picks one entry of every sample.
-            None for one row where the pass starts at the sum of all entries.
-        plan: The plan for the output.
-        n_samples: B.
-        keep_graph: Whether another pass may follow. If not, what operations have saved goes as the
-            pass goes down, unless it is known to be needed afterwards.
-    """
+            start, gradients = get_gradient_edge(output.sum()), None
+    else:
+        # Each row picks one entry of every sample.
+        rows = torch.eye(n_each, dtype=output.dtype, device=output.device).view(n_each, *others)
+        rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
+        start, gradients = get_gradient_edge(output), [rows]
     keep_graph |= any(not has_form(e) for pairs in plan.crossings.values() for e, _ in pairs)
     gathered = _Pass(plan, consumer, n_samples, keep_graph)
 
@@ -140,13 +105,7 @@ def _take_split(
             gathered.visit(node, rows)
 
     with hooked(node.register_prehook(watch(node)) for node in plan.inner):
-        backward(
-            [output],
-            None if gradients is None else [gradients],
-            [GradientEdge(*stop) for stop in stops],
-            at_stops,
-            keep_graph,
-        )
+        backward([start], gradients, [GradientEdge(*stop) for stop in stops], at_stops, keep_graph)
     gathered.finish()
 
 
@@ -165,17 +124,16 @@ class _Pass:
 
     def visit(self, node: Node, gradients: dict[int, Tensor]) -> None:
         """Take the gradients of a node's outputs, shape (C, *shape)."""
-        layouts = self.plan.layouts[node]
-        waiting = []
+        layouts, waiting = self.plan.layouts[node], []
         for edge, region in self.plan.crossings[node]:
             contribution = closed_form(edge, gradients, layouts, self.n_samples)
             if contribution is None:
                 waiting.append((edge, region))
             else:
                 self._take(contribution, edge, region)
-        if waiting and not self.is_kept:
-            raise GraphNeededError
         if waiting:
+            if not self.is_kept:
+                raise GraphNeededError
             self.waiting[node] = gradients, waiting
 
     def _take(self, contribution: Contribution, edge: Edge, region: Region) -> None:
@@ -210,20 +168,15 @@ class _Pass:
             sums = self.arrived.pop(id(region), None)
             if not sums:
                 continue
-            leaves = {key: leaf_of(key[0]) for key in sums}
-            extra = {
-                leaf: sums[key].reshape(len(sums[key]), -1)
-                for key, leaf in leaves.items()
-                if leaf is not None
-            }
-            inside = [key for key, leaf in leaves.items() if leaf is None]
-            take_rows(
-                self.consumer,
-                [GradientEdge(*key) for key in inside],
-                [sums[key].view(-1, *shape_of(*key)) for key in inside],
-                region.parameters,
-                extra,
-            )
+            edges, gradients, extra = [], [], {}
+            for (node, number), rows in sums.items():
+                leaf = leaf_of(node)
+                if leaf is not None:
+                    extra[leaf] = rows.reshape(len(rows), -1)
+                else:
+                    edges.append(GradientEdge(node, number))
+                    gradients.append(rows.view(-1, *shape_of(node, number)))
+            take_rows(self.consumer, edges, gradients, region.parameters, extra)
 
 
 def _to_parameter(contribution: Contribution, edge: Edge) -> Contribution:
@@ -255,11 +208,7 @@ def _by_operation(
     indices: list[int],
     n_samples: int,
 ) -> dict[int, Tensor]:
-    """Differentiate one operation for every row on its own.
-
-    Returns:
-        For each of the inputs ``indices``, shape (C, B, *shape).
-    """
+    """Differentiate an operation for each row; return (C, B, *shape) by number of the input."""
     call: Callable[..., Any] = node.apply if is_function(node) else node
     n_outputs = len(node._input_metadata)
     gradient = next(iter(gradients.values()))

@@ -7,7 +7,7 @@ split output to a shared input is a *crossing*: there the gradient of each sampl
 inner products by a closed form.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -86,15 +86,7 @@ class Plan:
 
 
 def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) -> Plan:
-    """Find layouts, crossings and regions.
-
-    Args:
-        graph: The graph from the roots to the parameters.
-        roots: Layouts of the outputs that the backward pass starts from.
-        n_samples: B, at least 2.
-
-    Returns:
-        The plan.
+    """Return the plan from the layouts of the outputs that the backward pass starts from.
 
     Raises:
         MixedSamplesError: If an operation takes statistics over the samples.
@@ -162,12 +154,8 @@ def _regions(below: list[Edge], crossings: list[Edge], graph: Graph) -> dict[Nod
     for node, parameter in graph.parameters.items():
         regions[head(node)].parameters.append(parameter)
     region_of = {node: regions[head(node)] for node in list(parent)}
-    n_edges: dict[int, int] = defaultdict(int)
-    n_arrivals: dict[int, int] = defaultdict(int)
-    for edge in (*below, *crossings):
-        n_edges[id(region_of[edge.node])] += 1
-    for node, _ in arrivals:
-        n_arrivals[id(region_of[node])] += 1
+    n_edges = Counter(id(region_of[edge.node]) for edge in (*below, *crossings))
+    n_arrivals = Counter(id(region_of[node]) for node, _ in arrivals)
     for node, region in region_of.items():
         is_parameter = node in graph.parameters
         moves = is_parameter or (name_of(node) in MOVES | _CUTS and len(graph.edges[node]) == 1)

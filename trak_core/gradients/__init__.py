@@ -4,6 +4,10 @@ The layout of the whole project is fixed here: a gradient has one coordinate a p
 parameters in ``named_parameters`` order, each row-major. A batch is differentiated by one backward
 pass (``gradients_at_once``), or sample by sample where a model's graph can't be read. Gradients go
 to a consumer as they come, for instance to ``trak_core.model.features``.
+
+Functions take the same things: a ``model`` on the samples' device, in any mode, which they leave as
+it was; the ``parameters`` to differentiate, from ``select_parameters``; the model ``output`` f;
+``samples`` as ``as_batch`` takes them; and ``sample_ids``, which messages name.
 """
 
 from trak_core.gradients.batch import Batch, Samples, Shapes, as_batch, call, joined, shapes_of
@@ -45,41 +49,12 @@ from trak_core.gradients.per_sample import (
     select_parameters,
 )
 
-__all__ = [
-    "Batch",
-    "GradientMethod",
-    "MemoryByLength",
-    "PerSample",
-    "Room",
-    "SampleMemory",
-    "Samples",
-    "Shapes",
-    "as_batch",
-    "as_blocks",
-    "beside_gradient",
-    "call",
-    "check_finite",
-    "check_finite_gramian",
-    "check_labels",
-    "check_samples_apart",
-    "columns_of",
-    "count_classes",
-    "explain_not_finite",
-    "formed_gradients",
-    "gradient_method",
-    "gradients_at_once",
-    "gradients_one_by_one",
-    "graph_to",
-    "in_chunks",
-    "in_evaluation_mode",
-    "joined",
-    "memory_by_length",
-    "n_params",
-    "per_sample",
-    "refuse_not_finite",
-    "sample_memory",
-    "samples_that_fit",
-    "select_parameters",
-    "shapes_of",
-    "why_not_at_once",
-]
+__all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
+__all__ += ["MemoryByLength", "Room", "SampleMemory", "in_chunks"]
+__all__ += ["memory_by_length", "sample_memory", "samples_that_fit"]
+__all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_samples_apart"]
+__all__ += ["count_classes", "explain_not_finite", "refuse_not_finite"]
+__all__ += ["GradientMethod", "formed_gradients", "gradient_method", "gradients_at_once"]
+__all__ += ["gradients_one_by_one", "why_not_at_once"]
+__all__ += ["PerSample", "as_blocks", "beside_gradient", "columns_of", "graph_to"]
+__all__ += ["in_evaluation_mode", "n_params", "per_sample", "select_parameters"]

@@ -38,7 +38,6 @@ class Batch:
     along: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.labels)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Batch":
@@ -85,6 +84,10 @@ class Batch:
         yield from self.kwargs.items()
 
 
+_SAMPLE = (
+    "a tuple of the model's positional arguments and, last, the label, or a dict of its named "
+    "arguments and `labels`"
+)
 # Positional arguments and, last, the labels; named arguments and `labels`; or a batch.
 Samples = Sequence[Tensor] | Mapping[str, Tensor] | Batch
 
@@ -112,26 +115,19 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     labelled = output.label_ndim is not None
     args, kwargs, labels = (), {}, None
     if isinstance(samples, Mapping):
-        kwargs = {
-            name: tensor for name, tensor in samples.items() if not labelled or name != "labels"
-        }
-        labels = samples.get("labels") if labelled else None
-        found = f"a dict with {', '.join(map(str, samples))}"
+        kwargs = dict(samples)
+        labels = kwargs.pop("labels", None) if labelled else None
+        form = f"a dict with {', '.join(map(str, samples))}"
     else:
         args = tuple(samples[:-1]) if labelled else tuple(samples)
         labels = samples[-1] if labelled and samples else None
-        found = f"a tuple of {len(samples)}"
+        form = f"a tuple of {len(samples)}"
     if not (args or kwargs) or (labelled and labels is None):
-        if not labelled:
-            needed = "a tuple of the model's positional arguments, or a dict of its named ones"
-        else:
-            needed = (
-                "a tuple of the model's positional arguments and, last, the label, or a dict of "
-                "its named arguments and `labels`"
-            )
-        raise InputError(f"A sample must be {needed}. Found {found}.", code="gradients.sample_form")
+        unlabelled = "a tuple of the model's positional arguments, or a dict of its named ones"
+        needed = _SAMPLE if labelled else unlabelled
+        raise InputError(f"A sample must be {needed}. Found {form}.", code="gradients.sample_form")
     if labels is None:
-        first = next(iter((*args, *kwargs.values())))
+        first = (*args, *kwargs.values())[0]
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
     mask = kwargs.get("attention_mask")
     if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
@@ -148,7 +144,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
-    """Return the samples of several batches as one.
+    """Return the samples of several batches as one, one after another.
 
     Texts that have ``lengths`` are padded on the right: their labels with ``IGNORED``, inputs along
     the tokens with 0, which is a token of every vocabulary and is left out by an
@@ -156,17 +152,12 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
     Args:
         batches: At least one, with the same inputs; all with lengths, or none.
-
-    Returns:
-        The samples, one after another.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
     each = [dict(batch.tensors()) for batch in batches]
     inputs = {
-        name: _padded_cat(
-            [tensors[name] for tensors in each], longest if name in first.along else None
-        )
+        name: _padded_cat([x[name] for x in each], longest if name in first.along else None)
         for name in each[0]
     }
     labels = _padded_cat([batch.labels for batch in batches], longest, IGNORED)
@@ -204,7 +195,7 @@ class Shapes:
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
-    """Compare the shapes of samples, one after another.
+    """Return what the shapes of samples, seen one after another, have in common.
 
     Texts are samples with a label a token. They may differ in the first dimension of their labels
     and of all inputs with as many rows, because those can be padded. All else must be the same.
@@ -212,9 +203,6 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
     Args:
         samples: Each with its id, as a batch of one.
         output: The model output f.
-
-    Returns:
-        The texts' lengths, and the inputs with a row a token.
 
     Raises:
         InputError: If samples have other inputs, or shapes that no padding makes the same; it names
@@ -251,26 +239,27 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
         }
         odd = [name for name in shapes if name not in same | along]
         if odd:
-            _refuse(odd[0], (first_id, first), (sample_id, shapes), output=output)
+            raise _different_shapes(odd[0], {first_id: first, sample_id: shapes}, output)
     return Shapes(lengths, frozenset(along - {"labels"}))
 
 
-def _refuse(
-    name: str, *samples: tuple[object, dict[str, tuple[int, ...]]], output: ModelOutput
-) -> None:
-    is_text = output.label_ndim == 1
-    found = [
-        f"{shapes[name]} in sample {sample_id}"
-        + (f", which has labels of shape {shapes['labels']}" if is_text else "")
-        for sample_id, shapes in samples
-    ]
-    exception = (
-        ", except the number of tokens, the first dimension of `labels` and of each input with a "
-        "row a token"
+def _different_shapes(
+    name: str, samples: Mapping[object, dict[str, tuple[int, ...]]], output: ModelOutput
+) -> InputError:
+    exception = mention = ""
+    if output.label_ndim == 1:
+        exception = (
+            ", except the number of tokens, the first dimension of `labels` and of each input with "
+            "a row a token"
+        )
+        mention = ", which has labels of shape {labels}"
+    pair = "; ".join(
+        f"{shapes[name]} in sample {sample_id}{mention.format(**shapes)}"
+        for sample_id, shapes in samples.items()
     )
-    raise InputError(
-        f"Samples must have the same shapes in every sample{exception if is_text else ''}. Found "
-        f"for {name}: {'; '.join(found)}. Bring them to one shape.",
+    return InputError(
+        f"Samples must have the same shapes in every sample{exception}. Found for {name}: {pair}. "
+        "Bring them to one shape.",
         code="gradients.different_shapes",
     )
 
@@ -300,9 +289,8 @@ def call(model: nn.Module, batch: Batch) -> object:
             f"{'one sample' if len(batch) == 1 else f'{len(batch)} samples'} of {inputs}; "
             f"parameters of {own}. Found {type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}{_last_line(error)}\n"
-            "If that is not what the model takes, change the samples: a sample must be a tuple of "
-            "the model's positional arguments and, last, the label, or a dict of its named "
-            "arguments and `labels`. If it is, mend the model.",
+            f"If that is not what the model takes, change the samples: a sample must be {_SAMPLE}. "
+            "If it is, mend the model.",
             code="gradients.model_call",
         ) from error
 
@@ -315,10 +303,9 @@ def _last_line(error: BaseException) -> str:
     """Return where the user's code failed; else where a library that isn't torch did."""
     frames = traceback.extract_tb(error.__traceback__)
     others = [f for f in frames if not f.filename.startswith((_OURS, _TORCH, "<"))]
-    own = [f for f in others if not f.filename.startswith(_INSTALLED)]
     if not others:
         return ""
-    frame = (own or others)[-1]
+    frame = ([f for f in others if not f.filename.startswith(_INSTALLED)] or others)[-1]
     return f"\nin {frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"
 
 
@@ -349,6 +336,5 @@ def rounding(model: nn.Module, batch: Batch) -> float:
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    """Return the floating-point tensors in nested containers."""
     leaves = pytree.tree_leaves(tree)
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]

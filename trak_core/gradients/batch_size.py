@@ -61,11 +61,7 @@ class SampleMemory:
 def sample_memory(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> SampleMemory:
-    """Estimate the memory that differentiating one sample takes, by a forward pass of two.
-
-    Returns:
-        Bytes for the first of the samples, on the model's device.
-    """
+    """Estimate the memory that differentiating the first sample takes, by a forward pass of two."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
 
@@ -107,17 +103,11 @@ def _pair(batch: Batch) -> Batch:
     return pair.mapped(torch.clone)
 
 
-def _budget_bytes(device: torch.device, memory_mb: int) -> int:
-    """Return what a batch may take: on CUDA four fifths of the free memory, else ``memory_mb``."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] * 4 // 5
-    return memory_mb * 2**20
-
-
 def _checked_budget(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
-    budget = _budget_bytes(device, memory_mb)
+    """Return what a batch may take, at least one sample's bytes; see ``samples_that_fit``."""
+    is_cuda = device.type == "cuda"
+    budget = torch.cuda.mem_get_info(device)[0] * 4 // 5 if is_cuda else memory_mb * 2**20
     if needed.of(1) > budget:
-        is_cuda = device.type == "cuda"
         memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
         remedy = "Use a larger GPU" if is_cuda else "Raise it"
         raise InputError(
@@ -133,9 +123,8 @@ def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int)
     """Return how many samples fit, at least one.
 
     Args:
-        needed: Memory of one sample, from ``sample_memory``.
-        device: Device of the model. On CUDA four fifths of its free memory are the budget, whatever
-            ``memory_mb``.
+        needed: From ``sample_memory``.
+        device: On CUDA four fifths of its free memory are the budget, whatever ``memory_mb``.
         memory_mb: MiB for arrays on the CPU.
 
     Raises:
@@ -149,10 +138,7 @@ def in_chunks(
 ) -> Iterator[tuple[int, int, T]]:
     """Compute chunks of samples, and halve the chunk for good whenever memory runs out.
 
-    Args:
-        compute: Function of start and stop.
-        n_samples: Number of samples.
-        chunk: Samples at once, at first; or a function from the start to that number.
+    ``compute`` takes start and stop; ``chunk`` is the samples at once, or gives them from a start.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
@@ -196,8 +182,6 @@ class MemoryByLength:
     Attributes:
         shortest: Tokens of the shortest text; 0 if all samples have one shape.
         longest: Tokens of the longest text; 0 if all samples have one shape.
-        of_shortest: Measured memory of the shortest text.
-        of_longest: Measured memory of the longest text.
     """
 
     shortest: int
@@ -225,22 +209,13 @@ class MemoryByLength:
         return MemoryByLength(self.shortest, self.longest, low, high)
 
     def room(self, device: torch.device, memory_mb: int) -> "Room":
-        """Return the budget of ``samples_that_fit`` as it is now, for all batches.
-
-        Raises:
-            InputError: If the longest text does not fit alone.
-        """
+        """Return the budget as it is now, for all batches; the longest text must fit alone."""
         return Room(self, _checked_budget(self.of_longest, device, memory_mb))
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Number of samples that fit into memory together.
-
-    Attributes:
-        needed: Memory of one sample.
-        budget_bytes: Memory for a batch.
-    """
+    """Number of samples that fit into ``budget_bytes`` together."""
 
     needed: MemoryByLength
     budget_bytes: int
@@ -253,17 +228,9 @@ class Room:
 def memory_by_length(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, few: Batch
 ) -> MemoryByLength:
-    """Measure the memory of differentiating as ``sample_memory`` does, by the samples' lengths.
+    """Return the memory of differentiating, measured as by ``sample_memory``, by text length.
 
-    Args:
-        model: On the samples' device.
-        parameters: Those to differentiate, from ``select_parameters``.
-        output: The model output f.
-        few: Some samples; for texts of different lengths the longest and the shortest are among
-            them.
-
-    Returns:
-        The memory of one sample, by the length of the longest of its batch.
+    Among texts of different lengths, ``few`` must have the longest and the shortest.
     """
     if few.lengths is None:
         needed = sample_memory(model, parameters, output, few)

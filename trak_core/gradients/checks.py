@@ -27,10 +27,7 @@ _Call = tuple[str, list[Tensor], list[Tensor]]
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
     """Compare f of a batch with f sample by sample, before the expensive work.
 
-    Args:
-        model: On the samples' device. Used in evaluation mode, and left as it was.
-        output: The model output f.
-        samples: As ``as_batch`` takes them; the first eight are compared, a single one is not.
+    The first eight are compared, in evaluation mode; a single one is not.
 
     Raises:
         InputError: If f of a sample depends on the others, or changes from call to call; it names
@@ -59,8 +56,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             alone, reason = None, f"it fails: {(str(error).splitlines() or [''])[0]}"
         else:
             alone = torch.cat([value for value, _ in parts])
-            difference = float((alone - together).abs().nan_to_num(torch.inf).max())
-            reason = f"f differs by up to {difference:.2g}"
+            reason = f"f differs by up to {_largest_difference(alone, together):.2g}"
         if alone is None or not _close(together, alone, tolerance):
             raise InputError(
                 "The model output of a sample must not depend on the others of its batch. Found "
@@ -70,25 +66,23 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 "per-sample gradient.",
                 code="gradients.mixed_samples",
             )
-        if batch.lengths is not None:
-            _check_padding(model, output, batch, together, tolerance)
+        if batch.lengths is None:
+            return
+        parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
+        unpadded = torch.cat([value for value, _ in parts])
+        if not _close(together, unpadded, tolerance):
+            raise InputError(
+                "The model output of a text must not depend on padding: texts of different lengths "
+                "are padded on the right. Found that f differs by up to "
+                f"{_largest_difference(together, unpadded):.2g} between texts padded and as they "
+                "are. A model whose tokens see those that follow must take an input "
+                "`attention_mask`, and leave out what it says; or give texts of one length.",
+                code="gradients.padding",
+            )
 
 
-def _check_padding(
-    model: nn.Module, output: ModelOutput, batch: Batch, padded: Tensor, tolerance: Tensor
-) -> None:
-    """Compare f of padded texts with f of the texts without padding."""
-    parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
-    unpadded = torch.cat([value for value, _ in parts])
-    if not _close(padded, unpadded, tolerance):
-        difference = float((padded - unpadded).abs().nan_to_num(torch.inf).max())
-        raise InputError(
-            "The model output of a text must not depend on padding: texts of different lengths are "
-            f"padded on the right. Found that f differs by up to {difference:.2g} between texts "
-            "padded and as they are. A model whose tokens see those that follow must take an input "
-            "`attention_mask`, and leave out what it says; or give texts of one length.",
-            code="gradients.padding",
-        )
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().nan_to_num(torch.inf).max())
 
 
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -152,11 +146,7 @@ def _differ(tensors: list[Tensor], others: list[Tensor], allowed: float) -> bool
 
 
 def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
-    """Run the model and record the calls of its modules, inner before outer.
-
-    Returns:
-        The calls; and the module in which the model failed, None if it did not.
-    """
+    """Return the calls of a model's modules, inner before outer, and the one that failed."""
     calls: list[_Call] = []
     inside: list[str] = []
     with ExitStack() as stack:
@@ -170,12 +160,8 @@ def _calls(model: nn.Module, batch: Batch) -> tuple[list[_Call], str | None]:
                 arguments = _tensors((args, kwargs), len(batch))
                 calls.append((inside.pop(), arguments, _tensors(result, len(batch))))
 
-            handles = [
-                module.register_forward_pre_hook(enter),
-                module.register_forward_hook(leave, with_kwargs=True),
-            ]
-            for handle in handles:
-                stack.callback(handle.remove)
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         try:
             batch.given_to(model)
         except (RuntimeError, ValueError, TypeError, IndexError):
@@ -195,11 +181,7 @@ def count_classes(
 ) -> int | None:
     """Run the model on a batch's first sample and return how many labels it can tell apart.
 
-    Args:
-        model: On ``device``.
-        output: The model output f.
-        samples: As ``as_batch`` takes them, on any device.
-        device: Where to run.
+    The model is on ``device``, the samples on any.
 
     Returns:
         The number of classes; None where labels are no classes.
@@ -218,24 +200,19 @@ def count_classes(
             code="gradients.too_few_classes",
         )
     if sample.labels.ndim == 1 + (output.label_ndim or 0):
-        _check_shapes(output, outputs, torch.zeros_like(sample.labels[0]))
+        label = torch.zeros_like(sample.labels[0])
+        try:
+            shape = tuple(output.value(outputs, label).shape)
+        except (RuntimeError, IndexError) as error:
+            shape = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if shape:
+            raise InputError(
+                f"The model output must be one number a sample. Found {shape} from what the model "
+                f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
+                f"{tuple(label.shape)}.",
+                code="gradients.output_shape",
+            )
     return n_classes
-
-
-def _check_shapes(output: ModelOutput, outputs: Tensor, label: Tensor) -> None:
-    """Refuse a model's return for one sample if it doesn't fit a label of this shape."""
-    try:
-        value = output.value(outputs, label)
-        found = f"{tuple(value.shape)}" if value.ndim else None
-    except (RuntimeError, IndexError) as error:
-        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    if found:
-        raise InputError(
-            f"The model output must be one number a sample. Found {found} from what the model "
-            f"returned for one sample, {tuple(outputs.shape)}, and a label of shape "
-            f"{tuple(label.shape)}.",
-            code="gradients.output_shape",
-        )
 
 
 def check_labels(
@@ -247,7 +224,7 @@ def check_labels(
         labels: Shape (batch, ...).
         output: The model output f.
         n_classes: From ``count_classes``.
-        sample_ids: Ids of the samples, for the message.
+        sample_ids: Ids of the samples.
 
     Raises:
         InputError: If labels have the wrong shape; if a class is not an integer from 0 to
@@ -295,11 +272,7 @@ def check_labels(
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Refuse NaN or infinity in whole gradients.
-
-    Args:
-        result: The gradients and outputs of a batch.
-        sample_ids: Ids of the samples, for the message.
+    """Refuse NaN or infinity in whole gradients and outputs.
 
     Raises:
         InputError: If there is any; it names the samples and the parameters.
@@ -320,8 +293,6 @@ def explain_not_finite(
     sample_ids: Sequence[object],
 ) -> None:
     """Differentiate a batch once more, slowly, to say where NaN or infinity comes from.
-
-    It takes what ``gradients_one_by_one`` takes, and the samples' ids for the message.
 
     Raises:
         InputError: If a gradient is not finite; it names the samples and the parameters.
@@ -347,11 +318,9 @@ def _refuse_bad(
             bad = bad | rows
     if names:
         bad_ids = [sample_ids[i] for i in bad.nonzero().flatten().tolist()]
-        overflow = (
-            " float16 ends at 65504: bfloat16 or float32 weights reach further."
-            if torch.float16 in dtypes
-            else ""
-        )
+        overflow = ""
+        if torch.float16 in dtypes:
+            overflow = " float16 ends at 65504: bfloat16 or float32 weights reach further."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
             f"{_first_eight(bad_ids)} in {_first_eight(names)}. Look for bad values "
@@ -365,11 +334,7 @@ def _first_eight(names: Sequence[object]) -> str:
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Refuse numbers that are not finite.
-
-    Args:
-        sample_ids: Ids of the samples they belong to.
-        numbers: Their name, at the beginning of a sentence.
+    """Refuse ``numbers``, named as at the beginning of a sentence, because they are not finite.
 
     Raises:
         InputError: Always; it names the samples.
@@ -386,12 +351,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse a Gramian with NaN or infinity: a bad gradient fills its whole row or column.
-
-    Args:
-        gramian: Inner products of gradients, shape (n, m).
-        row_ids: Ids of the n samples.
-        ids: Ids of the m samples.
+    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column.
 
     Raises:
         InputError: If there is any; it names the samples.

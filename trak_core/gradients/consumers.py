@@ -1,7 +1,7 @@
 """Take per-sample gradients parameter by parameter: form them, or keep a short digest."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -29,6 +29,8 @@ class _Rows(ABC):
         rows: Names of parameters to tensors (batch, ...); zeros where no gradient came.
     """
 
+    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.add)
+
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):
         self._parameters, self.rows = parameters, dict(rows)
         self._names = {id(p): name for name, p in parameters.items()}
@@ -43,11 +45,6 @@ class _Rows(ABC):
     def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
         """Return the tensor of one parameter."""
 
-    @staticmethod
-    @abstractmethod
-    def _add(total: Tensor, more: Tensor) -> None:
-        """Add one tensor to another, in place."""
-
     def of(self, samples: slice) -> Self:
         return type(self)(self._parameters, {name: x[samples] for name, x in self.rows.items()})
 
@@ -57,7 +54,7 @@ class _Rows(ABC):
 
     def add(self, other: Self) -> None:
         for name, total in self.rows.items():
-            self._add(total, other.rows[name])
+            self._combine(total, other.rows[name], out=total)
 
     def finish(self) -> None:
         return  # nothing is held back
@@ -71,10 +68,6 @@ class Formed(_Rows):
     @staticmethod
     def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
         return parameter.new_zeros((n_samples, *parameter.shape))
-
-    @staticmethod
-    def _add(total: Tensor, more: Tensor) -> None:
-        total += more
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         rows = self.rows[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
@@ -97,10 +90,6 @@ class Digest(_Rows):
         dtype = torch.promote_types(parameter.dtype, torch.float32)
         return parameter.new_zeros(shape, dtype=dtype)
 
-    @staticmethod
-    def _add(total: Tensor, more: Tensor) -> None:
-        total += more
-
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():
             return
@@ -121,14 +110,11 @@ class Magnitude(_Rows):
     """The largest absolute entry of each gradient, (batch,); not finite where an entry isn't."""
 
     in_order: ClassVar[bool] = False
+    _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.maximum)
 
     @staticmethod
     def _zeros(parameter: nn.Parameter, n_samples: int) -> Tensor:
         return parameter.new_zeros(n_samples)
-
-    @staticmethod
-    def _add(total: Tensor, more: Tensor) -> None:
-        torch.maximum(total, more, out=total)
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if not parameter.numel():

@@ -36,13 +36,7 @@ class SamplesSharedError(Exception):
 def gradient_method(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
-    """Compare one pass for two samples with plain autograd, and choose the method.
-
-    Args:
-        model: On the samples' device.
-        parameters: Those to differentiate, from ``select_parameters``.
-        output: The model output f.
-        samples: As ``as_batch`` takes them; the first two are differentiated.
+    """Compare one pass for the first two samples with plain autograd, and choose the method.
 
     Returns:
         ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
@@ -67,9 +61,7 @@ def gradient_method(
 def why_not_at_once(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> str | None:
-    """Return why one pass for several samples cannot take a model, in words; None if it can.
-
-    It takes what ``gradient_method`` takes, with two samples or more.
+    """Return why one pass for two samples or more cannot take a model, in words; None if it can.
 
     Raises:
         InputError: If no parameter leads to f.
@@ -150,12 +142,7 @@ def gradients_at_once(
     sample's gradient (see ``trak_core.autograd``), which the consumer takes in the form it likes.
     The numbers of a sample don't depend on the other samples of its batch, to rounding.
 
-    Args:
-        model: On the batch's device. Used in evaluation mode, and left as it was.
-        parameters: Those to differentiate, from ``select_parameters``.
-        output: The model output f.
-        samples: The batch, as ``as_batch`` takes it; first dimension = sample.
-        consumer: Takes the gradients.
+    The model is used in evaluation mode.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
@@ -169,37 +156,29 @@ def gradients_at_once(
     batch = as_batch(samples, output)
     if len(batch) == 1:
         return gradients_one_by_one(model, parameters, output, batch, consumer)
+
+    def one_pass(keep_graph: bool) -> list[Tensor]:
+        with differentiating(model, parameters.values()):
+            outputs = output.read(batch.given_to(model))
+            beside = beside_gradients(output, outputs, batch.labels)
+            values = torch.vmap(output.value)(outputs, batch.labels)
+        del outputs
+        check_graph(values)
+        with torch.no_grad():
+            plan = plan_of(values, list(parameters.values()), 0)
+            if plan is None:
+                raise SamplesSharedError
+            part = consumer.empty()
+            by_samples(part, values, plan, 0, keep_graph=keep_graph)
+            part.finish()
+            consumer.add(part)
+        return [values.detach(), *beside]
+
     try:
-        return _one_pass(model, parameters, output, batch, consumer, keep_graph=False)
+        return one_pass(keep_graph=False)
     except GraphNeededError:
         pass  # frees the tensors of the first pass, which the error holds
-    return _one_pass(model, parameters, output, batch, consumer, keep_graph=True)
-
-
-def _one_pass(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    batch: Batch,
-    consumer: SampleConsumer,
-    *,
-    keep_graph: bool,
-) -> list[Tensor]:
-    with differentiating(model, parameters.values()):
-        outputs = output.read(batch.given_to(model))
-        beside = beside_gradients(output, outputs, batch.labels)
-        values = torch.vmap(output.value)(outputs, batch.labels)
-    del outputs
-    check_graph(values)
-    with torch.no_grad():
-        plan = plan_of(values, list(parameters.values()), 0)
-        if plan is None:
-            raise SamplesSharedError
-        part = consumer.empty()
-        by_samples(part, values, plan, 0, keep_graph=keep_graph)
-        part.finish()
-        consumer.add(part)
-    return [values.detach(), *beside]
+    return one_pass(keep_graph=True)
 
 
 def gradients_one_by_one(
@@ -215,8 +194,7 @@ def gradients_one_by_one(
     gradient is dropped when the consumer has taken it.
 
     Returns:
-        The tensors of ``PerSample.columns``; arguments and source are those of
-        ``gradients_at_once``.
+        The tensors of ``PerSample.columns``, shape (batch,) each.
 
     Raises:
         InputError: If no parameter leads to f.
@@ -254,14 +232,7 @@ def formed_gradients(
     output: ModelOutput,
     samples: Samples,
 ) -> PerSample:
-    """Form the gradients of a batch as a whole.
-
-    Args:
-        method: ``gradients_at_once`` or ``gradients_one_by_one``, see ``gradient_method``.
-        model: On the batch's device. Used in evaluation mode, and left as it was.
-        parameters: Those to differentiate, from ``select_parameters``.
-        output: The model output f.
-        samples: The batch, as ``as_batch`` takes it.
+    """Form the gradients of a batch as a whole, by a method from ``gradient_method``.
 
     Returns:
         Gradients, outputs and the other columns of the batch, on its device. A parameter that f

@@ -2,7 +2,6 @@
 
 import contextlib
 import fnmatch
-import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -68,9 +67,7 @@ def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tu
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
     """Combine gradients with f and the values of ``beside_gradient``, in that order."""
     outputs, predictions, loss_weights, *curvature = columns
-    return PerSample(
-        gradients, outputs, predictions, loss_weights, curvature[0] if curvature else None
-    )
+    return PerSample(gradients, outputs, predictions, loss_weights, *curvature or [None])
 
 
 @contextlib.contextmanager
@@ -149,19 +146,22 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     """
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
-    if patterns is None:
-        if not trainable:
-            raise InputError(
-                f"The model must have a parameter with requires_grad. Found none of {len(named)}. "
-                "Name in the config's `parameters` those to differentiate, frozen or not, such as "
-                '["*lora_*"]; or don\'t freeze them in make_model().',
-                code="gradients.no_parameter",
-            )
-        chosen = set(trainable)
-    else:
+    if patterns is None and not trainable:
+        raise InputError(
+            f"The model must have a parameter with requires_grad. Found none of {len(named)}. Name "
+            "in the config's `parameters` those to differentiate, frozen or not, such as "
+            '["*lora_*"]; or don\'t freeze them in make_model().',
+            code="gradients.no_parameter",
+        )
+    chosen = set(trainable)
+    if patterns is not None:
         chosen = {name for pattern in patterns for name in _matches(pattern, trainable, named)}
     selected = {name: parameter for name, parameter in named.items() if name in chosen}
-    integers = [f"{n} {p.dtype}" for n, p in selected.items() if not _has_gradient(p)]
+    integers = [
+        f"{name} {p.dtype}"
+        for name, p in selected.items()
+        if not (p.is_floating_point() or p.is_complex())
+    ]
     if integers:
         raise InputError(
             "Parameters that are differentiated must hold floating-point numbers. Found "
@@ -186,23 +186,13 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     )
 
 
-def _has_gradient(parameter: nn.Parameter) -> bool:
-    return parameter.is_floating_point() or parameter.is_complex()
-
-
 def n_params(parameters: dict[str, nn.Parameter]) -> int:
     """Return p, the number of entries of the parameters."""
-    return sum(math.prod(p.shape) for p in parameters.values())
+    return sum(p.numel() for p in parameters.values())
 
 
 def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
-    """Return f, prediction, loss weight and, if there is one, curvature of each sample.
-
-    The model is used in evaluation mode, on the batch's device, and left as it was.
-
-    Returns:
-        The tensors of ``PerSample.columns``, shape (batch,) each.
-    """
+    """Return ``PerSample.columns``, shape (batch,) each, of a model in evaluation mode."""
     batch = as_batch(samples, output)
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))

@@ -108,20 +108,19 @@ class Engine:
         try:
             return parameter_gramian(output, parameters, self._batch_dim)
         except MixedSamplesError:
-            raise InputError(self._explain_mixing(), code="gramian.mixed_samples") from None
-
-    def _explain_mixing(self) -> str:
+            pass  # says less than the modules do
         names = [
             f"{name or 'the module itself'} ({type(part).__name__})"
             for module in self._modules
             for name, part in module.named_modules()
             if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
         ]
-        found = ", ".join(names) or "a batch normalisation"
-        return (
+        raise InputError(
             "With batch_dim, samples must be independent. Found statistics over the samples in "
-            f"{found}. Put it in evaluation mode before the forward pass, replace it (by GroupNorm "
-            "or InstanceNorm, say), or leave batch_dim out, which is slower but always right."
+            f"{', '.join(names) or 'a batch normalisation'}. Put it in evaluation mode before the "
+            "forward pass, replace it (by GroupNorm or InstanceNorm, say), or leave batch_dim out, "
+            "which is slower but always right.",
+            code="gramian.mixed_samples",
         )
 
 
@@ -139,7 +138,7 @@ def train_gramian(
 
     Args:
         model: In evaluation mode, on the blocks' device. Unchanged.
-        parameters: Those to differentiate, from ``select_parameters``.
+        parameters: From ``select_parameters``.
         output: The model output f.
         blocks: At least one, of at least one sample each, as ``as_batch`` takes them.
 
@@ -223,20 +222,11 @@ def _gramian_of(
 def parameter_gramian(
     output: Tensor, parameters: Sequence[Tensor], batch_dim: int | None
 ) -> Tensor:
-    """Return J J^T, J the Jacobian of an output with respect to parameters.
-
-    Args:
-        output: Real numbers with a graph, of any shape [m1, ..., mk]; the graph stays.
-        parameters: Leaves of graphs; a parameter that is given twice counts once.
-        batch_dim: The dimension of the output along which samples are independent, or None.
-
-    Returns:
-        Shape [m1, ..., mk, mk, ..., m1], the output's dtype, on its device.
+    """Return what ``Engine.compute_gramian`` does; a parameter that is given twice counts once.
 
     Raises:
         InputError: If the output has no graph, or no dimension ``batch_dim``.
         MixedSamplesError: If an operation takes statistics over independent samples.
-        RuntimeError: If an operation of the graph cannot be differentiated.
     """
     if not (isinstance(output, Tensor) and output.requires_grad):
         found = "no gradient" if isinstance(output, Tensor) else type(output).__name__

@@ -61,8 +61,6 @@ def device_name(device: torch.device) -> str:
 def hold_one(names: tuple[str, ...]) -> int:
     """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
 
-    Asked again, it gives the same one.
-
     A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
     up when the process ends in whatever way, so that a killed job blocks nobody.
 
@@ -70,7 +68,7 @@ def hold_one(names: tuple[str, ...]) -> int:
         names: What tells the GPUs of this machine apart for every process, such as UUIDs.
 
     Returns:
-        Position in ``names``.
+        Position in ``names``; the same one at each call.
     """
     import fcntl  # Only here: Windows has none, and needs none without a GPU.
 

@@ -65,12 +65,7 @@ class Features:
     ) -> Self:
         """Return zeros for ``n_samples`` samples, on the parameters' device.
 
-        Args:
-            parameters: Those to differentiate.
-            projections: One or several, of one kind.
-            n_samples: Number of samples.
-            threads: Threads of the projection.
-            scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
+        ``scales`` are factors of the gradients' entries, by the parameter's name.
         """
         device = next(iter(parameters.values())).device
         rows = [torch.zeros(n_samples, spec.proj_dim, device=device) for spec in projections]
@@ -107,9 +102,9 @@ class Features:
         n_samples, n_tokens, _ = use.inputs.shape
         if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        left, right = use.inputs, use.gradients[0]
+        factors = use.inputs, use.gradients[0]
         for sums in self.products:
-            sums.add_products(number, *((right, left) if use.is_transposed else (left, right)))
+            sums.add_products(number, *(reversed(factors) if use.is_transposed else factors))
         return True
 
     def _project_held(self) -> None:
@@ -155,11 +150,7 @@ class Features:
             rows += more
 
     def scaled(self) -> list[Tensor]:
-        """Return the features, so that E<Rx, Ry> = <x, y>.
-
-        Raises:
-            NotFiniteError: If they have NaN or infinity in them.
-        """
+        """Return the features, so that E<Rx, Ry> = <x, y>, or raise ``NotFiniteError``."""
         if not all(rows.isfinite().all() for rows in self.rows):
             raise NotFiniteError("Features must be finite. Found NaN or infinity.")
         pairs = zip(self.rows, self._projections, strict=True)

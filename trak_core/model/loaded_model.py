@@ -38,11 +38,8 @@ class LoadedModel:
     """A model with a checkpoint's weights, on its device.
 
     Attributes:
-        study: The study that brings the samples.
-        model: The study's model.
         parameters: Those to differentiate.
         output: The model output f.
-        device: Device of the model.
         checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
             files, and what else decides numbers.
         scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
@@ -60,16 +57,7 @@ class LoadedModel:
     def load(
         cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
-        """Make the study's model and load its weights.
-
-        Args:
-            study_file: The study's Python file.
-            checkpoint: File or folder with the weights.
-            spec: Names the model output, the parameters and the preconditioner.
-            device: Where to compute.
-
-        Returns:
-            The model with its weights, and its study.
+        """Return the study's model with the weights of a checkpoint, a file or a folder.
 
         Raises:
             InputError: If the study or the checkpoint doesn't fit.
@@ -104,10 +92,7 @@ class LoadedModel:
         return StoredSamples(parts, samples.split.ids, samples.rows)
 
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
-        """Read a few samples, the longest text first, and check their labels.
-
-        Returns:
-            The samples, and the number of classes (see ``count_classes``).
+        """Return a few samples, the longest text first, and the result of ``count_classes``.
 
         Raises:
             InputError: If the model cannot take them, or cannot have been trained with such labels.
@@ -124,19 +109,13 @@ class LoadedModel:
         return memory_by_length(self.model, self.parameters, self.output, few)
 
     def check_apart(self, few: Batch, at_once: int) -> None:
-        """Check that samples of a batch of ``at_once`` don't influence each other.
-
-        Raises:
-            InputError: If they do; it names the layer.
-        """
+        """Refuse a model in which samples of a batch of ``at_once`` influence each other."""
         check_samples_apart(self.model, self.output, few.rows(slice(0, max(2, at_once))))
 
     def file_spec(self, spec: FeaturesSpec, projection: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the spec that a file stores: all that decides its numbers.
+        """Return all that decides a file's numbers, which it stores.
 
-        Args:
-            spec: Spec of the features, from the config.
-            projection: Spec of the projection, or of another use of the gradients.
+        ``projection`` is the spec of a projection, or of another use of the gradients.
         """
         file_spec = spec.as_dict() | {
             "projection": dict(projection),

@@ -31,17 +31,10 @@ def _scale(model: nn.Module) -> float:
 def model_output(
     name: str, model: nn.Module, pairs: Split | None, device: torch.device, n_others: int = N_OTHERS
 ) -> ModelOutput:
-    """Return a model output by its name.
+    """Return the model output with a name of ``TABLE``.
 
-    For an output that ``needs_pairs``, contrast pairs are drawn uniformly from the training pairs,
-    the same for every checkpoint, and embedded under this checkpoint.
-
-    Args:
-        name: A key of ``TABLE``.
-        model: The model with its weights, on ``device``.
-        pairs: Training pairs; read only if the output ``needs_pairs``.
-        device: Device of the model.
-        n_others: Number of contrast pairs.
+    For an output that ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the
+    training ``pairs``, the same for every checkpoint, and embedded under this checkpoint.
 
     Raises:
         InputError: If a model for pairs has no ``logit_scale`` or cannot take its samples.

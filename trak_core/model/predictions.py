@@ -33,8 +33,7 @@ def outputs_and_predictions(
     output = model_output(output_name, model, train, device)
     (samples,) = order_samples([pool], model, output)
     with samples.naming_longest():
-        first = samples.batch(0, 1).mapped(lambda tensor: tensor.to(device))
-        n_classes = count_classes(model, output, first, device)
+        n_classes = count_classes(model, output, samples.batch(0, 1), device)
 
     def compute(start: int, stop: int) -> list[Tensor]:
         batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(device))
@@ -78,15 +77,13 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
             hook.remove()
     lengths = batch.lengths
     shape = last_inputs[0].shape if last_inputs else ()
-    is_good = len(shape) >= 2 and shape[0] == len(batch)
-    if is_good and lengths is not None:
-        is_good = shape[1:-1] in {(), batch.labels.shape[1:]}
-    if not is_good:
-        found = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
+    fits = len(shape) >= 2 and shape[0] == len(batch)
+    if not fits or (lengths is not None and shape[1:-1] not in {(), batch.labels.shape[1:]}):
+        layer = f"one with inputs of shape {tuple(shape)}" if last_inputs else "none"
         raise InputError(
             "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
             "sample, or a token of texts that differ in length. "
-            f"Found {found} for {len(batch)} samples. Leave embedding_cosine out of "
+            f"Found {layer} for {len(batch)} samples. Leave embedding_cosine out of "
             "evaluation.baselines."
         )
     rows = last_inputs[0].float()

@@ -27,7 +27,6 @@ class OrderedSamples:
 
     Attributes:
         split: The samples, in this order.
-        output: The model output f.
         rows: Place of each sample in the study's own order, shape (n,).
         lengths: Tokens of each text; None if nothing has to be padded.
         along: Names of the inputs with a row a token.
@@ -44,14 +43,10 @@ class OrderedSamples:
     window: int
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Read the samples from ``start`` to ``stop``; pad texts of different lengths on the right.
-
-        Returns:
-            The samples, on the CPU.
+        """Return samples, on the CPU; texts of different lengths are padded on the right.
 
         Raises:
             InputError: If the samples cannot be stacked.
@@ -94,9 +89,7 @@ class OrderedSamples:
     def batches_of(self, most: int, room: Room | None = None) -> Callable[[int], int]:
         """Return a function from a batch's first sample to the number of samples in it.
 
-        Args:
-            most: The largest number.
-            room: Memory for them; None for a forward pass alone, which is not measured.
+        That is at most ``most``, and what ``room`` holds; a forward pass alone is not measured.
         """
 
         def at_once(start: int) -> int:
@@ -109,13 +102,10 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Put results back into the study's own order.
-
-        Args:
-            blocks: Start and stop of batches, in this order, and tensors with a row a sample.
+        """Put start, stop and rows of batches back into the study's order, a window at a time.
 
         Yields:
-            Start, stop and tensors in the study's order, a window at a time.
+            Start, stop and tensors with a row a sample.
         """
         if self.lengths is None:
             yield from blocks
@@ -148,13 +138,8 @@ def order_samples(
 ) -> list[OrderedSamples]:
     """Order the samples of splits that a job takes together.
 
-    All texts are read once, for their lengths. Other samples are not read.
-
-    Args:
-        splits: The samples.
-        model: Texts get an attention mask if it takes one.
-        output: The model output f.
-        window: Number of samples that are ordered among themselves; None for all.
+    All texts are read once, for their lengths. Other samples are not read. Texts get an attention
+    mask if the model takes one. ``window`` samples are ordered among themselves; None for all.
 
     Returns:
         The samples of each split. If any two texts differ in length, those of every split can be
@@ -163,48 +148,45 @@ def order_samples(
     Raises:
         InputError: If texts have shapes that no padding makes the same.
     """
-    if output.label_ndim != 1:
-        return [_in_own_order(split, output) for split in splits]
-    shapes = shapes_of(
-        (
+    shapes = None
+    if output.label_ndim == 1:
+        texts = (
             (split.ids[i], as_batch(split.batch(i, i + 1), output))
             for split in splits
             for i in range(len(split.ids))
-        ),
-        output,
-    )
-    if not shapes.differ:
-        return [_in_own_order(split, output) for split in splits]
-    lengths, parts = shapes.lengths, []
-    for split in splits:
-        own, lengths = lengths[: len(split.ids)], lengths[len(split.ids) :]
-        parts.append(_by_length(split, own, shapes.along, model, output, window or len(own)))
-    return parts
-
-
-def _in_own_order(split: Split, output: ModelOutput) -> OrderedSamples:
-    n = len(split.ids)
-    return OrderedSamples(split, output, np.arange(n), None, frozenset(), False, n)
-
-
-def _by_length(
-    split: Split,
-    lengths: Sequence[int],
-    along: frozenset[str],
-    model: nn.Module,
-    output: ModelOutput,
-    window: int,
-) -> OrderedSamples:
-    tokens = np.array(lengths)
-    starts = range(0, len(tokens), window)
-    rows = np.concatenate([
-        start + np.argsort(-tokens[start : start + window], kind="stable") for start in starts
-    ])
-    ordered = subset(split, rows.tolist())
+        )
+        shapes = shapes_of(texts, output)
+    if shapes is None or not shapes.differ:
+        sizes = [len(split.ids) for split in splits]
+        return [
+            OrderedSamples(split, output, np.arange(n), None, frozenset(), False, n)
+            for split, n in zip(splits, sizes, strict=True)
+        ]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
-    first = as_batch(split.batch(0, 1), output)
-    makes_mask = takes_mask and not first.args and _MASK not in first.kwargs
-    return OrderedSamples(ordered, output, rows, tokens[rows].tolist(), along, makes_mask, window)
+    parts, first = [], 0
+    for split in splits:
+        n = len(split.ids)
+        tokens = np.array(shapes.lengths[first : first + n])
+        first += n
+        own_window = window or n
+        rows = np.concatenate([
+            start + np.argsort(-tokens[start : start + own_window], kind="stable")
+            for start in range(0, n, own_window)
+        ])
+        text = as_batch(split.batch(0, 1), output)
+        makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
+        parts.append(
+            OrderedSamples(
+                split=subset(split, rows.tolist()),
+                output=output,
+                rows=rows,
+                lengths=tokens[rows].tolist(),
+                along=shapes.along,
+                makes_mask=makes_mask,
+                window=own_window,
+            )
+        )
+    return parts
 
 
 def subset(split: Split, rows: Sequence[int]) -> Split:
@@ -220,7 +202,6 @@ class StoredSamples:
 
     Attributes:
         parts: A batch of one for each sample.
-        ids: Their ids.
         places: Place of each sample in the study's own order, shape (n,).
     """
 
@@ -229,7 +210,6 @@ class StoredSamples:
     places: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.parts)
 
     @property
