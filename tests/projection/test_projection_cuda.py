@@ -401,7 +401,7 @@ class TestSelfTest:
         def refuse(*_):
             raise RuntimeError("unsupported PTX version")
 
-        monkeypatch.setattr(portable, "launch", refuse)
+        monkeypatch.setattr(slices, "launch", refuse)
         with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
