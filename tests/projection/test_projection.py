@@ -169,16 +169,18 @@ def test_every_kind_has_known_answers():
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "identity"])
-@pytest.mark.parametrize("first", [0, 1, 127, 130, 2**34 + 5, FAR])
 @pytest.mark.parametrize(("proj_dim", "stream"), [(1, 0), (4, 2**32 - 1), (37, 9), (300, 1)])
-def test_matrix_on_the_cpu_equals_reference(kind, first, proj_dim, stream):
+def test_matrix_on_the_cpu_equals_reference(kind, proj_dim, stream):
     """Bit by bit: a row of the identity picks a row of R."""
     n = 200
-    spec = spec_of(kind, n if kind == "identity" else 2**40, proj_dim, stream=stream)
-    first = 0 if kind == "identity" else first
-    matrix = project(np.eye(n, dtype=np.float32), spec, offset=first)
-    expected = projection_matrix(spec, first, n).astype(np.float32)
-    np.testing.assert_array_equal(matrix, expected)
+    for first in [0] if kind == "identity" else [0, 1, 127, 130, 2**34 + 5, FAR]:
+        # In the middle of a tensor sketch's matrix, which is no larger than need be.
+        spec = spec_of(
+            kind, n if kind == "identity" else first * 5 // 4 + n, proj_dim, stream=stream
+        )
+        matrix = project(np.eye(n, dtype=np.float32), spec, offset=first)
+        expected = projection_matrix(spec, first, n).astype(np.float32)
+        np.testing.assert_array_equal(matrix, expected, err_msg=f"from row {first}")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "identity"])
@@ -282,21 +284,24 @@ def test_tiny_gradients_survive(kind):
 
 
 def test_memory_does_not_grow_with_the_gradient():
-    """In a process of its own: 32 samples of 2^21 coordinates to 4,096 columns, in blocks."""
+    """In a process of its own: 8 samples of 2^21 coordinates to 4,096 columns, in blocks.
+
+    A copy of the gradients would take 64 MiB, the results of all slices together 16 MiB.
+    """
     program = """
 import resource, numpy as np
 from trak_core.projection import project
 from trak_core.spec import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=2**21, proj_dim=4096, seed=0, stream=0)
-rows = np.zeros((32, 2**21), np.float32)
-out = np.zeros((32, 4096), np.float32)
+rows = np.zeros((8, 2**21), np.float32)
+out = np.zeros((8, 4096), np.float32)
 project(rows[:, :50], spec, out=out)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 project([rows[:, : 2**20 + 1], rows[:, 2**20 + 1 :]], spec, out=out, threads=2)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert int(run.stdout) < 64 * 2**10
+    assert int(run.stdout) < 12 * 2**10
 
 
 @pytest.mark.gate

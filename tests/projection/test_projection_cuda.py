@@ -133,7 +133,7 @@ def test_matrix_is_the_definition_and_the_cpus_bit_for_bit(name, offset, seed, s
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n_samples", "n", "offset"), [(1, 1, 0), (9, 301, FAR + 3)])
+@pytest.mark.parametrize(("n_samples", "n", "offset"), [(1, 1, 0), (9, 197, FAR + 3)])
 def test_sums_of_integers_are_exact(name, dtype, n_samples, n, offset, use):
     spec = use(name, offset + n)
     gradients = integers(n_samples, n, dtype)
@@ -178,8 +178,8 @@ def test_tiles_of_full_size(tile, use, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
     """A missing barrier would: every thread runs as far as it may before the next one starts."""
-    spec = use(name, FAR + 400)
-    gradients = torch.randn((3, 400))
+    spec = use(name, FAR + 300)
+    gradients = torch.randn((3, 300))
     whole = projected(gradients, spec, FAR)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
@@ -191,8 +191,8 @@ def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_equal_their_concatenation(name, dtype, use, monkeypatch):
-    """Also where some slices lie in one block, to be read in place, and others do not."""
-    widths = [5, 0, 419, 11, 140]
+    """Also where the last slice lies in one block, to be read in place, and the first does not."""
+    widths = [5, 0, 160, 11, 64]
     monkeypatch.setattr(slices, "BUDGET_BYTES", 20_000)  # several launches
     spec = use(name, FAR + sum(widths))
     gradients = torch.randn((2, sum(widths))).to(dtype)
@@ -203,7 +203,7 @@ def test_blocks_equal_their_concatenation(name, dtype, use, monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_cut_at_slices_and_batches_change_no_bit(name, use, monkeypatch):
-    offset, n = 5 * SLICE - 40, 400
+    offset, n = 5 * SLICE - 40, 320
     gradients = torch.randn((3, n))
     spec = use(name, offset + n)
     whole = projected(gradients, spec, offset)
@@ -248,7 +248,7 @@ def test_adds_to_the_result(name, use):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("deviation", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("deviation", [1e-8, 1e8])
 def test_accurate_at_any_scale(name, deviation, use):
     spec = use(name, 300)
     gradients = deviation * torch.randn((2, 300))

@@ -8,6 +8,7 @@ other results in another order. Memory that nobody wrote holds NaN, or indices o
 """
 
 from collections import deque
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,10 @@ from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel as simulator_kernel
 from numba.cuda.simulator import kernelapi
 
-from trak_core.projection.cuda import tensor_core
+from trak_core.projection.cuda import device, portable, tensor_core
+
+# Functions of their arguments alone, which most time goes into; many threads make the same calls.
+_philox, _normal_of = lru_cache(2**16)(device.philox), lru_cache(2**16)(device.normal_of)
 
 
 class _Thread(greenlet):
@@ -108,3 +112,6 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(kernelapi, "threading", SimpleNamespace(current_thread=getcurrent))
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
     monkeypatch.setattr(tensor_core, "ptx", ptx_simulated)
+    monkeypatch.setattr(portable, "normal_of", _normal_of)
+    for module in (device, tensor_core):
+        monkeypatch.setattr(module, "philox", _philox)
