@@ -39,7 +39,7 @@ class ProjectionKind(StrEnum):
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
     ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
-    config's schema and in ``config/README.md``. ``projection/cuda/choose.py`` refuses it until
+    config's schema and in ``config/README.md``. ``projection/cuda/method.py`` refuses it until
     there is a kernel for GPUs. ``tests/library/test_registries.py`` says what is missing.
     """
 

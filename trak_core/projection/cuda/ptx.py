@@ -1,8 +1,7 @@
 """The instructions of the tensor cores' data path that numba has no name for, as inline PTX.
 
-The matrix products are marked as having side
-effects: all 32 threads of a warp must run them together, and the compiler may not move them into
-code that only some threads reach.
+The matrix products are marked as having side effects, because all 32 threads of a warp must run
+them together: the compiler may not move them into code that only some threads reach.
 """
 
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from numba.cuda.extending import intrinsic
 
 types: Any = numba.cuda.types  # pyright: ignore[reportAttributeAccessIssue]
 _INT32, _INT64, _FLOAT, _VOID = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.VoidType()
-
-
 _INTS, _FLOATS = (ir.LiteralStructType([number] * 4) for number in (_INT32, _FLOAT))
 
 
