@@ -23,6 +23,7 @@ from trak_core.projection.cuda import (
     tensor_core,
 )
 from trak_core.projection.cuda import method as method_module
+from trak_core.projection.cuda import project as project_module
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
 
@@ -406,43 +407,33 @@ class TestSelfTest:
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
 
-class TestMissing:
-    @pytest.fixture(autouse=True)
-    def not_simulated(self, monkeypatch):
-        monkeypatch.setattr(machine, "is_simulated", lambda: False)
-        machine.require_numba_cuda.cache_clear()
-        yield
-        machine.require_numba_cuda.cache_clear()
+def test_what_a_machine_lacks_is_named(monkeypatch):
+    """A package, then a driver, then its libraries, then a GPU that is not too old."""
+    monkeypatch.setattr(machine, "is_simulated", lambda: False)
+    monkeypatch.setattr(machine, "require_numba_cuda", machine.require_numba_cuda.__wrapped__)
+    monkeypatch.setattr(project_module, "require_numba_cuda", machine.require_numba_cuda)
+    spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
 
-    @pytest.fixture
-    def request_one(self):
-        spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
-        return lambda: project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
+    def check(code, *values):
+        with refused(f"projection.{code}", *values):
+            project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
 
-    def test_package(self, monkeypatch, request_one):
-        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with refused("projection.no_numba_cuda"):
-            request_one()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: None)
+        check("no_numba_cuda")
+    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
+    check("no_cuda", "libcuda.so not found")
 
-    def test_driver(self, monkeypatch, request_one):
-        monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
-        with refused("projection.no_cuda", "libcuda.so not found"):
-            request_one()
+    def search():
+        raise OSError("libnvvm.so.4 not found")
 
-    def test_libraries(self, monkeypatch, request_one):
-        def search():
-            raise OSError("libnvvm.so.4 not found")
-
-        monkeypatch.setattr(numba.cuda, "is_available", search)
-        with refused("projection.no_cuda", "OSError: libnvvm.so.4 not found"):
-            request_one()
-
-    def test_capability(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
-        with refused("projection.capability", "7.0", "6.1 (P40)"):
-            machine.capability_of(torch.device("cuda", 0))
+    monkeypatch.setattr(numba.cuda, "is_available", search)
+    check("no_cuda", "OSError: libnvvm.so.4 not found")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
+    with refused("projection.capability", "7.0", "6.1 (P40)"):
+        machine.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")

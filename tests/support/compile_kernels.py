@@ -118,9 +118,9 @@ def counted(options: tuple[str, ...]) -> tuple[int, ctypes.Array]:
 def content(calls: ctypes.CDLL, name: str, handle: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     check(getattr(calls, f"{name}Size")(handle, ctypes.byref(size)))
-    found = ctypes.create_string_buffer(size.value)
-    check(getattr(calls, name)(handle, found))
-    return found.raw
+    buffer = ctypes.create_string_buffer(size.value)
+    check(getattr(calls, name)(handle, buffer))
+    return buffer.raw
 
 
 def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
@@ -149,15 +149,8 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
         types = tuple(typeof(value, Purpose.argument) for value in values)
         if (kernel, types) not in done:
             done.add((kernel, types))
-            cuda.compile(
-                kernel.py_func,
-                types,
-                device=False,
-                abi="numba",
-                cc=(8, 0),
-                output="ptx",
-                launch_bounds=bounds,
-            )
+            options = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": bounds}
+            cuda.compile(kernel.py_func, types, cc=(8, 0), **options)
 
     name = ""
     nvvm.compile_ir = build
