@@ -77,8 +77,8 @@ def require_right_matrix(
     Args:
         method: What ``choose`` returned for the spec, dtype and device.
         spec: The projection.
-        dtype: Of the gradients.
-        device: Of the gradients.
+        dtype: The dtype of the gradients.
+        device: Where they are.
         n_samples: The gradients' rows; their number decides which variant of a kernel runs.
 
     Raises:
