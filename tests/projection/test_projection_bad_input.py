@@ -50,14 +50,13 @@ def test_bad_arguments_are_explained(arguments, code, values):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "identity"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_rows_that_are_not_finite_are_named(kind, bad):
-    gradients = real_gradients(12, 300)
-    gradients[9, 250:] = bad
-    if kind == "identity":
-        gradients[9, 250] = np.nan
-    with refused("projection.not_finite", "rows 9"):
-        project(gradients, spec_of(kind, 300, 8))
+def test_rows_that_are_not_finite_are_named(kind):
+    gradients, spec = real_gradients(12, 300), spec_of(kind, 300, 8)
+    # The identity adds nothing up: 3e38 stays finite.
+    for bad in (np.nan, np.inf, -np.inf, *([] if kind == "identity" else [3e38])):
+        gradients[9, 250:] = bad
+        with refused("projection.not_finite", "rows 9"):
+            project(gradients, spec)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,8 @@ def test_fields_out_of_range_are_refused(field, code, values):
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "identity"])
-@pytest.mark.parametrize("shape", [(0, 10), (3, 0), (0, 0)])
-def test_empty_gradients(kind, shape):
+def test_empty_gradients(kind):
     spec = spec_of(kind, 10, 4)
-    out = project(np.zeros(shape, np.float32), spec)
-    np.testing.assert_array_equal(out, np.zeros((shape[0], spec.proj_dim), np.float32))
+    for shape in (0, 10), (3, 0), (0, 0):
+        out = project(zeros(*shape), spec)
+        np.testing.assert_array_equal(out, zeros(shape[0], spec.proj_dim))

@@ -23,6 +23,7 @@ from trak_core.projection.cuda import (
     tensor_core,
 )
 from trak_core.projection.cuda import method as method_module
+from trak_core.projection.cuda import project as project_module
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
 
@@ -133,7 +134,7 @@ def test_matrix_is_the_definition_and_the_cpus_bit_for_bit(name, offset, seed, s
 
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n_samples", "n", "offset"), [(1, 1, 0), (9, 301, FAR + 3)])
+@pytest.mark.parametrize(("n_samples", "n", "offset"), [(1, 1, 0), (9, 197, FAR + 3)])
 def test_sums_of_integers_are_exact(name, dtype, n_samples, n, offset, use):
     spec = use(name, offset + n)
     gradients = integers(n_samples, n, dtype)
@@ -178,8 +179,8 @@ def test_tiles_of_full_size(tile, use, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
     """A missing barrier would: every thread runs as far as it may before the next one starts."""
-    spec = use(name, FAR + 400)
-    gradients = torch.randn((3, 400))
+    spec = use(name, FAR + 300)
+    gradients = torch.randn((3, 300))
     whole = projected(gradients, spec, FAR)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
@@ -191,8 +192,8 @@ def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_blocks_equal_their_concatenation(name, dtype, use, monkeypatch):
-    """Also where some slices lie in one block, to be read in place, and others do not."""
-    widths = [5, 0, 419, 11, 140]
+    """Also where the last slice lies in one block, to be read in place, and the first does not."""
+    widths = [5, 0, 160, 11, 64]
     monkeypatch.setattr(slices, "BUDGET_BYTES", 20_000)  # several launches
     spec = use(name, FAR + sum(widths))
     gradients = torch.randn((2, sum(widths))).to(dtype)
@@ -203,7 +204,7 @@ def test_blocks_equal_their_concatenation(name, dtype, use, monkeypatch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_chunks_cut_at_slices_and_batches_change_no_bit(name, use, monkeypatch):
-    offset, n = 5 * SLICE - 40, 400
+    offset, n = 5 * SLICE - 40, 320
     gradients = torch.randn((3, n))
     spec = use(name, offset + n)
     whole = projected(gradients, spec, offset)
@@ -248,7 +249,7 @@ def test_adds_to_the_result(name, use):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("deviation", [1e-8, 1.0, 1e8])
+@pytest.mark.parametrize("deviation", [1e-8, 1e8])
 def test_accurate_at_any_scale(name, deviation, use):
     spec = use(name, 300)
     gradients = deviation * torch.randn((2, 300))
@@ -401,48 +402,38 @@ class TestSelfTest:
         def refuse(*_):
             raise RuntimeError("unsupported PTX version")
 
-        monkeypatch.setattr(portable, "launch", refuse)
+        monkeypatch.setattr(slices, "launch", refuse)
         with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
 
-class TestMissing:
-    @pytest.fixture(autouse=True)
-    def not_simulated(self, monkeypatch):
-        monkeypatch.setattr(machine, "is_simulated", lambda: False)
-        machine.require_numba_cuda.cache_clear()
-        yield
-        machine.require_numba_cuda.cache_clear()
+def test_what_a_machine_lacks_is_named(monkeypatch):
+    """A package, then a driver, then its libraries, then a GPU that is not too old."""
+    monkeypatch.setattr(machine, "is_simulated", lambda: False)
+    monkeypatch.setattr(machine, "require_numba_cuda", machine.require_numba_cuda.__wrapped__)
+    monkeypatch.setattr(project_module, "require_numba_cuda", machine.require_numba_cuda)
+    spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
 
-    @pytest.fixture
-    def request_one(self):
-        spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
-        return lambda: project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
+    def check(code, *values):
+        with refused(f"projection.{code}", *values):
+            project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
 
-    def test_package(self, monkeypatch, request_one):
-        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with refused("projection.no_numba_cuda"):
-            request_one()
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: None)
+        check("no_numba_cuda")
+    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
+    check("no_cuda", "libcuda.so not found")
 
-    def test_driver(self, monkeypatch, request_one):
-        monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
-        with refused("projection.no_cuda", "libcuda.so not found"):
-            request_one()
+    def search():
+        raise OSError("libnvvm.so.4 not found")
 
-    def test_libraries(self, monkeypatch, request_one):
-        def search():
-            raise OSError("libnvvm.so.4 not found")
-
-        monkeypatch.setattr(numba.cuda, "is_available", search)
-        with refused("projection.no_cuda", "OSError: libnvvm.so.4 not found"):
-            request_one()
-
-    def test_capability(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
-        with refused("projection.capability", "7.0", "6.1 (P40)"):
-            machine.capability_of(torch.device("cuda", 0))
+    monkeypatch.setattr(numba.cuda, "is_available", search)
+    check("no_cuda", "OSError: libnvvm.so.4 not found")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
+    with refused("projection.capability", "7.0", "6.1 (P40)"):
+        machine.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")

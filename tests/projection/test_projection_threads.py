@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 from functools import partial
-from itertools import repeat
+from itertools import product, repeat
 
 import numpy as np
 import pytest
@@ -46,28 +46,27 @@ def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
     assert (len(cut[0]) > 1) == (n_samples > kernel.most)
 
 
-@pytest.mark.parametrize("n_slices", [1, 3, 5, 20])
 @pytest.mark.parametrize("threads", [1, 2, 16])
-@pytest.mark.parametrize("n_samples", [1, 16, 33, 64, 128, 129, 400])
-def test_shares_are_all_samples_and_enough_for_the_threads(n_samples, threads, n_slices):
+def test_shares_are_all_samples_and_enough_for_the_threads(threads):
     kernel = slices._Kernel(print, 1, share=16, most=128)
-    shares = slices._shares(n_samples, kernel, n_slices, threads)
-    found = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]
-    assert found == list(range(n_samples))
-    assert all(share.start % 16 == 0 and share.stop - share.start <= 128 for share in shares)
-    assert len(shares) * n_slices >= min(threads, n_samples // 32 * n_slices)
-    assert threads > 1 or len(shares) == -(-n_samples // 128)
+    for n_samples, n_slices in product([1, 16, 33, 64, 128, 129, 400], [1, 3, 5, 20]):
+        shares = slices._shares(n_samples, kernel, n_slices, threads)
+        samples = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]
+        assert samples == list(range(n_samples))
+        assert all(share.start % 16 == 0 and share.stop - share.start <= 128 for share in shares)
+        assert len(shares) * n_slices >= min(threads, n_samples // 32 * n_slices)
+        assert threads > 1 or len(shares) == -(-n_samples // 128)
 
 
-@pytest.mark.parametrize("n_samples", [1, 8, 9, 16, 17, 35])
-def test_two_tiles_at_once_change_no_bit(n_samples, monkeypatch):
+def test_two_tiles_at_once_change_no_bit(monkeypatch):
     """Whichever of the two this machine's processor takes, the other one is computed too."""
-    found = []
-    for in_pairs in (False, True):
-        monkeypatch.setattr(rademacher, "holds_two_tiles", lambda pairs=in_pairs: pairs)
-        gradients, spec = real_gradients(n_samples, 701), spec_of("rademacher", 701 + 77, 19)
-        found.append(project(gradients, spec, offset=77))
-    np.testing.assert_array_equal(*found)
+    spec = spec_of("rademacher", 701 + 77, 19)
+    for n_samples in (1, 8, 9, 16, 17, 35):
+        results = []
+        for in_pairs in (False, True):
+            monkeypatch.setattr(rademacher, "holds_two_tiles", lambda pairs=in_pairs: pairs)
+            results.append(project(real_gradients(n_samples, 701), spec, offset=77))
+        np.testing.assert_array_equal(*results)
 
 
 def test_waves_change_no_bit(monkeypatch):

@@ -19,8 +19,8 @@ from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
-from trak_core.projection.cuda import hadamard, launch, portable, sjlt, slices, tensor_core
 from trak_core.projection.cuda import method as method_module
+from trak_core.projection.cuda import slices
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -118,9 +118,9 @@ def counted(options: tuple[str, ...]) -> tuple[int, ctypes.Array]:
 def content(calls: ctypes.CDLL, name: str, handle: ctypes.c_void_p) -> bytes:
     size = ctypes.c_size_t()
     check(getattr(calls, f"{name}Size")(handle, ctypes.byref(size)))
-    found = ctypes.create_string_buffer(size.value)
-    check(getattr(calls, name)(handle, found))
-    return found.raw
+    buffer = ctypes.create_string_buffer(size.value)
+    check(getattr(calls, name)(handle, buffer))
+    return buffer.raw
 
 
 def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
@@ -149,23 +149,15 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
         types = tuple(typeof(value, Purpose.argument) for value in values)
         if (kernel, types) not in done:
             done.add((kernel, types))
-            cuda.compile(
-                kernel.py_func,
-                types,
-                device=False,
-                abi="numba",
-                cc=(8, 0),
-                output="ptx",
-                launch_bounds=bounds,
-            )
+            options = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": bounds}
+            cuda.compile(kernel.py_func, types, cc=(8, 0), **options)
 
     name = ""
     nvvm.compile_ir = build
     nvrtc.get_arch_option = lambda *_: ""
     # Functions of kernels are compiled for the GPU at hand; there is none.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(8, 0))
-    for module in (hadamard, portable, launch, sjlt, tensor_core):
-        module.launch = compile_instead
+    slices.launch = compile_instead
     for kernel_name, kind, proj_dim, rows, dtype in cases:
         # The portable kernel is for GPUs whose tensor cores don't know m16n8k16.
         assumed = (7, 5) if kernel_name == "portable" else (8, 0)

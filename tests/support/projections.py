@@ -33,8 +33,8 @@ def spec_of(kind, n_params, proj_dim, seed=SEED, stream=9, stripes=None):
 def shapes_of(n_params):
     """Parameters of so many entries together: a square matrix, and a vector for the rest."""
     side = isqrt(n_params)
-    rest = n_params - side**2
-    return [(side, side), (rest, 1)] if rest else [(side, side)]
+    beyond = n_params - side**2
+    return [(side, side), (beyond, 1)] if beyond else [(side, side)]
 
 
 def real_gradients(n_samples, n_params):

@@ -8,14 +8,19 @@ other results in another order. Memory that nobody wrote holds NaN, or indices o
 """
 
 from collections import deque
+from functools import lru_cache
 from types import SimpleNamespace
 
 import numpy as np
+import ptx_simulated
 from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel as simulator_kernel
 from numba.cuda.simulator import kernelapi
 
-from trak_core.projection.cuda import ptx_simulated
+from trak_core.projection.cuda import device, portable, tensor_core
+
+# Functions of their arguments alone, which most time goes into; many threads make the same calls.
+_philox, _normal_of = lru_cache(2**16)(device.philox), lru_cache(2**16)(device.normal_of)
 
 
 class _Thread(greenlet):
@@ -25,10 +30,10 @@ class _Thread(greenlet):
         super().__init__(block.body)
         self.block = block
         self.threadIdx, self.blockIdx = kernelapi.Dim3(*place), kernelapi.Dim3(*grid_point)
-        self._manager = manager
+        self._manager, self.copies = manager, []
 
     def syncthreads(self):
-        self.block.wait(None, len(self.block.alive))
+        self.block.wait("all", len(self.block.alive))
 
 
 class _Block:
@@ -39,7 +44,7 @@ class _Block:
         places = np.ndindex(*manager._block_dim)
         self.alive = {_Thread(self, place, manager, grid_point) for place in places}
         self._sign = -1 if backwards else 1
-        self._waiting = {}
+        self._waiting, self._values, self._results = {}, {}, {}
         self._ready = deque(self._in_order(self.alive))
 
     def _in_order(self, threads):
@@ -56,31 +61,27 @@ class _Block:
             thread.switch()
             if thread.dead:
                 self.alive.remove(thread)
-                if self.alive and len(self._waiting.get(None, ())) == len(self.alive):
-                    self._release(None)
+                if self.alive and len(self._waiting.get("all", ())) == len(self.alive):
+                    self._release("all")
         if self.alive:
             raise RuntimeError("Threads wait at a barrier to which the others don't come.")
 
-    def wait(self, barrier, parties, act=None):
-        """Let the current thread wait until ``parties`` have come, of which the last acts."""
+    def wait(self, barrier, parties):
+        """Let the current thread wait until ``parties`` have come."""
         waiting = self._waiting.setdefault(barrier, [])
         waiting.append(getcurrent())
         if len(waiting) == parties:
-            if act:
-                act()
             self._release(barrier)
         getcurrent().parent.switch()
 
-
-class _Barrier:
-    """Stands in for ``threading.Barrier``."""
-
-    def __init__(self, parties, action):
-        self._parties, self._action = parties, action
-
-    def wait(self, seconds):
-        del seconds
-        getcurrent().block.wait(self, self._parties, self._action)
+    def together(self, warp, lane, n_lanes, function, value):
+        """Return a lane's part of ``function`` of the values of all lanes of its warp."""
+        values = self._values.setdefault(warp, {})
+        values[lane] = value
+        if len(values) == n_lanes:
+            self._results[warp] = function([values.pop(i) for i in range(n_lanes)])
+        self.wait(warp, n_lanes)
+        return self._results[warp][lane]
 
 
 class _PoisonedNumpy:
@@ -110,5 +111,7 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(simulator_kernel.BlockManager, "run", run_block)
     monkeypatch.setattr(kernelapi, "threading", SimpleNamespace(current_thread=getcurrent))
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
-    monkeypatch.setattr(ptx_simulated, "current_thread", getcurrent)
-    monkeypatch.setattr(ptx_simulated, "Barrier", _Barrier)
+    monkeypatch.setattr(tensor_core, "ptx", ptx_simulated)
+    monkeypatch.setattr(portable, "normal_of", _normal_of)
+    for module in (device, tensor_core):
+        monkeypatch.setattr(module, "philox", _philox)

@@ -15,8 +15,7 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 Matrix = np.ndarray | Tensor
 M = TypeVar("M", np.ndarray, Tensor)
 
-_DTYPES = (np.float32, np.float16)
-_TORCH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (np.float32, np.float16, torch.float32, torch.float16, torch.bfloat16)
 
 
 class NotFiniteError(InputError):
@@ -32,7 +31,6 @@ def _described(value: object) -> str:
 
 
 def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
-    """Return the gradients as a list of matrices that go together."""
     blocks = [gradients] if isinstance(gradients, np.ndarray | Tensor) else list(gradients)
     if not blocks:
         raise InputError(
@@ -41,9 +39,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
         )
     first = blocks[0]
     for block in blocks:
-        tensor = isinstance(block, Tensor)
-        known = tensor and block.dtype in _TORCH_DTYPES
-        known = known or (isinstance(block, np.ndarray) and block.dtype in _DTYPES)
+        known = isinstance(block, np.ndarray | Tensor) and block.dtype in _DTYPES
         if not known or block.ndim != 2:
             raise InputError(
                 "`gradients` must be a matrix with one row a sample, or a sequence of such, of "
@@ -52,7 +48,7 @@ def _checked_blocks(gradients: M | Sequence[M]) -> list[M]:
             )
         alike = type(block) is type(first) and block.dtype == first.dtype
         alike = alike and len(block) == len(first)
-        if not alike or (tensor and block.device != first.device):
+        if not alike or (isinstance(block, Tensor) and block.device != first.device):
             raise InputError(
                 "The blocks of `gradients` must have the same samples, dtype and device. "
                 f"Found {_described(first)} and {_described(block)}.",

@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.kernel import compiled, fill_words
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
@@ -18,7 +18,6 @@ from trak_core.projection.cpu.lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.projection.cpu.philox import fill_words
 from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.HADAMARD.tag

@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.kernel import compiled, fill_words
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
@@ -15,7 +15,6 @@ from trak_core.projection.cpu.lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.projection.cpu.philox import fill_words
 from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.NORMAL.tag

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.kernel import compiled, fill_words
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
@@ -23,7 +23,6 @@ from trak_core.projection.cpu.lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.projection.cpu.philox import fill_words
 from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.RADEMACHER.tag

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import types
 
-from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.kernel import compiled, fill_words
 from trak_core.projection.cpu.lanes import (
     LANES,
     LaneArrays,
@@ -13,7 +13,6 @@ from trak_core.projection.cpu.lanes import (
     intrinsic,
     tiles_of,
 )
-from trak_core.projection.cpu.philox import fill_words
 from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.SJLT.tag
@@ -39,14 +38,7 @@ def add_signed(_, sums, column, x, coordinate, sign):
 def sjlt_slice_cpu(rows, start, stop, first, key, stripes, out):
     """Write ``rows[:, start:stop] @ R[first:]`` less the factor sqrt(k/s) into ``out``.
 
-    Args:
-        rows: Shape (n_samples, any), float32.
-        start: The first column to project.
-        stop: The column after the last, above ``start``.
-        first: Coordinate of column ``start``.
-        key: As for ``fill_words``.
-        stripes: s, a divisor of proj_dim.
-        out: Shape (n_samples, proj_dim), float32.
+    The arguments are those of ``rademacher_slice_cpu``, and s, a divisor of proj_dim.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]

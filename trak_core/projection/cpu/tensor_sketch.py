@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trak_core.projection.cpu.compile import compiled
+from trak_core.projection.cpu.kernel import compiled, fill_words
 from trak_core.projection.cpu.lanes import LANES, fill_from_lanes, fill_lanes, flush, tiles_of
-from trak_core.projection.cpu.philox import fill_words
 from trak_core.projection.cpu.sjlt import add_signed
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
@@ -67,17 +66,8 @@ def sides_of(spec: ProjectionSpec) -> Sides:
 def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, buckets, signs, out):
     """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
 
-    Args:
-        rows: Shape (n_samples, any), float32.
-        start: The first column to project.
-        stop: The column after the last, above ``start``.
-        first: Coordinate of column ``start``.
-        starts: ``Sides.starts``; so are places, buckets and signs.
-        places: ``Sides.places``.
-        shapes: The parameters' shapes as matrices, shape (n, 2), int64.
-        buckets: ``Sides.buckets``.
-        signs: ``Sides.signs``.
-        out: Shape (n_samples, proj_dim), float32.
+    The arguments are those of ``rademacher_slice_cpu``, but ``Sides`` with the parameters' shapes,
+    (n, 2), int64, instead of a key.
     """
     n_samples = len(rows)
     proj_dim = out.shape[1]

@@ -10,7 +10,6 @@ the outputs with upper bits z are the transform of the sum over u of (-1)^popcou
 Each z has a block of threads of its own, which adds up those k / n inputs while it reads them.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,14 +21,13 @@ from trak_core.projection.cuda.device import (
     int32,
     int64,
     kernel,
-    round_keys,
     uint32,
     uint64,
     widen,
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.projection.cuda.slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _TAG = ProjectionKind.HADAMARD.tag
@@ -40,31 +38,9 @@ _SIGNS_OUT = 2**31  # where the calls of E_b begin
 FLUSH = 256  # blocks after which sums go into totals, if a block is shorter: a slice holds more
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """How a transform lies over threads: each holds 2^held numbers."""
-
-    proj_dim: int
-
-    @property
-    def inner(self) -> int:
-        """Length of one block's transform."""
-        return min(self.proj_dim, INNER)
-
-    @property
-    def held(self) -> int:
-        """Bits of an index that one thread holds."""
-        return min(4, self.inner.bit_length() - 1)
-
-    @property
-    def n_threads(self) -> int:
-        """Threads of one transform."""
-        return self.inner >> self.held
-
-    @property
-    def n_rows(self) -> int:
-        """Transforms side by side in a block of threads."""
-        return max(1, _THREADS // self.n_threads)
+def _held_bits(inner: int) -> int:
+    """Return the bits of an index that one thread holds."""
+    return min(4, inner.bit_length() - 1)
 
 
 def _butterflies(held, n_bits):
@@ -83,34 +59,34 @@ def _butterflies(held, n_bits):
     return transform
 
 
-def _rounds(shape):
+def _rounds(n_bits, held):
     """Return the lowest held bit of each round, from the top down, and its new bits."""
-    low = shape.inner.bit_length() - 1 - shape.held
-    rounds = [(low, shape.held)]
+    low = n_bits - held
+    rounds = [(low, held)]
     while low > 0:
-        low, above = max(0, low - shape.held), low
+        low, above = max(0, low - held), low
         rounds.append((low, above - low))
     return rounds
 
 
 @cache
-def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool, flush: int) -> Any:
-    """Return the kernel for one proj_dim, with transforms of length ``inner``.
+def hadamard_kernel(proj_dim: int, inner: int, n_rows_held: int, bfloat16: bool, flush: int) -> Any:
+    """Return the kernel for one proj_dim: transforms of length ``inner``, side by side.
 
     ``flush`` is a power of two.
     """
-    shape = _Shape(proj_dim)
     in_stages = proj_dim < flush
     n_outer = proj_dim // inner
-    held, n_threads, n_rows_held = shape.held, shape.n_threads, shape.n_rows
-    n_values, n_all = 1 << held, n_threads * n_rows_held
+    held = _held_bits(inner)
+    n_values, n_threads = 1 << held, inner >> held
+    n_all = n_threads * n_rows_held
     block_bits = proj_dim.bit_length() - 1
     padded = inner + inner // 16
     n_exchange = n_rows_held * padded
     n_in, n_out = max(1, proj_dim // 128), max(1, inner // 128)  # Philox calls of D and of E
     n_words = 4 * (n_in + n_out)
     read = widen_bfloat16 if bfloat16 else widen
-    rounds = _rounds(shape)
+    rounds = _rounds(inner.bit_length() - 1, held)
     lows = tuple(low for low, _ in rounds) + (0,) * (4 - len(rounds))
     n_rounds = len(rounds)
     low0, low1, low2, low3 = lows
@@ -148,20 +124,8 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool, flush: int) -> An
         return signs[uint32(i >> uint32(5))], uint32(i & uint32(31))
 
     @kernel(n_all, max(1, 768 // n_all))
-    def _hadamard_kernel(
-        values,
-        row_stride,
-        origin,
-        start,
-        stop,
-        n_rows,
-        first_slice,
-        slice_size,
-        partials,
-        proj_dim_,
-        keys,
-        stream,
-    ):
+    def _hadamard_kernel(values, sizes, partials, keys, stream):
+        row_stride, origin, start, stop, n_rows, first_slice, slice_size, _ = sizes
         exchange = cuda.shared.array(n_exchange, dtype=float32)
         signs = cuda.shared.array(n_words, dtype=uint32)  # of D, then of E
         x = cuda.local.array(n_values, dtype=float32)
@@ -229,32 +193,11 @@ def hadamard_kernel(proj_dim: int, inner: int, bfloat16: bool, flush: int) -> An
     return _hadamard_kernel
 
 
-@dataclass(frozen=True, slots=True)
-class HadamardLauncher:
-    """Starts the kernel of the spec's proj_dim; a slice is a whole number of blocks of it."""
-
-    spec: ProjectionSpec
-    bfloat16: bool
-
-    def kernel(self, n_rows: int) -> Any:
-        """Return the kernel; the number of rows does not matter."""
-        del n_rows
-        proj_dim = self.spec.proj_dim
-        return hadamard_kernel(proj_dim, _Shape(proj_dim).inner, self.bfloat16, FLUSH)
-
-    def n_blocks(self, n_rows: int) -> int:
-        """Return how many blocks of threads one slice keeps busy."""
-        shape = _Shape(self.spec.proj_dim)
-        return -(-n_rows // shape.n_rows) * (self.spec.proj_dim // shape.inner)
-
-    def __call__(self, chunk: Chunk) -> None:
-        """Write the sums of a chunk's slices."""
-        n_slices, n_rows, proj_dim = chunk.partials.shape
-        shape = _Shape(proj_dim)
-        grid = -(-n_rows // shape.n_rows), n_slices, proj_dim // shape.inner
-        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
-        n_threads = shape.n_threads * shape.n_rows
-        launch(self.kernel(n_rows), grid, n_threads, *chunk.arguments(), keys, stream)
-
-
-launcher = HadamardLauncher
+def variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
+    """Return the kernel of the spec's proj_dim; a slice is a whole number of blocks of it."""
+    inner = min(spec.proj_dim, INNER)
+    n_threads = inner >> _held_bits(inner)
+    n_rows_held = max(1, _THREADS // n_threads)
+    grid = -(-n_rows // n_rows_held), spec.proj_dim // inner
+    compiled = hadamard_kernel(spec.proj_dim, inner, n_rows_held, bfloat16, FLUSH)
+    return Variant(compiled, grid, n_threads * n_rows_held)

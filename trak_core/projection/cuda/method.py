@@ -1,6 +1,7 @@
 """Choose the kernel for a kind, dtype and GPU, and test its matrix there before its first use."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,6 @@ _TENSOR_CORES = (8, 0)  # the first capability that multiplies m16n8k16, and cop
 
 def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> slices.Method:
     """Return the one method that projects gradients of a dtype on a device; there is no other try.
-
-    Args:
-        spec: The projection.
-        dtype: The gradients' dtype.
-        device: The gradients' device.
 
     Raises:
         InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
@@ -52,7 +48,7 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
     return slices.Method(
         name=module.__name__.rpartition(".")[2],
-        launcher=module.launcher(spec, bfloat16=bfloat16),
+        variant=partial(module.variant, spec, bfloat16),
         dtype=torch.bfloat16 if n_planes == 2 else dtype,
         n_planes=n_planes,
         alignment=module.ALIGNMENT,
@@ -79,16 +75,16 @@ def require_right_matrix(
     the edge of a slice and in all places of a block of 128.
 
     Args:
-        method: What ``choose`` returned for the other arguments.
-        spec: The projection to compute.
-        dtype: The gradients' dtype.
-        device: The gradients' device.
+        method: What ``choose`` returned for the spec, dtype and device.
+        spec: The projection.
+        dtype: The dtype of the gradients.
+        device: Where they are.
         n_samples: The gradients' rows; their number decides which variant of a kernel runs.
 
     Raises:
         InputError: If the kernel cannot be compiled or started, or if any entry differs.
     """
-    kernel = method.launcher.kernel(method.n_planes * n_samples)
+    kernel = method.variant(method.n_planes * n_samples).kernel
     if (str(device), kernel) in _passed:
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
@@ -108,7 +104,7 @@ def require_right_matrix(
     try:
         small_method = choose(small, dtype, device)
         slices.project_slices([gradients.to(device)], small, offset, out, small_method)
-        found = out.cpu().numpy()
+        matrix = out.cpu().numpy()
     except Exception as error:
         raise InputError(
             f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
@@ -117,14 +113,14 @@ def require_right_matrix(
             code="projection.kernel_fails",
         ) from error
     expected = [projection_matrix(small, offset + int(g), 1)[0] for g in picks]
-    wrong = found != np.array(expected, np.float32)
+    wrong = matrix != np.array(expected, np.float32)
     if wrong.any():
         row, column = np.argwhere(wrong)[0]
         raise InputError(
             f"The kernel {method.name} must make the matrix of the definition on every GPU. Found "
             f"on {name_of(device)}, with {dtype} gradients, {wrong.sum()} wrong of {wrong.size} "
             f"entries of the projection {spec.kind}, the first at coordinate "
-            f"{offset + picks[row]}, column {column}: {found[row, column]} for "
+            f"{offset + picks[row]}, column {column}: {matrix[row, column]} for "
             f"{expected[row][column]}. Project on the CPU, and please report this with the "
             "versions of numba-cuda and of the driver.",
             code="projection.kernel_differs",

@@ -6,7 +6,6 @@ registers and multiplies them with every row. Nothing depends on how the threads
 warps. Sums of 128 products are added up apart, which keeps rounding errors below 1e-6.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,14 +16,12 @@ from trak_core.projection.cuda.device import (
     int64,
     kernel,
     normal_of,
-    round_keys,
     sign_of,
-    uint32,
     widen,
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.projection.cuda.slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag
@@ -82,20 +79,8 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
     n_tile, n_sums = _BLOCK * samples, 4 * samples
 
     @kernel(n_threads)
-    def _portable_kernel(
-        values,
-        row_stride,
-        origin,
-        start,
-        stop,
-        n_rows,
-        first_slice,
-        slice_size,
-        partials,
-        proj_dim,
-        keys,
-        stream,
-    ):
+    def _portable_kernel(values, sizes, partials, keys, stream):
+        row_stride, origin, start, stop, n_rows, first_slice, slice_size, proj_dim = sizes
         tile = cuda.shared.array(n_tile, dtype=float32)  # [coordinate][row]
         sums = cuda.local.array(n_sums, dtype=float32)
         totals = cuda.local.array(n_sums, dtype=float32)
@@ -130,32 +115,8 @@ def portable_kernel(kind: ProjectionKind, bfloat16: bool, samples: int, n_thread
     return _portable_kernel
 
 
-@dataclass(frozen=True, slots=True)
-class PortableLauncher:
-    """Starts the kernel of ``rademacher`` or ``normal`` that fits the number of rows."""
-
-    spec: ProjectionSpec
-    bfloat16: bool
-
-    def kernel(self, n_rows: int) -> Any:
-        """Return the variant for this many rows."""
-        return portable_kernel(self.spec.kind, self.bfloat16, _samples_of(n_rows), THREADS)
-
-    def n_blocks(self, n_rows: int) -> int:
-        """Return how many blocks of threads one slice keeps busy."""
-        return -(-self.spec.proj_dim // (4 * THREADS)) * -(-n_rows // _samples_of(n_rows))
-
-    def __call__(self, chunk: Chunk) -> None:
-        """Write the sums of a chunk's slices."""
-        n_slices, n_rows, proj_dim = chunk.partials.shape
-        grid = -(-proj_dim // (4 * THREADS)), n_slices, -(-n_rows // _samples_of(n_rows))
-        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
-        launch(self.kernel(n_rows), grid, THREADS, *chunk.arguments(), keys, stream)
-
-
-launcher = PortableLauncher
-
-
-def _samples_of(n_rows: int) -> int:
-    """Return how many rows a block of threads takes."""
-    return next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
+def variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
+    """Return the kernel of ``rademacher`` or ``normal`` that fits the number of rows."""
+    samples = next((samples for samples in SAMPLES if n_rows <= samples), SAMPLES[-1])
+    grid = -(-spec.proj_dim // (4 * THREADS)), -(-n_rows // samples)
+    return Variant(portable_kernel(spec.kind, bfloat16, samples, THREADS), grid, THREADS)

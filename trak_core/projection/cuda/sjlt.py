@@ -6,7 +6,6 @@ their words; then one thread a row walks them in order. It takes four at a time,
 sums are fetched together: a sum that an earlier one of the four has changed is taken from there.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -18,14 +17,13 @@ from trak_core.projection.cuda.device import (
     int32,
     int64,
     kernel,
-    round_keys,
     uint32,
     uint64,
     widen,
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.projection.cuda.slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _TAG = ProjectionKind.SJLT.tag
@@ -33,11 +31,6 @@ ALIGNMENT = 1
 MOST_COLUMNS = 1024  # of one block of threads
 THREADS = 128  # at least _ROWS; and as many coordinates at a time
 _ROWS = 8
-
-
-def _range_of(width: int) -> int:
-    """Return how many of a stripe's columns a block of threads takes: a power of two."""
-    return min(MOST_COLUMNS, 1 << (width - 1).bit_length())
 
 
 @device_function
@@ -59,22 +52,8 @@ def sjlt_kernel(columns: int, bfloat16: bool, n_threads: int) -> Any:
     n_sums, n_tile = _ROWS * (columns + 1), _ROWS * (n_threads + 1)
 
     @kernel(n_threads)
-    def _sjlt_kernel(
-        values,
-        row_stride,
-        origin,
-        start,
-        stop,
-        n_rows,
-        first_slice,
-        slice_size,
-        partials,
-        proj_dim,
-        keys,
-        stream,
-        width,
-        n_ranges,
-    ):
+    def _sjlt_kernel(values, sizes, partials, keys, stream, width, n_ranges):
+        row_stride, origin, start, stop, n_rows, first_slice, slice_size, proj_dim = sizes
         sums = cuda.shared.array(n_sums, dtype=float32)  # [column][row], one more for the others'
         tile = cuda.shared.array(n_tile, dtype=float32)  # [row][coordinate], rows one longer
         places = cuda.shared.array(n_threads, dtype=uint32)
@@ -131,37 +110,11 @@ def sjlt_kernel(columns: int, bfloat16: bool, n_threads: int) -> Any:
     return _sjlt_kernel
 
 
-@dataclass(frozen=True, slots=True)
-class SjltLauncher:
-    """Starts the kernel; the factor sqrt(k/s) is left to what adds up the slices."""
-
-    spec: ProjectionSpec
-    bfloat16: bool
-
-    def _cut(self) -> tuple[int, int, int]:
-        """Return stripes, columns of a stripe, and ranges a stripe is cut into."""
-        assert self.spec.stripes is not None
-        width = self.spec.proj_dim // self.spec.stripes
-        return self.spec.stripes, width, -(-width // _range_of(width))
-
-    def kernel(self, n_rows: int) -> Any:
-        """Return the kernel; the number of rows does not matter."""
-        del n_rows
-        return sjlt_kernel(_range_of(self._cut()[1]), self.bfloat16, THREADS)
-
-    def n_blocks(self, n_rows: int) -> int:
-        """Return how many blocks of threads one slice keeps busy."""
-        n_stripes, _, n_ranges = self._cut()
-        return -(-n_rows // _ROWS) * n_stripes * n_ranges
-
-    def __call__(self, chunk: Chunk) -> None:
-        """Write the sums of a chunk's slices."""
-        n_slices, n_rows, _ = chunk.partials.shape
-        n_stripes, width, n_ranges = self._cut()
-        grid = n_stripes * n_ranges, n_slices, -(-n_rows // _ROWS)
-        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
-        arguments = *chunk.arguments(), keys, stream, width, n_ranges
-        launch(self.kernel(n_rows), grid, THREADS, *arguments)
-
-
-launcher = SjltLauncher
+def variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
+    """Return the kernel; the factor sqrt(k/s) is left to what adds up the slices."""
+    assert spec.stripes is not None
+    width = spec.proj_dim // spec.stripes
+    columns = min(MOST_COLUMNS, 1 << (width - 1).bit_length())
+    n_ranges = -(-width // columns)
+    grid = spec.stripes * n_ranges, -(-n_rows // _ROWS)
+    return Variant(sjlt_kernel(columns, bfloat16, THREADS), grid, THREADS, (width, n_ranges))

@@ -1,18 +1,35 @@
-"""Cutting a projection into launches: fixed slices of coordinates, bounded memory.
+"""Project on a GPU in fixed slices of coordinates, by launches of bounded memory.
 
 Slice s holds the coordinates from s * SLICE to (s + 1) * SLICE - 1, wherever a call begins. Each
 slice's sums are made on their own and added to the result in the order of the slices, so that the
 result depends neither on how many slices a launch takes nor on how gradients come in blocks.
+
+Every kernel has the arguments ``values, sizes, partials, keys, stream``, and what its variant adds.
+``sizes`` are row_stride, origin, start, stop, n_rows, first_slice, slice_size and proj_dim. The
+number of row b and coordinate g is ``values[b * row_stride + g - origin]``, bfloat16 as int16.
+Blocks of threads with blockIdx.y = i take the coordinates of slice first_slice + i, of slice_size
+each, as far as they lie from ``start`` to before ``stop``. Their sums overwrite ``partials[i]``,
+of shape (n_slices, n_rows, proj_dim), float32, given flat. ``keys`` are the ``round_keys`` of the
+seed; ``stream`` is the spec's.
 """
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from trak_core.projection.cuda.launch import Chunk, add_partials, flat
+from trak_core.projection.cuda.device import (
+    SIMULATED,
+    cuda,
+    float32,
+    int64,
+    kernel,
+    round_keys,
+    uint32,
+)
 from trak_core.spec import ProjectionSpec
 
 SLICE = 65536
@@ -20,29 +37,33 @@ BUDGET_BYTES = 224 * 2**20  # gathered gradients and slices' sums together
 _FILL = 512  # blocks of threads that keep a large GPU busy
 _MOST_SLICES = 32768
 _STEP = 256  # coordinates; divides SLICE
+_THREADS = 256  # of a block that adds up slices
 
 
-class Launcher(Protocol):
-    """What a kernel's module knows: which variant fits, and how to start it."""
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A compiled kernel, and how it is started.
 
-    def kernel(self, n_rows: int) -> Any:
-        """Return the compiled variant for this many rows."""
+    Attributes:
+        kernel: With the arguments above.
+        grid: Blocks of threads for one slice, in x and in z.
+        n_threads: Threads of a block.
+        more: Further arguments.
+    """
 
-    def n_blocks(self, n_rows: int) -> int:
-        """Return how many blocks of threads one slice keeps busy."""
-        ...
-
-    def __call__(self, chunk: Chunk) -> None:
-        """Write the sums of a chunk's slices."""
+    kernel: Any
+    grid: tuple[int, int]
+    n_threads: int
+    more: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A kernel as this module needs to know it.
+    """How gradients of a dtype are projected on a device.
 
     Attributes:
         name: For messages.
-        launcher: Starts the kernel.
+        variant: The kernel for this many rows.
         dtype: What the kernel reads.
         n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
         alignment: In coordinates. The kernel reads a block in place if its start and row length are
@@ -50,10 +71,78 @@ class Method:
     """
 
     name: str
-    launcher: Launcher
+    variant: Callable[[int], Variant]
     dtype: torch.dtype
     n_planes: int
     alignment: int
+
+
+def flat(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a view of all memory a matrix spans, in one dimension, bfloat16 as int16.
+
+    One layout for every kernel: what is compiled depends on the dtype alone.
+    """
+    matrix = matrix.detach()
+    spanned = 1 + sum((n - 1) * step for n, step in zip(matrix.shape, matrix.stride(), strict=True))
+    memory = matrix.as_strided((spanned,), (1,))
+    return memory.view(torch.int16) if memory.dtype is torch.bfloat16 else memory
+
+
+def launch(kernel: Any, grid: Sequence[int], n_threads: int, *arguments: Any) -> None:
+    """Start a kernel on PyTorch's current stream; tensors are handed over without a copy."""
+    if SIMULATED:
+        arguments = tuple(a.numpy() if isinstance(a, torch.Tensor) else a for a in arguments)
+        kernel[tuple(grid), n_threads](*arguments)
+        return
+    stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Grid size")  # small inputs make small grids
+        kernel[tuple(grid), n_threads, stream](*arguments)
+
+
+@kernel(_THREADS)
+def _add_partials_kernel(
+    partials, n_slices, n_planes, n_rows, proj_dim, out, row_stride, column_stride
+):
+    """Add the slices' sums to ``out``, slice after slice; a thread owns one entry."""
+    n_entries = int64(n_rows) * proj_dim
+    step = int64(cuda.gridDim.x) * _THREADS
+    for entry in range(int64(cuda.blockIdx.x) * _THREADS + cuda.threadIdx.x, n_entries, step):
+        row = entry // proj_dim
+        place = row * row_stride + (entry - row * proj_dim) * column_stride
+        total = out[place]
+        for s in range(n_slices):
+            sums = float32(0)
+            for plane in range(n_planes):
+                sums += partials[(s * n_planes + plane) * n_entries + entry]
+            total += sums
+        out[place] = total
+
+
+def add_partials(partials: torch.Tensor, n_planes: int, out: torch.Tensor) -> None:
+    """Add the sums of all slices to ``out``, in the order of the slices.
+
+    Args:
+        partials: Shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are
+            added together first.
+        n_planes: How many planes each row has.
+        out: Shape (n_rows, proj_dim), float32; may be strided.
+    """
+    n_rows, proj_dim = out.shape
+    n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
+    launch(
+        _add_partials_kernel,
+        (n_blocks,),
+        _THREADS,
+        partials.view(-1),
+        partials.shape[0],
+        n_planes,
+        n_rows,
+        proj_dim,
+        flat(out),
+        out.stride(0),
+        out.stride(1),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +207,7 @@ def _is_in_place(block: torch.Tensor, start: int, method: Method) -> bool:
 def _gather(
     buffer: torch.Tensor, blocks: Sequence[torch.Tensor], starts: Sequence[int], origin: int
 ) -> None:
-    """Copy all coordinates of a chunk into ``buffer``, zeros where there are none.
+    """Copy the coordinates from ``origin`` on into ``buffer``, zeros where there are none.
 
     Args:
         buffer: Shape (n_planes, n_rows, n); with two planes, of bfloat16, high and low parts.
@@ -130,13 +219,12 @@ def _gather(
     for block, start in zip(blocks, starts, strict=True):
         low = max(start, origin)
         high = min(start + block.shape[1], origin + buffer.shape[2])
-        if low >= high:
-            continue
-        part = block[:, low - start : high - start]
-        into = buffer[:, :, low - origin : high - origin]
-        into[0].copy_(part)
-        if len(into) == 2:
-            torch.sub(part, into[0], out=into[1])
+        if low < high:
+            part = block[:, low - start : high - start]
+            into = buffer[:, :, low - origin : high - origin]
+            into[0].copy_(part)
+            if len(into) == 2:
+                torch.sub(part, into[0], out=into[1])
 
 
 def project_slices(
@@ -146,14 +234,9 @@ def project_slices(
     out: torch.Tensor,
     method: Method,
 ) -> None:
-    """Add the projection of consecutive blocks to ``out`` with one method.
+    """Add the projection of consecutive blocks, none without columns, to ``out``.
 
-    Args:
-        blocks: Matrices (n_samples, n_i) of one dtype, none without columns.
-        spec: The projection.
-        offset: Coordinate of the first column of the first.
-        out: Shape (n_samples, proj_dim), float32.
-        method: The kernel to use.
+    The arguments are those of ``project_cuda``, and the method to use.
     """
     n_samples, proj_dim = out.shape
     row_bytes = method.n_planes * max(4 * proj_dim, method.dtype.itemsize * SLICE)
@@ -162,20 +245,26 @@ def project_slices(
         rows = slice(row, min(n_samples, row + n_rows))
         part = [block[rows] for block in blocks]
         if spec.entry_factor == 1:
-            _project_rows(part, offset, out[rows], method)
+            _project_rows(part, spec, offset, out[rows], method)
         else:
             # One factor on the whole sum (reference.py).
             total = torch.zeros_like(out[rows])
-            _project_rows(part, offset, total, method)
+            _project_rows(part, spec, offset, total, method)
             out[rows] += total.mul_(spec.entry_factor)
 
 
 def _project_rows(
-    blocks: Sequence[torch.Tensor], offset: int, out: torch.Tensor, method: Method
+    blocks: Sequence[torch.Tensor],
+    spec: ProjectionSpec,
+    offset: int,
+    out: torch.Tensor,
+    method: Method,
 ) -> None:
     """Do ``project_slices`` for as many rows as memory allows at once."""
     (n_samples, proj_dim), n_planes = out.shape, method.n_planes
     n_rows = n_planes * n_samples
+    variant = method.variant(n_rows)
+    keys, stream = round_keys(spec.seed), uint32(spec.stream)
     starts = [offset]
     for block in blocks:
         starts.append(starts[-1] + block.shape[1])
@@ -189,7 +278,7 @@ def _project_rows(
         runs(
             list(pairwise(starts)),
             [_is_in_place(b, s, method) for b, s in zip(blocks, starts, strict=False)],
-            least=-(-_FILL // method.launcher.n_blocks(n_rows)),
+            least=-(-_FILL // (variant.grid[0] * variant.grid[1])),
             most_in_place=most_in_place,
             most_gathered=most_gathered,
         )
@@ -202,7 +291,7 @@ def _project_rows(
     )
     for run in plan:
         start, stop = max(run.first_slice * SLICE, offset), min(run.last_slice * SLICE, starts[-1])
-        sums = partials[: run.last_slice - run.first_slice]
+        n_slices = run.last_slice - run.first_slice
         if run.block is None:
             # Whole steps of every kernel, so that rows are aligned; no step crosses a slice.
             start, stop = start // _STEP * _STEP, -(-stop // _STEP) * _STEP
@@ -213,17 +302,8 @@ def _project_rows(
         else:
             block = blocks[run.block]
             values, row_stride, origin = flat(block), block.stride(0), starts[run.block]
-        method.launcher(
-            Chunk(
-                values=values,
-                row_stride=row_stride,
-                origin=origin,
-                start=start,
-                stop=stop,
-                n_rows=n_rows,
-                first_slice=run.first_slice,
-                slice_size=SLICE,
-                partials=sums,
-            )
-        )
-        add_partials(sums, n_planes, out)
+        sizes = row_stride, origin, start, stop, n_rows, run.first_slice, SLICE, proj_dim
+        grid = variant.grid[0], n_slices, variant.grid[1]
+        arguments = values, sizes, partials[:n_slices].view(-1), keys, stream, *variant.more
+        launch(variant.kernel, grid, variant.n_threads, *arguments)
+        add_partials(partials[:n_slices], n_planes, out)

@@ -27,20 +27,18 @@ from trak_core.projection.cuda.device import (
     int64,
     kernel,
     philox,
-    round_keys,
     uint16,
     uint32,
     uint64,
     unrolled,
 )
-from trak_core.projection.cuda.launch import Chunk, launch
+from trak_core.projection.cuda.slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 if SIMULATED:
-    from trak_core.projection.cuda import ptx_simulated as _ptx
+    _ptx = None  # numba simulates no tensor cores; a test brings its own
 else:
     from trak_core.projection.cuda import ptx as _ptx
-
 ptx: Any = _ptx
 
 _TAG = ProjectionKind.RADEMACHER.tag
@@ -73,11 +71,6 @@ class Tile:
 
 # By rows: the first that holds all, else the last.
 TILES = (Tile(1, 8, 4, 4), Tile(2, 4, 8, 2), Tile(4, 4, 8, 1))
-
-
-def tile_of(n_rows: int) -> Tile:
-    """Return the tile for this many rows."""
-    return next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
 
 
 @cache
@@ -177,20 +170,8 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
             partials[line + row * proj_dim + j] = totals[i] + sums[i]
 
     @kernel(n_threads, tile.n_blocks)
-    def _tensor_core_kernel(
-        values,
-        row_stride,
-        origin,
-        start,
-        stop,
-        n_rows,
-        first_slice,
-        slice_size,
-        partials,
-        proj_dim,
-        keys,
-        stream,
-    ):
+    def _tensor_core_kernel(values, sizes, partials, keys, stream):
+        row_stride, origin, start, stop, n_rows, first_slice, slice_size, proj_dim = sizes
         memory = ptx.global_address(values)
         array = cuda.shared.array(n_shared, dtype=uint16)
         shared = uint32(uint32(ptx.shared_address(array) + uint32(15)) & uint32(0xFFFFFFF0))
@@ -245,36 +226,11 @@ def tensor_core_kernel(tile: Tile, bfloat16: bool, flush: int) -> Any:
     return _tensor_core_kernel
 
 
-@dataclass(frozen=True, slots=True)
-class TensorCoreLauncher:
-    """Starts the kernel that fits the number of rows.
+def variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Variant:
+    """Return the kernel that fits the number of rows.
 
-    A chunk's values, rows and start must be aligned to ``ALIGNMENT`` coordinates.
-
-    Attributes:
-        spec: The projection, ``rademacher``.
-        bfloat16: Whether the numbers are bfloat16 (given as int16) rather than float16.
+    What it reads must be aligned to ``ALIGNMENT`` coordinates: bfloat16 (as int16), else float16.
     """
-
-    spec: ProjectionSpec
-    bfloat16: bool
-
-    def kernel(self, n_rows: int) -> Any:
-        """Return the variant for this many rows."""
-        return tensor_core_kernel(tile_of(n_rows), self.bfloat16, FLUSH)
-
-    def n_blocks(self, n_rows: int) -> int:
-        """Return how many blocks of threads one slice keeps busy."""
-        tile = tile_of(n_rows)
-        return -(-self.spec.proj_dim // tile.n_columns) * -(-n_rows // (8 * tile.sample_tiles))
-
-    def __call__(self, chunk: Chunk) -> None:
-        """Write the sums of a chunk's slices."""
-        n_slices, n_rows, proj_dim = chunk.partials.shape
-        tile = tile_of(n_rows)
-        grid = -(-proj_dim // tile.n_columns), n_slices, -(-n_rows // (8 * tile.sample_tiles))
-        keys, stream = round_keys(self.spec.seed), uint32(self.spec.stream)
-        launch(self.kernel(n_rows), grid, 32 * tile.n_warps, *chunk.arguments(), keys, stream)
-
-
-launcher = TensorCoreLauncher
+    tile = next((tile for tile in TILES if n_rows <= 8 * tile.sample_tiles), TILES[-1])
+    grid = -(-spec.proj_dim // tile.n_columns), -(-n_rows // (8 * tile.sample_tiles))
+    return Variant(tensor_core_kernel(tile, bfloat16, FLUSH), grid, 32 * tile.n_warps)
