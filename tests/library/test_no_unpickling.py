@@ -12,7 +12,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
 from trak_core.artifacts.format import seal
-from trak_core.config import load as config
+from trak_core.config import schema as config
 
 SOURCES = [
     path

@@ -144,7 +144,7 @@ def test_jobs_depend_on_the_code_of_each_output():
 
 def test_each_code_of_an_error_has_its_wording():
     """In ``tests/data/messages``, where the tests that see a message keep it."""
-    pattern = re.compile(r'code="(\w+\.\w+)"')
+    pattern = re.compile(r'(?:code=|_refuse\(\s*)"(\w+\.\w+)"')
     codes = {code for path in PACKAGE.rglob("*.py") for code in pattern.findall(path.read_text())}
     pages = {path.stem: wordings(path) for path in FOLDER.glob("*.txt")}
     assert {code for sections in pages.values() for code in sections} == codes

@@ -1,6 +1,6 @@
 """Run the stages of a study in one process, as the workflow would, and return its scores file."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -232,7 +232,7 @@ def averaged(scores: Path, checkpoint_scores, spec, features=(), top=5, memory_m
 
 def changed(spec, **changes):
     """Return a spec with some fields replaced, those of its features too."""
-    own = {k: v for k, v in changes.items() if k in ScoresSpec.__slots__}
+    own = {k: v for k, v in changes.items() if k in {field.name for field in fields(spec)}}
     features = {k: v for k, v in changes.items() if k not in own}
     return replace(spec, features=replace(spec.features, **features), **own)
 

@@ -208,6 +208,13 @@ def test_bad_config(workspace, name):
 
 
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
+
+
+def test_a_key_given_twice(workspace):
+    with refused("config.key_twice", "'c0'", "4 and 6"):
+        check(workspace, GIVEN_TWICE)
+
+
 # Each way that a refusal leaves Snakemake by.
 TEXTS = {
     "a key that the schema does not know": (
