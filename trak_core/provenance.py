@@ -169,9 +169,6 @@ def code_digest(module: str) -> str:
     Returns:
         16 hexadecimal digits.
 
-    Raises:
-        ModuleNotFoundError: If there is no such module.
-
     Example:
         >>> digest = code_digest("trak_core.stages.compute_features")
         >>> len(digest), digest == code_digest("trak_core.stages.compute_scores")
@@ -190,11 +187,7 @@ def code_digest(module: str) -> str:
 
 
 def study_modules(study: Path) -> dict[_Name, Path]:
-    """Return a study's Python file, and the modules beside it that it imports, by their names.
-
-    Raises:
-        InputError: If there is no such file, or if its name doesn't end with ``.py``.
-    """
+    """Return a study's Python file, and the modules beside it that it imports, by their names."""
     name = (study.stem,)
     files = _closure(name, study.parent)
     if files.get(name) != study:
@@ -263,18 +256,11 @@ def study_digest(
     Same rules as ``code_digest``; installed packages don't count. A function in ``without`` counts
     all the same in doubt: if code that counts says its name, as a name or in a text; if its
     definition has decorators, or defaults that are no constants; if code that counts may reach what
-    it never names (``globals``, ``sys.modules``, ...); or if the file is imported back.
-
-    Args:
-        study: The study's Python file.
-        data_files: Digests of the data files that the config names, by their paths.
-        without: Names of functions that don't decide what the hash is for.
+    it never names (``globals``, ``sys.modules``, ...); or if the file is imported back. Data files
+    are those that the config names, digests by path.
 
     Returns:
         16 hexadecimal digits.
-
-    Raises:
-        InputError: If there is no such file, or if its name doesn't end with ``.py``.
     """
     files, start = study_modules(study), (study.stem,)
     texts = {name: _source(path).text for name, path in files.items()}

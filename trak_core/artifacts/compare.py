@@ -18,15 +18,8 @@ _SHARED += ("dtype", "study_digest")
 def check_same(part: str, expected: Any, own: Any, path: Path, rule: str) -> None:
     """Refuse a file that differs from the config, or from a file it will be combined with.
 
-    Args:
-        part: The part of the specification that is compared, in words.
-        expected: Its value in the config or the other file.
-        own: Its value in this file.
-        path: This file.
-        rule: The rule that makes it.
-
-    Raises:
-        ArtifactError: If the two differ; dicts are compared key by key.
+    ``part`` names what is compared; ``own`` is its value in the file at ``path``, which ``rule``
+    makes. Dicts are compared key by key.
     """
     if expected == own:
         return
@@ -45,9 +38,6 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: st
 
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
-
-    Raises:
-        ArtifactError: It names what differs.
     """
     own, expected = artifact.spec, spec.as_dict()
     check_same("rows: the whole split", None, own.get("shard"), artifact.path, rule)
@@ -60,11 +50,7 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: st
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
-    """Refuse models that were retrained for another config than today's, or lack a key of ``more``.
-
-    Raises:
-        ArtifactError: It names what differs.
-    """
+    """Refuse models retrained for another config than today's, or that lack a key of ``more``."""
     expected = spec.as_dict() | more
     own = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of today's config", expected, own, artifact.path, rule)
@@ -77,9 +63,6 @@ def check_splits(
 
     Returns:
         The part of both specifications that the scores' own takes over.
-
-    Raises:
-        ArtifactError: If they may not be combined.
     """
     check_made_for(train, spec.of_train(), kind.rule)
     check_made_for(targets, spec.of_targets(), kind.rule)
@@ -91,27 +74,18 @@ def check_splits(
 def check_together(parts: Sequence[Artifact], spec: ScoresSpec, kind: ArtifactKind) -> None:
     """Refuse score files of different experiments, settings, samples or checkpoints.
 
-    Args:
-        parts: A file for each checkpoint, in the order of ``spec.checkpoints``.
-        spec: What decides their average.
-        kind: The kind of all files.
-
-    Raises:
-        ArtifactError: If they may not be combined.
+    There is a file for each checkpoint, in the order of ``spec.checkpoints``.
     """
     first = parts[0]
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
         check_made_for(part, spec.under(checkpoint), kind.rule)
         expected, own = (file.spec.get("parameters_digest") for file in (first, part))
         check_same("names and shapes of parameters", expected, own, part.path, kind.rule)
-        expected, own = (_without_stream(file.spec["projection"]) for file in (first, part))
+        # Each checkpoint has a stream of its own.
+        expected, own = (file.spec["projection"] | {"stream": None} for file in (first, part))
         check_same("projection", expected, own, part.path, kind.rule)
         # Labels too: the study's data files may have changed between two checkpoints' jobs.
         for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
             if not np.array_equal(first.vector(key), part.vector(key)):
                 both = first.ids(key), part.ids(key)
                 check_same(key.replace("_", " "), *both, part.path, kind.rule)
-
-
-def _without_stream(projection: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in projection.items() if key != "stream"}

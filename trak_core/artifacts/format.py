@@ -137,13 +137,9 @@ def _is_finite(block: np.ndarray) -> bool:
 
 
 def content_hash(file: h5py.File) -> str:
-    """Hash names, attributes, dtypes, shapes and values of all that a file holds.
+    """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    Returns:
-        32 hexadecimal digits.
-
-    Raises:
-        ValueError: If a number is not finite, or a dataset not filled; it names the dataset.
+    A ``ValueError`` names a dataset that isn't filled, or holds a number that isn't finite.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
@@ -273,11 +269,7 @@ def _check_frame(name: str, group: h5py.Group) -> None:
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
-    """Refuse a file whose frames, or vectors of samples, don't have one id or entry each.
-
-    Raises:
-        ValueError: Naming the dataset, what it must be and what it is.
-    """
+    """Refuse, by a ``ValueError``, frames and vectors of samples without one id or entry each."""
     for name, node in file.items():
         if isinstance(node, h5py.Group) and "block0_values" in node:
             _check_frame(name, node)

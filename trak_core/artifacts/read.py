@@ -48,11 +48,7 @@ class _HeldFile:
         self.path, self._seen = path, _signature(path)
 
     def file(self) -> h5py.File:
-        """Return the open file, valid until another is read.
-
-        Raises:
-            OSError: If it is not HDF5, or not the file that lay there first.
-        """
+        """Return the open file, valid until another is read; an ``OSError`` if it was replaced."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
@@ -268,10 +264,7 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 def verify(path: Path) -> ArtifactKind:
     """Return a file's kind, after making sure of the file as every job does that reads it.
 
-    pandas and h5py alone notice damage in bulk data only.
-
-    Raises:
-        ArtifactError: If anything is wrong with it; see ``open_artifact``.
+    pandas and h5py alone notice damage in bulk data only. See ``open_artifact`` for the errors.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
     with contextlib.closing(_opened(path, unknown)) as held, _explained(path, unknown):
@@ -287,13 +280,10 @@ def verify(path: Path) -> ArtifactKind:
 
 
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
-    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote.
+    """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote; refuse anything else.
 
     Returns:
         Values of shape (rows, columns), row ids and column ids.
-
-    Raises:
-        ArtifactError: If it is not such a frame.
     """
     how = f"Write it with `frame.to_hdf(path, key={key!r}, format='fixed')`."
     if not path.is_file():

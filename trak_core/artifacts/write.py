@@ -28,8 +28,6 @@ if TYPE_CHECKING:  # most jobs write no table
 
 _Place = tuple[str, str, int]
 _PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
-
-
 # What PyTables and pandas look for, in the order in which files have it.
 _FRAME = {
     **{"CLASS": "GROUP", "VERSION": "1.0", "TITLE": "", "pandas_type": "frame"},
@@ -93,12 +91,8 @@ class Writer:
         self.file.create_dataset(key, data=value)
 
     def table(self, key: str, rows: "pd.DataFrame", searchable: Sequence[str]) -> None:
-        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns.
-
-        Raises:
-            ArtifactError: If it has no rows, which pandas would not write.
-        """
-        if rows.empty:
+        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
+        if rows.empty:  # pandas would not write it
             raise ArtifactError(
                 f"{self.file.filename}: the table {key!r} must have a row. Found none: is every "
                 "score exactly 0?"
@@ -134,10 +128,9 @@ def _reads_back(path: Path, key: str, rows: "pd.DataFrame", columns: list[_Place
         with h5py.File(path) as file:
             table: Any = file[f"{key}/table"]
             values = table_columns(table, columns)
-        written = {name: rows[name].to_numpy() for name in rows}
         return all(
-            np.array_equal(values[name], column, equal_nan=column.dtype.kind == "f")
-            for name, column in written.items()
+            np.array_equal(values[name], rows[name], equal_nan=rows[name].dtype.kind == "f")
+            for name in rows
         )
     except Exception:  # of many kinds, where the file breaks off
         return False
@@ -153,20 +146,12 @@ def create(
 ) -> Generator[Writer, None, None]:
     """Yield the writer of an artifact, which appears complete under ``path``, or not at all.
 
-    The folder is made. On an exception the temporary file goes and ``path`` stays as it was. See
-    ``open_artifact`` for an example.
+    The folder is made. On an exception the temporary file goes and ``path`` stays as it was. So it
+    does if a value is not finite, or the disk takes no more. See ``open_artifact`` for an example.
 
-    Args:
-        path: Final name.
-        kind: Which datasets and tables must be written.
-        spec: Everything that decides the numbers, as plain values. Its lists may have any length;
-            the other values together must fit an attribute (64 KiB).
-        provenance: Software and device; no clock times, so that a repeated run is byte-identical.
-        **attributes: More root attributes.
-
-    Raises:
-        ArtifactError: If a value written is not finite.
-        InputError: If the disk takes no more.
+    ``spec`` is everything that decides the numbers, as plain values. Its lists may have any length;
+    the other values together must fit an attribute (64 KiB). ``provenance`` is software and device;
+    without clock times a repeated run is byte-identical. ``attributes`` are more root attributes.
     """
     with written_whole(path) as partial:
         with h5py.File(partial, "w") as file:

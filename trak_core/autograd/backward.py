@@ -29,13 +29,8 @@ def take_rows(
 
     One pass serves all rows; a parameter's rows are handed over and dropped when they arrive.
     Where an operation cannot take several rows at once, each row has a pass, and all are formed.
-
-    Args:
-        consumer: Takes the gradients.
-        outputs: Where the rows start.
-        gradients: Those of each output, shape (rows, *shape).
-        parameters: What to differentiate with respect to.
-        extra: Rows, shape (rows, entries), to add to those of a parameter.
+    Gradients of each output have shape (rows, *shape). ``extra`` holds rows, shape (rows, entries),
+    to add to those of a parameter.
     """
 
     def run(way: _Way) -> Consumer:
@@ -101,18 +96,11 @@ def backward(
     at_stops: Watcher,
     keep_graph: bool,
 ) -> None:
-    """Run one backward pass for all rows.
+    """Run one backward pass for all rows, from outputs to stops; ``at_stops`` takes what arrives.
 
-    Args:
-        outputs: Where it starts.
-        gradients: Gradients of each output, shape (rows, *shape); None for one row of ones at
-            scalars.
-        stops: Where it ends; no operation runs that doesn't lead to one of them.
-        at_stops: Takes the gradients there, once.
-        keep_graph: Whether another pass needs the graph.
-
-    Raises:
-        RuntimeError: If an operation raises it, or cannot take several rows at once.
+    Gradients of each output have shape (rows, *shape); None stands for one row of ones at scalars.
+    No operation runs that doesn't lead to a stop. One that cannot take several rows at once raises
+    a ``RuntimeError``.
     """
 
     def run(*rows: Tensor) -> Tensor:

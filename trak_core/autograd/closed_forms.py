@@ -17,13 +17,10 @@ _CACHED = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One input of an operation that all samples share.
+    """One input of an operation that all samples share, at the end of an edge.
 
-    Attributes:
-        edge: The edge from the operation to the input.
-        gradient: Gradient of the operation's output, shape (C, *shape).
-        dim: The dimension of the output with the samples, C not counted.
-        width: Consecutive places of one sample along it.
+    The gradient is that of the operation's output, shape (C, *shape). The output's dimension
+    ``dim``, C not counted, has the samples, with ``width`` consecutive places each.
     """
 
     edge: Edge
@@ -98,10 +95,6 @@ def _added(use: Use) -> Contribution | None:
     factor = use.saved("alpha") if use.edge.index == 1 and use.has_saved("alpha") else 1
     sign = -1 if name_of(use.edge.user) == "Sub" and use.edge.index == 1 else 1
     return _summed(use, _times(use.gradient, factor * sign))
-
-
-def _repeated(use: Use) -> Contribution | None:
-    return _summed(use, use.gradient)
 
 
 def _multiplied(use: Use) -> Contribution | None:
@@ -225,7 +218,7 @@ _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
     "Add": _added,
     "Sub": _added,
     "Mul": _multiplied,
-    "Expand": _repeated,
+    "Expand": lambda use: _summed(use, use.gradient),
     "Addmm": _matrix_product,
     "Mm": _matrix_product,
     "Convolution": _convolved,

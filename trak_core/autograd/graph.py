@@ -64,13 +64,7 @@ def leaf_of(node: Node) -> Tensor | None:
 
 
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
-    """Walk a graph from its roots and keep what leads to the parameters.
-
-    Parameters that aren't chosen count as constants.
-
-    Returns:
-        The graph; empty if none of the parameters is reached.
-    """
+    """Return what leads from a graph's roots to the parameters; other parameters are constants."""
     chosen = {id(parameter) for parameter in parameters}
     leaves: dict[Node, Tensor] = {}
     edges: dict[Node, list[Edge]] = {}
@@ -112,10 +106,7 @@ def strides(shape: Sequence[int]) -> list[int]:
 def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Layout:
     """Return the layout of a tensor whose dimension ``dim`` reads as (outer, n_samples, width).
 
-    ``width`` is the number of consecutive places of one sample.
-
-    Returns:
-        The layout; None if the dimension's size doesn't allow it.
+    ``width`` is the number of consecutive places of one sample. It is None where sizes don't fit.
     """
     if not 0 <= dim < len(shape) or shape[dim] % (n_samples * width) or not shape[dim]:
         return None

@@ -19,15 +19,10 @@ class MixedSamplesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """One input of one operation, and where the samples lie in one of its outputs.
+    """One input of one operation, by its number and shape, and the layout of one of its outputs.
 
-    Attributes:
-        index: Number of the input.
-        output: Shape of the output.
-        input: Shape of the input.
-        layout: Layout of the output.
-        dim: The output's dimension with the samples; -1 if they are spread over several.
-        width: Consecutive places of one sample along it.
+    Samples lie in the output's dimension ``dim`` (-1 if they are spread over several), with
+    ``width`` consecutive places each.
     """
 
     node: Node
@@ -233,9 +228,7 @@ def input_layout(edge: Edge, number: int, layout: int, n_samples: int) -> Layout
     """Return an input's layout from that of output ``number`` of the operation ``edge.user``.
 
     It is None if samples share the input, or if it is unknown. ``n_samples`` is at least 2.
-
-    Raises:
-        MixedSamplesError: If the operation takes statistics over the samples.
+    Statistics over the samples raise a ``MixedSamplesError``.
     """
     rule = _RULES.get(name_of(edge.user))
     if rule is None:

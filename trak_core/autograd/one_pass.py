@@ -38,16 +38,10 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 
 
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
-    """Plan how one pass serves all samples.
+    """Return how one pass serves all samples, independent along the output's dimension ``dim``.
 
-    Samples must be independent along the output's dimension ``dim``.
-
-    Returns:
-        The plan; None for fewer than two samples, if they can't be told apart, or if there is
-        nothing to differentiate.
-
-    Raises:
-        MixedSamplesError: If an operation takes statistics over the samples.
+    None for fewer than two samples, if they can't be told apart, or if there is nothing to
+    differentiate. Statistics over samples raise a ``MixedSamplesError``.
     """
     n_samples = output.shape[dim]
     if n_samples < 2:
@@ -68,9 +62,7 @@ def by_samples(
 
     The plan is that of ``plan_of`` for this output and dimension. If the graph need not stay, what
     operations have saved goes as the pass goes down, unless it is known to be needed afterwards.
-
-    Raises:
-        GraphNeededError: If it does not stay, and is needed; the consumer has taken a part then.
+    Where it turns out to be needed, ``GraphNeededError``; the consumer has taken a part then.
     """
     others = [size for i, size in enumerate(output.shape) if i != dim]
     n_samples = output.shape[dim]

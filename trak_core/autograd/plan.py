@@ -86,11 +86,7 @@ class Plan:
 
 
 def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) -> Plan:
-    """Return the plan from the layouts of the outputs that the backward pass starts from.
-
-    Raises:
-        MixedSamplesError: If an operation takes statistics over the samples.
-    """
+    """Return the plan from the layouts of the outputs that the backward pass starts from."""
     layouts = _layouts(graph, roots, n_samples)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]

@@ -17,14 +17,5 @@ from trak_core.compat import traker as traker
 from trak_core.compat.traker import TRAKer
 from trak_core.compat.utils import test_install
 
-__all__ = [
-    "TRAKer",
-    "gradient_computers",
-    "modelout_functions",
-    "projectors",
-    "savers",
-    "score_computers",
-    "test_install",
-    "traker",
-    "utils",
-]
+__all__ = ["TRAKer", "test_install", "traker", "utils"]
+__all__ += ["gradient_computers", "modelout_functions", "projectors", "savers", "score_computers"]

@@ -190,12 +190,10 @@ class _OfChosenParameters(AbstractGradientComputer):
     func_buffers: dict[str, Tensor] | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
-        """Take the parameters that the model has now."""
         self.model = model
         self._chosen = chosen_parameters(model, self.grad_wrt)
 
     def compute_loss_grad(self, batch: Sequence[Tensor]) -> Tensor:
-        """Return Q of each sample, shape (B, 1)."""
         model = self.model, self.func_weights, self.func_buffers
         return self.modelout_fn.get_out_to_loss_grad(*model, batch)
 

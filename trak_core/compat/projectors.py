@@ -57,18 +57,12 @@ def _blocks(grads: Gradients, device: Device) -> list[Tensor]:
 class AbstractProjector(ABC):
     """From gradients of shape (B, grad_dim) to features of shape (B, proj_dim).
 
-    Attributes:
-        grad_dim: Size of a gradient.
-        proj_dim: Size of a feature.
-        seed: Decides the matrix, with the model id; unsigned 64 bit.
-        proj_type: Distribution of the entries.
-        device: Where to project.
+    The seed, unsigned 64 bit, and the model id decide the matrix.
     """
 
     def __init__(
         self, grad_dim: int, proj_dim: int, seed: int, proj_type: str, device: Device
     ) -> None:
-        """Keep the arguments."""
         self.grad_dim = grad_dim
         self.proj_dim = proj_dim
         self.seed = seed
@@ -99,7 +93,6 @@ class NoOpProjector(AbstractProjector):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Take what other projectors take."""
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
@@ -142,7 +135,6 @@ class _MatrixProjector(AbstractProjector):
         )
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features of gradients, shape (B, proj_dim), float32."""
         blocks = _blocks(grads, self.device)
         n_columns = sum(block.shape[1] for block in blocks)
         if n_columns != self.grad_dim:
@@ -193,7 +185,6 @@ class BasicSingleBlockProjector(_MatrixProjector):
             self.proj_matrix_available = False
 
     def project(self, grads: Gradients, model_id: int) -> Tensor:
-        """Return features of gradients, shape (B, proj_dim), float32."""
         if model_id != self.model_id or not self.proj_matrix_available:
             self.model_id = model_id
             self.generate_sketch_matrix()
@@ -283,7 +274,6 @@ class ChunkedCudaProjector(_MatrixProjector):
         device: Device,
         dtype: torch.dtype,
     ) -> None:
-        """Keep the arguments."""
         first, n_params = projector_per_chunk[0], int(sum(params_per_chunk))
         super().__init__(n_params, first.proj_dim, first.seed, first.proj_type, device, dtype)
         self.projector_per_chunk = list(projector_per_chunk)
@@ -303,10 +293,8 @@ def known_projection(
     ``n_params`` is the size of a gradient, which the projector that doesn't project cannot know.
     """
     if type(projector) is NoOpProjector:
-        kind = ProjectionKind.IDENTITY
-        return ProjectionSpec(
-            kind=kind, n_params=n_params, proj_dim=n_params, seed=0, stream=model_id
-        )
+        sizes = {"n_params": n_params, "proj_dim": n_params}
+        return ProjectionSpec(kind=ProjectionKind.IDENTITY, **sizes, seed=0, stream=model_id)
     if isinstance(projector, _MatrixProjector) and type(projector) in _OWN:
         return projector.spec(model_id)
     return None

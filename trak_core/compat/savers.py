@@ -218,7 +218,6 @@ class MmapSaver(AbstractSaver):
         logging_level: int,
         use_half_precision: bool,
     ) -> None:
-        """Open or make the folder."""
         super().__init__(save_dir, metadata, load_from_save_dir, logging_level, use_half_precision)
         self.train_set_size = train_set_size
         self.proj_dim = proj_dim
@@ -288,7 +287,6 @@ class MmapSaver(AbstractSaver):
             self.load_current_store(model_id, mode="w+")
 
     def init_experiment(self, exp_name: str, num_targets: int, model_id: int) -> None:
-        """Make the targets' array of an experiment for a model id, and open it."""
         self.refresh()
         if not self.is_registered(model_id):
             raise ModelIDException(
@@ -352,7 +350,6 @@ class MmapSaver(AbstractSaver):
         return stored
 
     def save_scores(self, exp_name: str) -> None:
-        """Mark the scores of an experiment as finished."""
         with self.locked():
             experiments = json.loads(self.experiments_file.read_text())
             experiments[exp_name]["scores_finalized"] = 1

@@ -105,7 +105,7 @@ class AbstractScoreComputer(ABC):
 
     @abstractmethod
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return G^T G of projected gradients (n, k), shape (k, k)."""
+        """Return G^T G of projected gradients (n, k), shape (k, k), float64."""
 
     @abstractmethod
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
@@ -138,7 +138,6 @@ class BasicScoreComputer(AbstractScoreComputer):
         logging_level: int = logging.INFO,
         lambda_reg: float = 0.0,
     ) -> None:
-        """Take lambda, added to the diagonal of G^T G."""
         super().__init__(dtype, device)
         self.CUDA_MAX_DIM_SIZE = CUDA_MAX_DIM_SIZE
         self.lambda_reg = lambda_reg
@@ -146,7 +145,6 @@ class BasicScoreComputer(AbstractScoreComputer):
         self.logger.setLevel(logging_level)
 
     def get_xtx(self, grads: Tensor) -> Tensor:
-        """Return G^T G, float64, shape (k, k)."""
         k = grads.shape[1]
         total = torch.zeros(k, k, dtype=torch.float64, device=self.device)
         for block in torch.split(grads, self.CUDA_MAX_DIM_SIZE):

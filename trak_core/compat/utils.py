@@ -17,19 +17,9 @@ from trak_core.compat.score_computers import (
 )
 from trak_core.compat.traker import TRAKer
 
-__all__ = [
-    "get_free_memory",
-    "get_matrix_mult",
-    "get_matrix_mult_blockwise",
-    "get_matrix_mult_standard",
-    "get_num_params",
-    "get_output_memory",
-    "get_parameter_chunk_sizes",
-    "is_not_buffer",
-    "parameters_to_vector",
-    "test_install",
-    "vectorize",
-]
+__all__ = ["get_free_memory", "get_num_params", "get_output_memory", "get_parameter_chunk_sizes"]
+__all__ += ["get_matrix_mult", "get_matrix_mult_blockwise", "get_matrix_mult_standard"]
+__all__ += ["is_not_buffer", "parameters_to_vector", "test_install", "vectorize"]
 
 
 def parameters_to_vector(parameters: Iterable[Tensor]) -> Tensor:

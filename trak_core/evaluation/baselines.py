@@ -33,14 +33,9 @@ def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
 
 
 def subset_sums(masks: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """Return the sum of each subset's rows. Equivalent to ``masks @ rows``, block by block.
+    """Return the sum of each subset's rows, (S, m), float64: ``masks @ rows``, block by block.
 
-    Args:
-        masks: 1 where a subset has a training sample, shape (S, n), float64.
-        blocks: Rows of shape (rows, m).
-
-    Returns:
-        Shape (S, m), float64.
+    Masks are 1 where a subset has a training sample, of shape (S, n), float64.
     """
     total = np.zeros(())
     for start, stop, rows in blocks:
@@ -148,13 +143,8 @@ def setting_sums(
     """Return one checkpoint's share of the subset sums under each setting of scoring.
 
     Phi_c is read once. Sums over checkpoints of these shares order subsets as scores do, because
-    they lack the division by the number of checkpoints alone.
-
-    Args:
-        masks: Shape (S, n), as in ``subset_sums``.
-        settings: Every damping with every way to weigh rows, from ``settings_of``.
-        averages: From ``average_weights``, over all checkpoints.
-        checkpoint: Features, targets' features and weights under one checkpoint.
+    they lack the division by the number of checkpoints alone. Masks are those of ``subset_sums``,
+    and ``averages`` those of ``average_weights``, over all checkpoints.
 
     Returns:
         Shape (S, m), float64, for each setting.
@@ -215,11 +205,8 @@ def weighted_sums(
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Sum the weighted features of each subset, and weighted products of all, in one pass.
 
-    Args:
-        masks: Shape (S, n), as in ``subset_sums``.
-        weights: Weights of the training samples, each of shape (n,).
-        blocks: Features, shape (rows, k).
-        squared: Weights of the products, each of shape (n,).
+    Masks are those of ``subset_sums``, features of shape (rows, k). Weights of the training samples
+    and of the products (``squared``) have shape (n,) each.
 
     Returns:
         Shape (len(weights), S, k), float64; and ``weighted_gramians`` for ``squared``.
@@ -242,13 +229,9 @@ def damped_sums(
 ) -> np.ndarray:
     """Return sums of A_c's columns over subsets for every ridge, by one eigendecomposition.
 
-    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T.
-
-    Args:
-        sums: From ``weighted_sums``, shape (W, S, k), or its first k columns.
-        spectrum: Eigenvalues and eigenvectors of N, or of its first k rows and columns.
-        ridges: Numbers above 0 that are added to the diagonal of N.
-        targets: T, shape (m, k), float64.
+    With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T. Sums are those of
+    ``weighted_sums``, shape (W, S, k), or their first k columns, and the spectrum is that of N's
+    first k rows and columns. Ridges are above 0; targets T have shape (m, k), float64.
 
     Returns:
         Shape (len(ridges), W, S, m), float64.

@@ -64,14 +64,8 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return Spearman's correlation of each column of ``a`` with the same column of ``b``.
 
     Equivalent to ``scipy.stats.spearmanr`` of each pair of columns, except that a constant column
-    has correlation 0, because it orders nothing. Equal values share the mean of their ranks.
-
-    Args:
-        a: Shape (rows, columns), finite.
-        b: Finite, the shape of ``a``.
-
-    Returns:
-        Shape (columns,), float64.
+    has correlation 0, because it orders nothing. Equal values share the mean of their ranks. Both
+    have shape (rows, columns) and finite values; the result has shape (columns,), float64.
 
     Example:
         >>> import numpy as np
@@ -89,16 +83,11 @@ def reliability(outputs: np.ndarray) -> np.ndarray:
     """Return how alike models retrained with other seeds would order the subsets.
 
     The mean Spearman correlation rho between two of r seeds, over all pairs, becomes that of means
-    over r seeds by Spearman and Brown's formula: r rho / (1 + (r - 1) rho).
-
-    Args:
-        outputs: Shape (seeds, subsets, targets), two seeds or more.
+    over r seeds by Spearman and Brown's formula: r rho / (1 + (r - 1) rho). Outputs have shape
+    (seeds, subsets, targets), with two seeds or more.
 
     Returns:
         Shape (targets,), from 0 (also in place of a negative value) to 1.
-
-    Raises:
-        InputError: If there is only one seed.
 
     Source: Brown, "Some experimental results in the correlation of mental abilities", British
         Journal of Psychology 3, 1910; Spearman, in the same volume.
@@ -142,11 +131,8 @@ def bootstrap(
     drawn subsets anew and averages over the drawn targets. All predictions share the draws, so that
     a prediction's numbers don't depend on the others, and differences between two are paired.
 
-    Args:
-        predictions: Subset sums, each of shape (subsets, targets).
-        outputs: Outputs of retrained models, shape (seeds, subsets, targets); seeds are averaged.
-        n_draws: Number of draws.
-        seed: Seed of the draws.
+    Predictions are subset sums, each of shape (subsets, targets). Outputs of retrained models have
+    shape (seeds, subsets, targets); seeds are averaged.
 
     Returns:
         Shape (n_draws, predictions) and, with two seeds or more, one more column for the noise
@@ -180,14 +166,8 @@ def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
 def auc(values: np.ndarray, positive: np.ndarray) -> float:
     """Return the chance that a positive sample has a larger value than another, ties counting half.
 
-    Equivalent to ``sklearn.metrics.roc_auc_score(positive, values)``.
-
-    Args:
-        values: Shape (n,), finite.
-        positive: Shape (n,), bool.
-
-    Raises:
-        InputError: If all samples are positive, or none is.
+    Equivalent to ``sklearn.metrics.roc_auc_score(positive, values)``, of finite values and booleans
+    of shape (n,); it refuses samples that are all positive, or none of them.
 
     Source: Mann and Whitney, Annals of Mathematical Statistics 18, 1947.
     """

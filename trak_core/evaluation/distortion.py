@@ -44,12 +44,8 @@ def product_variances(x: np.ndarray, y: np.ndarray, projection: ProjectionSpec) 
     """Return Var <Rx, Ry> over the choice of R for all pairs of gradients.
 
     For different gradients whose matrices have sides longer than proj_dim, a ``tensor_sketch`` gets
-    an upper bound.
-
-    Args:
-        x: Gradients, shape (n, p), any float dtype.
-        y: Gradients, shape (m, p).
-        projection: Its kind, proj_dim and shapes count; the seed and the stream don't.
+    an upper bound. Gradients have shape (n, p) and (m, p), any float dtype. The projection's seed
+    and stream don't count.
 
     Returns:
         Shape (n, m), float64; 0 where the projection makes no error.
@@ -82,18 +78,14 @@ def agreement(
     pairs of different samples. Samples share one matrix, so that their errors go together: the
     standard error runs over matrices of independent streams.
 
-    Args:
-        gramian: Exact inner products of the gradients, shape (n, n).
-        variances: From ``product_variances``, shape (n, n).
-        streams: Scaled features of these samples, shape (n, k) for each stream.
+    The Gramian has exact inner products, shape (n, n); variances are those of
+    ``product_variances``; streams are scaled features of these samples, shape (n, k) each. A zero
+    gradient, no stream, or fewer than two samples are refused.
 
     Returns:
         For ``squared_norm`` and ``inner_product`` the measured error, whose square is an unbiased
         estimate of the predicted error's square; its standard error, NaN for one stream; and what
         theory predicts.
-
-    Raises:
-        InputError: If a gradient is zero, if there is no stream, or fewer than two samples.
     """
     squared = np.diagonal(gramian)
     if len(gramian) < 2 or not streams or not (squared > 0).all():

@@ -42,18 +42,12 @@ def order_models(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Put a file's subsets and retrained models in the order of the study's samples.
 
-    Args:
-        masks: 0 and 1; rows are subsets, columns are training samples.
-        outputs: f; rows are models, each named by its subset, columns are targets and others.
-        train_ids: Ids of the masks' columns, in order.
-        target_ids: Ids of the outputs' columns to take, in order.
-        name: The file, for messages.
+    Masks are 0 and 1; rows are subsets, columns are training samples. Rows of outputs f are models,
+    each named by its subset; columns are targets and others. A file that is about other samples, or
+    has not as many models of each subset, is refused by its ``name``.
 
     Returns:
         Masks of shape (S, n) and outputs of shape (seeds, S, m), float64.
-
-    Raises:
-        InputError: If the file is about other samples, or has not as many models of each subset.
     """
     subsets, of_models = masks[1], outputs[1]
     extra = set(masks[2]) - set(train_ids)
@@ -110,16 +104,10 @@ def lds_tables(
     truth: GroundTruth,
     target_ids: list[Any],
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Correlate every target, and bootstrap everything on the same draws.
+    """Return ``summary``, ``targets`` and ``checkpoints``, bootstrapped on the same draws.
 
-    Args:
-        methods: Subset sums of each row of the summary, the scores' first.
-        by_count: Subset sums of the scores, by the number of checkpoints.
-        truth: Subsets and outputs of retrained models.
-        target_ids: Ids of the sums' columns.
-
-    Returns:
-        The tables ``summary``, ``targets`` and ``checkpoints``.
+    Methods are subset sums of each row of the summary, the scores' first; ``by_count`` those of the
+    scores, by the number of checkpoints.
     """
     mean = truth.outputs.mean(axis=0)
     each = {key: rank_correlations(sums, mean) for key, sums in methods.items()}
@@ -144,14 +132,13 @@ def lds_tables(
         "behind_low": behind[:, 0],
         "behind_high": behind[:, 1],
     })
-    names = ["method", "proj_dim", "target_id", "correlation"]
     targets = pd.DataFrame(
         [
             (name, dim, target, correlation)
             for (name, _, dim), correlations in each.items()
             for target, correlation in zip(target_ids, correlations, strict=True)
         ],
-        columns=names,
+        columns=["method", "proj_dim", "target_id", "correlation"],
     )
     curve_ends = intervals[len(methods) : len(methods) + len(by_count)]
     curve = pd.DataFrame({

@@ -96,7 +96,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
     Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``, because
-    padding is never predicted.
+    padding is never predicted. Missing labels or inputs, and tensors of different lengths, are
+    refused.
 
     Args:
         samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
@@ -106,9 +107,6 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
     Returns:
         The batch, on the samples' device.
-
-    Raises:
-        InputError: If there are no labels, no inputs, or tensors of different lengths.
     """
     if isinstance(samples, Batch):
         return samples
@@ -148,10 +146,7 @@ def joined(batches: Sequence[Batch]) -> Batch:
 
     Texts that have ``lengths`` are padded on the right: their labels with ``IGNORED``, inputs along
     the tokens with 0, which is a token of every vocabulary and is left out by an
-    ``attention_mask``.
-
-    Args:
-        batches: At least one, with the same inputs; all with lengths, or none.
+    ``attention_mask``. Batches, at least one, have the same inputs; all have lengths, or none.
     """
     first = batches[0]
     longest = None if first.lengths is None else max(batch.labels.shape[1] for batch in batches)
@@ -198,15 +193,8 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
     """Return what the shapes of samples, seen one after another, have in common.
 
     Texts are samples with a label a token. They may differ in the first dimension of their labels
-    and of all inputs with as many rows, because those can be padded. All else must be the same.
-
-    Args:
-        samples: Each with its id, as a batch of one.
-        output: The model output f.
-
-    Raises:
-        InputError: If samples have other inputs, or shapes that no padding makes the same; it names
-            two of them.
+    and of all inputs with as many rows, because those can be padded. All else must be the same, or
+    an error names two of them. Each sample is a batch of one, with its id.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
@@ -272,9 +260,8 @@ _INSTALLED = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "purelib"
 def call(model: nn.Module, batch: Batch) -> object:
     """Return what the model returns for a batch.
 
-    Raises:
-        InputError: If it fails; the message names shapes and dtypes of what the model was called
-            with, and the last line of the user's code that ran.
+    If it fails, the error names shapes and dtypes of what the model was called with, and the last
+    line of the user's code that ran.
     """
     try:
         return batch.given_to(model)

@@ -120,15 +120,9 @@ def _checked_budget(needed: SampleMemory, device: torch.device, memory_mb: int) 
 
 
 def samples_that_fit(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
-    """Return how many samples fit, at least one.
+    """Return how many samples fit, at least one; refuse a sample that doesn't.
 
-    Args:
-        needed: From ``sample_memory``.
-        device: On CUDA four fifths of its free memory are the budget, whatever ``memory_mb``.
-        memory_mb: MiB for arrays on the CPU.
-
-    Raises:
-        InputError: If one sample does not fit.
+    The budget is ``memory_mb`` MiB on the CPU, and four fifths of a CUDA device's free memory.
     """
     return needed.most(_checked_budget(needed, device, memory_mb))
 
@@ -139,12 +133,10 @@ def in_chunks(
     """Compute chunks of samples, and halve the chunk for good whenever memory runs out.
 
     ``compute`` takes start and stop; ``chunk`` is the samples at once, or gives them from a start.
+    Memory that runs out for a single sample is an ``InputError``.
 
     Yields:
         Start and stop of each chunk, in order, and its result.
-
-    Raises:
-        InputError: If memory runs out for a single sample.
     """
     start, share = 0, Fraction(1)
     while start < n_samples:
@@ -179,9 +171,7 @@ def in_chunks(
 class MemoryByLength:
     """Memory that differentiating a sample takes, by the tokens of the longest text of its batch.
 
-    Attributes:
-        shortest: Tokens of the shortest text; 0 if all samples have one shape.
-        longest: Tokens of the longest text; 0 if all samples have one shape.
+    ``shortest`` and ``longest`` are tokens of texts, 0 if all samples have one shape.
     """
 
     shortest: int

@@ -27,11 +27,9 @@ _Call = tuple[str, list[Tensor], list[Tensor]]
 def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples) -> None:
     """Compare f of a batch with f sample by sample, before the expensive work.
 
-    The first eight are compared, in evaluation mode; a single one is not.
-
-    Raises:
-        InputError: If f of a sample depends on the others, or changes from call to call; it names
-            the layer where that begins. If f of a text depends on its padding.
+    The first eight are compared, in evaluation mode; a single one is not. Refused is an f that
+    depends on other samples, or changes from call to call, by the layer where that begins; and an f
+    of a text that depends on its padding.
     """
     batch = as_batch(samples, output).rows(slice(0, _SAMPLES))
     if len(batch) < 2:
@@ -179,15 +177,9 @@ def _tensors(tree: Any, n_rows: int) -> list[Tensor]:
 def count_classes(
     model: nn.Module, output: ModelOutput, samples: Samples, device: torch.device
 ) -> int | None:
-    """Run the model on a batch's first sample and return how many labels it can tell apart.
+    """Return how many classes the model tells apart in a batch's first sample, two at least.
 
-    The model is on ``device``, the samples on any.
-
-    Returns:
-        The number of classes; None where labels are no classes.
-
-    Raises:
-        InputError: If the model cannot take the sample, or if there is only one class.
+    None where labels are no classes. The model is on ``device``, the samples on any.
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
@@ -218,18 +210,11 @@ def count_classes(
 def check_labels(
     labels: Tensor, output: ModelOutput, n_classes: int | None, sample_ids: Sequence[object]
 ) -> None:
-    """Refuse labels that the model cannot have been trained with.
+    """Refuse labels, shape (batch, ...), that the model cannot have been trained with.
 
-    Args:
-        labels: Shape (batch, ...).
-        output: The model output f.
-        n_classes: From ``count_classes``.
-        sample_ids: Ids of the samples.
-
-    Raises:
-        InputError: If labels have the wrong shape; if a class is not an integer from 0 to
-            n_classes - 1 (or ``IGNORED``, where a label has many parts); if a number is not
-            finite; if no part of a label counts.
+    Those are labels of a wrong shape; classes that are no integers from 0 to n_classes - 1 (or
+    ``IGNORED``, where a label has many parts); numbers that are not finite; and labels without a
+    part that counts. ``n_classes`` is that of ``count_classes``.
     """
     if output.label_ndim is None:
         return
@@ -272,11 +257,7 @@ def check_labels(
 
 
 def check_finite(result: PerSample, sample_ids: Sequence[object]) -> None:
-    """Refuse NaN or infinity in whole gradients and outputs.
-
-    Raises:
-        InputError: If there is any; it names the samples and the parameters.
-    """
+    """Refuse NaN or infinity in whole gradients and outputs, by samples and parameters."""
     bad = {
         name: ~torch.isfinite(block.reshape(len(block), -1)).all(dim=1)
         for name, block in result.gradients.items()
@@ -292,11 +273,7 @@ def explain_not_finite(
     samples: Samples,
     sample_ids: Sequence[object],
 ) -> None:
-    """Differentiate a batch once more, slowly, to say where NaN or infinity comes from.
-
-    Raises:
-        InputError: If a gradient is not finite; it names the samples and the parameters.
-    """
+    """Differentiate once more, slowly, to refuse NaN or infinity by samples and parameters."""
     batch = as_batch(samples, output)
     magnitude = Magnitude.zeros(parameters, len(batch))
     outputs, *_ = gradients_one_by_one(model, parameters, output, batch, magnitude)
@@ -334,11 +311,7 @@ def _first_eight(names: Sequence[object]) -> str:
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
-    """Refuse ``numbers``, named as at the beginning of a sentence, because they are not finite.
-
-    Raises:
-        InputError: Always; it names the samples.
-    """
+    """Raise an error that calls what is not finite ``numbers``, the beginning of a sentence."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
         f"{numbers} must be finite. Found NaN or infinity for the samples {_first_eight(bad_ids)}. "

@@ -41,9 +41,6 @@ def gradient_method(
     Returns:
         ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
         graph, would be slower, or gives other numbers. Then a printed line says why.
-
-    Raises:
-        InputError: If no parameter leads to f.
     """
     if len(as_batch(samples, output)) < 2:
         return gradients_one_by_one
@@ -61,11 +58,7 @@ def gradient_method(
 def why_not_at_once(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> str | None:
-    """Return why one pass for two samples or more cannot take a model, in words; None if it can.
-
-    Raises:
-        InputError: If no parameter leads to f.
-    """
+    """Return why one pass for two samples or more cannot take a model, in words; None if it can."""
     pair = as_batch(samples, output).rows(slice(0, 2))
     try:
         return _hiding_operations(model, parameters, output, pair) or _difference(
@@ -140,15 +133,13 @@ def gradients_at_once(
     One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
     parameter is used, the saved inputs and the gradient of the operation's output give every
     sample's gradient (see ``trak_core.autograd``), which the consumer takes in the form it likes.
-    The numbers of a sample don't depend on the other samples of its batch, to rounding.
-
-    The model is used in evaluation mode.
+    The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
+    is used in evaluation mode, and a parameter must lead to f.
 
     Returns:
         The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
 
     Raises:
-        InputError: If no parameter leads to f.
         SamplesSharedError: If the graph can't be read, which ``gradients_one_by_one`` doesn't need.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
@@ -188,16 +179,10 @@ def gradients_one_by_one(
     samples: Samples,
     consumer: SampleConsumer,
 ) -> list[Tensor]:
-    """Hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
+    """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
 
     The model is called as it is, so that it works for everything that autograd takes. A parameter's
     gradient is dropped when the consumer has taken it.
-
-    Returns:
-        The tensors of ``PerSample.columns``, shape (batch,) each.
-
-    Raises:
-        InputError: If no parameter leads to f.
     """
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []

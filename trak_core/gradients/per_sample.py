@@ -130,19 +130,12 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
 
     A pattern means the parameters with ``requires_grad`` that it matches. Only where it matches
     none of them it means frozen ones: ``*lora_*`` finds an adapter that was loaded for inference,
-    and ``*layers.0.*``, where only adapters are trained, that layer's adapter alone.
+    and ``*layers.0.*``, where only adapters are trained, that layer's adapter alone. Frozen
+    parameters that are returned have ``requires_grad`` from then on.
 
-    Args:
-        model: Its frozen parameters have ``requires_grad`` from then on if they are returned.
-        patterns: Shell-style patterns (``layer4.*``) of full parameter names; None takes all that
-            have ``requires_grad``.
-
-    Returns:
-        Names to parameters, at least one.
-
-    Raises:
-        InputError: If a pattern matches no parameter, or one that holds no floating-point numbers;
-            or if nothing is left to differentiate.
+    Patterns are shell-style (``layer4.*``), of full parameter names; None takes all that have
+    ``requires_grad``. Refused is a pattern that matches no parameter, or one without floating-point
+    numbers; and a model with nothing to differentiate.
     """
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]

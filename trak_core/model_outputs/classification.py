@@ -10,13 +10,8 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
     """Return log(p_y / (1 - p_y)), the log-odds of the label.
 
     Computed as the label's logit minus the logsumexp of the others: finite wherever logits are.
-
-    Args:
-        logits: Shape (..., classes), at least two classes.
-        label: Integers, shape (...).
-
-    Returns:
-        Shape (...), float32 or float64.
+    From logits of shape (..., classes), at least two classes, and integers of shape (...) come
+    numbers of shape (...), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1.
     """

@@ -18,10 +18,7 @@ def pair_margins(
     -log sum_j exp(s <u, v_j - v>) and -log sum_i exp(s <u_i - u, v>).
 
     Embeddings of pairs have shape (..., d), those of the others (others, d), on the same device.
-    The scale s is 1 in TRAK's f.
-
-    Returns:
-        Shape (..., 2), float32 or float64.
+    The scale s is 1 in TRAK's f. The result has shape (..., 2), float32 or float64.
 
     Source: Park et al., "TRAK", ICML 2023, section 5.1 (f is the sum of the two).
     """
@@ -45,10 +42,8 @@ def read_embeddings(returned: object) -> Tensor:
     """Return the embeddings of images and texts, shape (batch, 2, d), in what a model returned.
 
     That is an object with ``image_embeds`` and ``text_embeds`` (transformers), a mapping with
-    ``image_features`` and ``text_features``, or a tuple that starts with the two (open_clip).
-
-    Raises:
-        InputError: If it is none of these.
+    ``image_features`` and ``text_features``, or a tuple that starts with the two (open_clip). All
+    else is refused.
     """
     pair: tuple[object, ...] = ()
     if isinstance(returned, Mapping) and "image_features" in returned:
@@ -71,12 +66,8 @@ def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOu
     """Return the model output of image-text pairs: the sum of a pair's two log-odds.
 
     The others and the scale are constants: f depends on the parameters by the pair's own
-    embeddings alone, so that it is a function of one sample.
-
-    Args:
-        other_images: Embeddings of the pairs to stand out among, shape (others, d).
-        other_texts: Their texts, likewise.
-        scale: Factor of the inner products, the exponential of a CLIP model's ``logit_scale``.
+    embeddings alone, so that it is a function of one sample. Embeddings of the others have shape
+    (others, d). The scale is the exponential of a CLIP model's ``logit_scale``.
     """
 
     def margins(outputs: Tensor) -> Tensor:

@@ -35,15 +35,12 @@ def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
 
     With l = -log P, the sum of the tokens' cross entropies, f = -log(exp(l) - 1), so that the loss
     is a function of f as for a single label: l = log(1 + exp(-f)). For long texts f tends to
-    log P; for one token it is that token's margin. Finite wherever logits are.
+    log P; for one token it is that token's margin. Finite wherever logits are; a scalar, float32 or
+    float64.
 
-    Args:
-        logits: Shape (tokens, vocabulary); row t predicts the token at t + 1.
-        labels: The tokens themselves, ``IGNORED`` (-100) where they don't count (padding, a
-            prompt), shape (tokens,). The first is never predicted; one more must count.
-
-    Returns:
-        Scalar, float32 or float64.
+    Row t of logits, shape (tokens, vocabulary), predicts the token at t + 1. Labels, shape
+    (tokens,), are the tokens themselves, ``IGNORED`` (-100) where they don't count (padding, a
+    prompt). The first is never predicted; one more must count.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """

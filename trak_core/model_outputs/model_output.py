@@ -45,10 +45,7 @@ def read_logits(returned: object) -> Tensor:
     """Return the tensor that counts in what a model returned.
 
     That is the tensor itself; an object with ``logits`` (transformers); a mapping with ``logits``
-    or ``out`` (torchvision's segmentation); or a sequence that starts with it.
-
-    Raises:
-        InputError: If it is none of these.
+    or ``out`` (torchvision's segmentation); or a sequence that starts with it. All else is refused.
     """
     logits = returned
     if isinstance(returned, Mapping):

@@ -18,14 +18,10 @@ def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
 
 
 def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of the labelled pixels' log-odds log(p / (1 - p)).
+    """Return the mean of the labelled pixels' log-odds log(p / (1 - p)), float32 or float64.
 
-    Args:
-        logits: Shape (classes, height, width).
-        labels: Shape (height, width), ``IGNORED`` (-100) where a pixel doesn't count; one must.
-
-    Returns:
-        Scalar, float32 or float64.
+    Logits have shape (classes, height, width), labels (height, width), with ``IGNORED`` (-100)
+    where a pixel doesn't count; one must.
 
     Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a pixel at a time.
     """

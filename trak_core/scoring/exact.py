@@ -58,15 +58,11 @@ class DampedGramian:
     def factorize(cls, gramian: np.ndarray, weights: np.ndarray, damping: float) -> Self:
         """Return the factorized matrix, which solves for any targets.
 
-        Args:
-            gramian: K = J J^T, shape (n, n), float64.
-            weights: The diagonal of W, shape (n,), not negative; ones for the plain normal matrix.
-            damping: Relative to the mean squared length of the weighted gradients, at least 0; 2 is
-                a good value.
-
-        Raises:
-            InputError: If the damped Gramian is numerically singular, or if weights are 0 without
-                damping: an answer would be noise.
+        K = J J^T has shape (n, n), float64. Weights, the diagonal of W, shape (n,), are not
+        negative; ones stand for the plain normal matrix. The damping, at least 0, is relative to
+        the mean squared length of the weighted gradients; 2 is a good value. A damped Gramian that
+        is numerically singular is refused, as are weights of 0 without damping, because an answer
+        would be noise.
         """
         if damping < 0:
             raise InputError(f"The damping must be at least 0. Found {damping}.")
@@ -86,13 +82,8 @@ class DampedGramian:
         Computes A = (K W + ridge I)^-1 K_t, which equals J (J^T W J + ridge I)^-1 J_t^T for
         gradients J and J_t with K = J J^T and K_t = J J_t^T. With S = W^(1/2) it is
         [K_t - K S (S K S + ridge I)^-1 S K_t] / ridge: symmetric, and defined where a weight is
-        0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse.
-
-        Args:
-            cross: K_t, shape (n, m), float64.
-
-        Returns:
-            Shape (n, m), float64.
+        0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse. Both K_t and the
+        result have shape (n, m), float64.
 
         Source: Woodbury's identity; docs/scores.md, "Exact scores".
         """
@@ -104,11 +95,7 @@ class DampedGramian:
     def train_norm(self, row_weights: np.ndarray) -> float:
         """Return N_c = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + ridge I, without J.
 
-        Args:
-            row_weights: |Q|^power, shape (n,), float64.
-
-        Raises:
-            InputError: If it is not above 0.
+        Row weights are |Q|^power, shape (n,), float64. N_c must be above 0.
         """
         squared = 0.0
         for start in range(0, len(self.gramian), _COLUMNS):

@@ -28,9 +28,8 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
     """Return rows of A_c = Phi_c (N_c + ridge_c I)^-1 T_c^T, shape (rows, m), float64.
 
-    Args:
-        features: Rows of Phi_c, shape (rows, k).
-        solved_targets: (N_c + ridge_c I)^-1 T_c^T, shape (k, m), float64.
+    Features, rows of Phi_c, have shape (rows, k); solved targets, what they are multiplied with,
+    (k, m), float64.
 
     Source: Park et al., "TRAK", ICML 2023, equation 16; docs/scores.md, "The formula".
     """
@@ -95,13 +94,9 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
     """Return the ``keep`` largest entries of every column so far, from one more block of rows.
 
     Equivalent to sorting whole columns: ``np.argsort(-scores, axis=0, kind="stable")[:keep]``. How
-    rows are cut into blocks changes nothing, as long as they come from the top down.
-
-    Args:
-        seen: The entries that the blocks before gave; None for the first.
-        start: Row number of the block's first row.
-        block: Scores, shape (rows, m).
-        keep: How many, fewer if there are fewer rows.
+    rows are cut into blocks changes nothing, as long as they come from the top down. ``seen`` holds
+    the entries that the blocks before gave, None at the first; the block of scores, shape (rows,
+    m), begins at row ``start``. Fewer rows give fewer entries.
     """
     rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
     if seen is not None:

@@ -21,17 +21,11 @@ def weighted_gramians(
     """Sum normal matrices sum_i w_i phi_i phi_i^T over blocks of rows, one for each way to weigh.
 
     Equivalent to ``phi.T @ np.diag(w) @ phi``, whose trace is sum_i w_i |phi_i|^2. How rows are cut
-    into blocks changes the rounding of float64 sums alone.
-
-    Args:
-        blocks: Features (rows, k), any float dtype, and any number of sets of weights (rows,),
-            non-negative.
+    into blocks changes the rounding of float64 sums alone. Blocks are features (rows, k), any float
+    dtype, and any number of sets of weights (rows,), non-negative. There must be a row.
 
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric.
-
-    Raises:
-        InputError: If there are no rows.
 
     Source: docs/scores.md, "The formula".
     """
@@ -83,9 +77,7 @@ class Spectrum:
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
         """Return what N_c of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
 
-        Args:
-            weighted: Y^T Y of the rows times |Q|^power, shape (k, k), float64.
-            gramian: Phi^T Phi, likewise.
+        Y^T Y of the rows times |Q|^power, and Phi^T Phi, have shape (k, k), float64.
         """
         products = self.vectors.T @ (weighted @ self.vectors)
         products *= self.vectors.T @ (gramian @ self.vectors)
@@ -96,15 +88,9 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
     """Return N_c = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + ridge I.
 
     Its square is tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi, and where M's
-    eigenvectors are the axes sum_ij products_ij / ((D_i + ridge) (D_j + ridge)).
-
-    Args:
-        eigenvalues: D of Phi^T W Phi, shape (k,), float64.
-        products: From ``Spectrum.norm_products``.
-        ridge: Added to the diagonal.
-
-    Raises:
-        InputError: If it is not above 0, because loss weights or features are all 0.
+    eigenvectors are the axes sum_ij products_ij / ((D_i + ridge) (D_j + ridge)). Eigenvalues D of
+    Phi^T W Phi have shape (k,), float64; products are those of ``Spectrum.norm_products``. N_c must
+    be above 0, which loss weights or features that are all 0 don't allow.
 
     Source: docs/scores.md, "The formula".
     """
@@ -113,11 +99,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
 
 
 def positive_root(squared: float) -> float:
-    """Return the norm with this square, by which scores can be divided.
-
-    Raises:
-        InputError: If it is not above 0.
-    """
+    """Return the norm with this square, by which scores can be divided: it must be above 0."""
     if not squared > 0:
         raise InputError(
             "With `combine: unit_average` a checkpoint's scores are divided by their norm over the "
@@ -141,18 +123,12 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
     """Return Cholesky's factor L with L L^T = matrix + ridge I.
 
     Equivalent to ``scipy.linalg.cho_factor(matrix + ridge * np.eye(k), lower=True)[0]``, which
-    answers for nearly singular matrices too.
-
-    Args:
-        matrix: Symmetric, positive semi-definite, shape (k, k), float64.
-        ridge: Added to the diagonal; at least 0.
-        eigenvalues: Smallest and largest of ``matrix``.
+    answers for nearly singular matrices too. Here they are refused, because an answer would be
+    noise. The matrix is symmetric, positive semi-definite, shape (k, k), float64; the ridge at
+    least 0; eigenvalues are the smallest and largest of the matrix.
 
     Returns:
         L in the lower triangle, shape (k, k), float64; what is above it doesn't count.
-
-    Raises:
-        InputError: If the damped matrix is numerically singular, because an answer would be noise.
     """
     smallest, largest = (value + ridge for value in eigenvalues)
     if not smallest * MAX_CONDITION > largest:
@@ -178,9 +154,6 @@ def damped_solve(
 
     Equivalent to ``np.linalg.solve(matrix + ridge * np.eye(k), right_side)`` with a right side of
     shape (k, m). The ridge is best the damping, 2 say, times the rows' mean squared length.
-
-    Raises:
-        InputError: If the damped matrix is numerically singular.
 
     Example:
         >>> import numpy as np

@@ -38,9 +38,7 @@ def convert_param(value: Any, hint: Any) -> Any:
 def describe_job(job: Any) -> dict[str, Any]:
     """Return what Snakemake's object of a script says of a job, ready for JSON.
 
-    Returns:
-        Its ``rule``, its ``log``, all that is ``named``, and the names of the rule's ``own`` files
-        and params among that.
+    ``own`` holds the names of the rule's own files and params among all that is ``named``.
     """
     named: dict[str, Any] = {"threads": job.threads}
     # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
@@ -57,11 +55,7 @@ def run_logged(job: Mapping[str, Any]) -> None:
 
 
 def run(job: Mapping[str, Any]) -> None:
-    """Call a job's stage with what its rule names.
-
-    Raises:
-        TypeError: If the rule names an input, an output or a param that its stage doesn't take.
-    """
+    """Call a job's stage with what its rule names, which must be what the stage takes."""
     named = dict(job["named"])
     name, named["code"] = named["code"].split()
     stage = stage_of(name)

@@ -54,14 +54,11 @@ def does_not_fit(path: Path, reason: str) -> InputError:
 def written_whole(path: Path) -> Generator[Path, None, None]:
     """Give a place to write to; what stands there at the end appears under ``path`` at once.
 
-    The folder is made. On an exception ``path`` stays as it was.
+    The folder is made. On an exception, such as that of a full disk, ``path`` stays as it was.
 
     Yields:
         A hidden name beside ``path`` that no other process uses. A killed process leaves it behind;
         the next one on the same machine that writes ``path`` deletes it.
-
-    Raises:
-        InputError: If the disk takes no more.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.{socket.gethostname()}."
@@ -101,11 +98,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, known: dict[str, Any]) -> None:
-    """Write plain values with a hash of them, whole or not at all.
-
-    Raises:
-        InputError: If the folder cannot be written to.
-    """
+    """Write plain values with a hash of them, whole or not at all."""
     try:
         with written_whole(path) as partial:
             text = json.dumps({"known": known, "digest": _digest(known)}, indent=1)
@@ -153,11 +146,7 @@ def _checked_files(pattern: str, results: Path) -> list[Path]:
 
 
 def file_digest(path: Path) -> str:
-    """Return the hash of a file's bytes, 32 hexadecimal digits.
-
-    Raises:
-        InputError: If it cannot be read.
-    """
+    """Return the hash of a data file's bytes, 32 hexadecimal digits."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -168,22 +157,14 @@ def file_digest(path: Path) -> str:
 
 
 def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
-    """Hash the files that a config names under ``data_files``.
+    """Return ``file_digest`` of the files that a config names under ``data_files``, by path.
 
-    Every job starts the Snakefile: a file with the size and times that the record has of it is not
-    read again. What the digests are does not depend on the record.
+    Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
+    where ``**`` stands for any folders; relative to the working folder. Hidden files of a folder,
+    and the run's own results, don't count. An entry without a readable file is refused.
 
-    Args:
-        patterns: Paths of files, or of folders for all files below them, or patterns as in a shell,
-            where ``**`` stands for any folders; relative to the working folder. Hidden files of a
-            folder, and the run's own results, don't count.
-        record: Where digests are kept, in the results folder.
-
-    Returns:
-        ``file_digest`` of each file, by its path, in order.
-
-    Raises:
-        InputError: If an entry names no file, or one that cannot be read.
+    Every job starts the Snakefile: a file with the size and times that the record, in the results
+    folder, has of it is not read again. What the digests are does not depend on the record.
     """
     if not patterns:
         return {}

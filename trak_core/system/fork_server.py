@@ -93,9 +93,7 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
 def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
     """Start a server for this process's jobs of one thread, which ends with this process.
 
-    Args:
-        stages: Modules of ``trak_core.stages``.
-        study: From ``trak_core.provenance.study_imports``.
+    Stages are modules of ``trak_core.stages``; ``study`` is that of ``provenance.study_imports``.
     """
     started = serve_forks([*(f"trak_core.stages.{stage}" for stage in stages), *_LATER, *study])
     if started is not None:
@@ -114,9 +112,7 @@ def _is_mine(connection: socket.socket) -> bool:
 def done_by_fork(function: str, argument: Any) -> bool:
     """Have this process's work done by a fork, and end as it ends.
 
-    Args:
-        function: ``module:name``, of what the fork calls.
-        argument: What it is called with, ready for JSON.
+    The fork calls the function ``module:name`` with an argument that is ready for JSON.
 
     Returns:
         False, if it must be done here.
@@ -140,10 +136,8 @@ def done_by_fork(function: str, argument: Any) -> bool:
 def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
     """Send a request, pass signals on to the fork, and wait for it.
 
-    Args:
-        server: The name of its socket.
-        request: ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
-            which must be the server's, ``paths`` of modules, and ``arguments`` for ``sys.argv``.
+    A request has ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
+    which must be the server's, ``paths`` of modules, and ``arguments`` for ``sys.argv``.
 
     Returns:
         The fork's return code, as Popen gives it; None if there is no fork.

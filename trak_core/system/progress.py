@@ -20,10 +20,7 @@ def with_progress(
 ) -> Iterator[tuple[int, int, *Rest]]:
     """Yield blocks of rows, and print a line every ten seconds and at the end.
 
-    Args:
-        blocks: Tuples that begin with start and stop, in order.
-        n_rows: How many rows there are.
-        unit: The plural of what is counted, for the line.
+    Blocks begin with start and stop, in order. The unit is the plural of what is counted.
     """
     began = printed = time.monotonic()
     for block in blocks:
@@ -53,11 +50,8 @@ def software(
 ) -> dict[str, Any]:
     """Return versions, code digest and device as plain values: an artifact's provenance.
 
-    Args:
-        code: The stage's code digest.
-        device: ``cpu``, or ``cuda`` and the device's name.
-        *packages: Distributions that the numbers depend on.
-        made_from: Provenance of the files that went in; equal ones are kept once.
+    The device is ``cpu``, or ``cuda`` and its name. Packages are distributions that the numbers
+    depend on. ``made_from`` is the provenance of files that went in; equal ones are kept once.
     """
     own = {
         "trak-core": __version__,
