@@ -157,7 +157,7 @@ def file_digest(path: Path) -> str:
 
 
 def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
-    """Return ``file_digest`` of the files that a config names under ``data_files``, by path.
+    """Return ``file_digest`` of files that a config names under ``data_files``, by path, in order.
 
     Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
     where ``**`` stands for any folders; relative to the working folder. Hidden files of a folder,
