@@ -26,11 +26,8 @@ class TakesNone(torch.nn.Module):
 
 
 def samples(*lengths, **more):
-    def text(n):
-        inputs = {"input_ids": torch.arange(1, n + 1)} | {k: v(n) for k, v in more.items()}
-        return {**inputs, "labels": [7] * n}
-
-    return list(map(text, lengths))
+    inputs = {"input_ids": lambda n: torch.arange(1, n + 1), **more, "labels": lambda n: [7] * n}
+    return [{name: make(n) for name, make in inputs.items()} for n in lengths]
 
 
 def arrange(data, model=None, window=None):
