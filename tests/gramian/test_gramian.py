@@ -9,14 +9,9 @@ from refused import refused
 from torch import nn
 
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
-from trak_core.gradients import (
-    formed_gradients,
-    gradient_method,
-    gradients_at_once,
-    gradients_one_by_one,
-    select_parameters,
-)
+from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.consumers import Formed
+from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -216,7 +211,8 @@ def test_all_ways_give_the_same(name, prefer, monkeypatch):
     assert_equal(found, by_jacobian(output, trained(model)))
 
 
-def small():
+@pytest.fixture
+def model(float64):
     return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 24))
 
 
@@ -228,8 +224,7 @@ def small():
         *(((0,), 0), ((0, 2), 0), ((0,), None)),
     ],
 )
-def test_outputs_of_any_shape(shape, batch_dim):
-    model = small()
+def test_outputs_of_any_shape(model, shape, batch_dim):
     n_samples = shape[batch_dim] if batch_dim is not None else 7 if all(shape) else 0
     each = max(1, torch.Size(shape).numel() // max(1, n_samples)) if shape else 1
     output = model(torch.randn(n_samples, 5))[:, :each]
@@ -258,8 +253,7 @@ def test_several_modules_and_parameters_outside_of_them():
     assert not unused.any()
 
 
-def test_modules_within_modules_are_refused():
-    model = small()
+def test_modules_within_modules_are_refused(model):
     for modules in ((model, model[0]), (model[0], model), (model, model)):
         names = re.compile(r"(Linear|Sequential) \(number \d\) in Sequential \(number \d\)")
         with refused("gramian.nested_module", names):
@@ -268,8 +262,7 @@ def test_modules_within_modules_are_refused():
         Engine()
 
 
-def test_what_cannot_be_differentiated_is_refused():
-    model = small()
+def test_what_cannot_be_differentiated_is_refused(model):
     engine = Engine(model, batch_dim=0)
     with torch.no_grad():
         output = model(torch.randn(3, 5))

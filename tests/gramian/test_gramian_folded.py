@@ -80,12 +80,6 @@ def test_blocks_change_nothing_but_rounding(case, at):
     np.testing.assert_allclose(found, whole, rtol=1e-10, atol=1e-12)
 
 
-def test_one_sample(case):
-    model, parameters, output, train, _, j, _ = case
-    gramian = train_gramian(model, parameters, output, [[tensor[:1] for tensor in train]])
-    np.testing.assert_allclose(gramian, j[:1] @ j[:1].T, rtol=1e-6)
-
-
 def test_only_the_chosen_parameters_count(case):
     model, _, output, train, *_ = case
     chosen = select_parameters(model, ["5.*"])

@@ -4,6 +4,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,8 @@ def state():
     return net().state_dict()
 
 
-def same(state, path):
-    model = net()
+def same(state, path, model=None):
+    model = model or net()
     check_checkpoint(model, path)
     digests = load_checkpoint(model, path)
     assert digests == {"sha256": read_state_dict(path)[1]}
@@ -64,9 +65,8 @@ def test_a_prefix_that_all_keys_share_is_taken_off_and_said(state, tmp_path, cap
     assert not capsys.readouterr().out
     # One key without it: nothing is guessed.
     torch.save({"other": torch.ones(1), **{prefix + k: v for k, v in state.items()}}, path)
-    with refused(
-        "study.checkpoint_keys", re.compile(rf"to the model: other, {prefix}0\.weight.*more")
-    ):
+    unknown = re.compile(rf"to the model: other, {prefix}0\.weight.*more")
+    with refused("study.checkpoint_keys", unknown):
         load_checkpoint(net(), path)
 
 
@@ -83,29 +83,18 @@ def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
     assert same(state, Path("a-weights.pt"))
 
 
-def numpy_beside(state, path):
-    torch.save({"model": state, "best": np.float64(0.5)}, path)
-
-
-def pickled_numpy(state, path):
-    path.write_bytes(pickle.dumps({"w": np.float64(0.5), "v": np.ones(3)}))
-
-
-def pickled_numpy_of_old(state, path):
-    path.write_bytes(pickle.dumps({"w": np.ones(3)}, protocol=2))
-
-
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (numpy_beside, r"it holds numbers or arrays of numpy \(numpy\S+\)\. Save tensors and"),
-        (pickled_numpy_of_old, r"it holds numbers or arrays of numpy \(numpy\S+\)\. Save tensors"),
-        (pickled_numpy, r"its pickle is none of torch\.save's own protocol; .* numpy's numbers"),
+        (torch.save, r"it holds numbers or arrays of numpy \(numpy\S+\)\. Save tensors and"),
+        (partial(pickle.dump, protocol=2), r"it holds numbers or arrays of numpy \(numpy\S+\)\."),
+        (pickle.dump, r"its pickle is none of torch\.save's own protocol; .* numpy's numbers"),
     ],
 )
 def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
-    write(state, tmp_path / "a.pt")
+    with (tmp_path / "a.pt").open("wb") as file:
+        write({"w": np.float64(0.5), "v": np.ones(3)}, file)
     with pytest.raises(InputError, match=r"never loaded\. Reading it failed: " + message):
         read_state_dict(tmp_path / "a.pt")
 
@@ -148,11 +137,9 @@ class Wrapper(nn.Module):
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
 def test_a_model_with_a_part_called_module(tmp_path, capsys, prefix):
-    saved, model = Wrapper(), Wrapper()
-    torch.save({prefix + k: v for k, v in saved.state_dict().items()}, tmp_path / "a.pt")
-    load_checkpoint(model, tmp_path / "a.pt")
-    for key, value in saved.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value)
+    state = Wrapper().state_dict()
+    torch.save({prefix + k: v for k, v in state.items()}, tmp_path / "a.pt")
+    assert same(state, tmp_path / "a.pt", Wrapper())
     assert bool(capsys.readouterr().out) == bool(prefix)
 
 
@@ -162,9 +149,8 @@ def test_with_a_prefix_only_what_really_misfits_is_listed(state, tmp_path):
     with refused("study.checkpoint_keys", "module.", "Found missing in the checkpoint: 0.bias"):
         load_checkpoint(net(), tmp_path / "a.pt")
     torch.save({}, tmp_path / "empty.pt")
-    with refused(
-        "study.checkpoint_keys", re.compile(r"missing in the checkpoint: 0\.weight.* more")
-    ):
+    absent = re.compile(r"missing in the checkpoint: 0\.weight.* more")
+    with refused("study.checkpoint_keys", absent):
         load_checkpoint(net(), tmp_path / "empty.pt")
 
 
@@ -221,9 +207,7 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
     saved.save_pretrained(tmp_path, max_shard_size="4KB")
     shards = sorted(tmp_path.glob("model-*-of-*.safetensors"))
     assert len(shards) > 2
-    load_checkpoint(model, tmp_path)
-    for key, value in saved.state_dict().items():
-        assert torch.equal(model.state_dict()[key], value)
+    assert same(saved.state_dict(), tmp_path, model)
     shards[-1].rename(tmp_path / "elsewhere")
     with refused("study.checkpoint_shards", shards[-1].name):
         read_state_dict(tmp_path)
@@ -240,11 +224,9 @@ def test_a_folder_with_a_bad_index(tmp_path, index):
 
 
 def test_tied_parameters_are_needed_once(tmp_path):
-    weight = torch.randn(5, 3)
-    save_file({"embedding.weight": weight}, tmp_path / "a.safetensors")
-    model = Tied()
-    load_checkpoint(model, tmp_path / "a.safetensors")
-    assert torch.equal(model.head.weight, weight)
+    state = Tied().state_dict()
+    save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
+    assert same(state, tmp_path / "a.safetensors", Tied())
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):

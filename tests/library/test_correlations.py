@@ -84,16 +84,6 @@ def test_a_prediction_has_the_same_interval_alone_and_beside_others():
     assert np.array_equal(alone, beside[:, 1:])  # itself, and the noise ceiling
 
 
-def test_a_paired_difference_is_surer_than_either_of_two_alike():
-    rng = np.random.default_rng(7)
-    outputs = rng.standard_normal((1, 40, 6))
-    one = outputs[0] + rng.standard_normal((40, 6))
-    drawn = bootstrap([one, one + 0.1 * rng.standard_normal((40, 6))], outputs, n_draws=200)
-    (low, high), *_ = percentiles(drawn)
-    (least, most), *_ = percentiles(drawn[:, :1] - drawn[:, 1:])
-    assert most - least < (high - low) / 3
-
-
 @pytest.mark.parametrize("n_seeds", [2, 4])
 def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
     rng = np.random.default_rng(5)

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,25 +13,18 @@ from architectures import Net
 from refused import refused
 from torch import nn
 
-from trak_core.gradients import (
-    PerSample,
-    as_batch,
+from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method
+from trak_core.gradients import batch as batch_module
+from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
+from trak_core.gradients.checks import (
     check_finite,
     check_labels,
     check_samples_apart,
     count_classes,
-    formed_gradients,
-    gradient_method,
-    gradients_at_once,
-    gradients_one_by_one,
-    in_chunks,
-    n_params,
     refuse_not_finite,
-    sample_memory,
-    samples_that_fit,
-    select_parameters,
 )
-from trak_core.gradients import batch as batch_module
+from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
+from trak_core.gradients.per_sample import n_params, select_parameters
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -202,20 +196,19 @@ def wrong(m, x):
 DEEP_RECURRENT = {"lstm": lambda: nn.LSTM(3, 5, batch_first=True), "head": lambda: nn.Linear(5, 3)}
 
 
+def recurrent(m, x):
+    return m.head(m.lstm(m.linear(x))[0][:, -1])
+
+
 @pytest.mark.parametrize(
-    ("model", "shape", "reason"),
+    ("forward", "parts", "shape", "reason"),
     [
-        (
-            linear(lambda m, x: m.head(m.lstm(m.linear(x))[0][:, -1]), **DEEP_RECURRENT),
-            (5, 6, 4),
-            "it cannot tell samples apart below: ",
-        ),
-        (linear(wrong, head=lambda: nn.Linear(3, 3)), (5, 4), "it differs from autograd by"),
+        (recurrent, DEEP_RECURRENT, (5, 6, 4), "it cannot tell samples apart below: "),
+        (wrong, {"head": lambda: nn.Linear(3, 3)}, (5, 4), "it differs from autograd by"),
     ],
-    ids=["recurrent", "wrong derivative"],
 )
-def test_what_one_pass_cannot_take_goes_one_by_one_with_a_notice(model, shape, reason, capsys):
-    batch = classified(torch.randn(shape))
+def test_what_one_pass_cannot_take_goes_one_by_one(forward, parts, shape, reason, capsys):
+    model, batch = linear(forward, **parts), classified(torch.randn(shape))
     assert chosen(model, batch) is gradients_one_by_one
     assert reason in capsys.readouterr().out
     result = formed(gradients_one_by_one, model, batch)
@@ -347,18 +340,11 @@ def test_chunks_are_halved_when_memory_runs_out(error, capsys):
     assert "out of memory; going on with 2 samples at once" in capsys.readouterr().out
 
 
-def test_memory_that_does_not_hold_one_sample():
-    def compute(start, stop):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-
-    with refused("gradients.out_of_memory", "CUDA out of memory. Tried to allocate 9 GiB"):
+def test_memory_that_does_not_hold_one_sample_and_other_errors():
+    compute = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
+    with refused("gradients.out_of_memory", "CUDA out of memory. Tried 9 GiB"):
         list(in_chunks(compute, 10, 8))
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    def compute(start, stop):
-        raise RuntimeError("shapes")
-
+    compute.side_effect = RuntimeError("shapes")
     with pytest.raises(RuntimeError, match="shapes"):
         list(in_chunks(compute, 10, 8))
 
@@ -481,13 +467,10 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     with refused("gradients.unmatched_pattern", "'lora'", "0.weight, 0.bias, 1.weight, 1.bias"):
         select_parameters(model, ["0.*", "lora"])
-    with refused(
-        "gradients.unmatched_pattern", "'lora'", re.compile(r"0\.0\.weight, .*, 1\.1\.bias, \.\.\.")
-    ):
-        select_parameters(
-            nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1)),
-            ["lora"],
-        )
+    larger = nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
+    some = re.compile(r"0\.0\.weight, .*, 1\.1\.bias, \.\.\.")
+    with refused("gradients.unmatched_pattern", "'lora'", some):
+        select_parameters(larger, ["lora"])
     quantized = torch.zeros(3, 3, dtype=torch.int8)
     model[0].weight = nn.Parameter(quantized, requires_grad=False)
     assert "0.weight" not in select_parameters(model, None)
@@ -598,11 +581,7 @@ def test_telling_inputs_and_labels_apart():
     [
         ((torch.zeros(2),), "sample_form", ["a tuple of 1"]),
         ((), "sample_form", ["a tuple of 0"]),
-        (
-            {"input": torch.zeros(2), "label": torch.zeros(2)},
-            "sample_form",
-            ["a dict with input, label"],
-        ),
+        ({"x": torch.zeros(2), "label": torch.ones(2)}, "sample_form", ["a dict with x, label"]),
         ({"labels": torch.zeros(2)}, "sample_form", ["a dict with labels"]),
         ((torch.zeros(3, 1), torch.zeros(2)), "batch_rows", ["2 labels", "argument 0", "(3, 1)"]),
         ({"x": torch.zeros(()), "labels": torch.zeros(2)}, "batch_rows", ["2 labels", "x", "()"]),

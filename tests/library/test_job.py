@@ -38,11 +38,12 @@ WARNED = """import os, warnings, numpy, trak_core
 
 def test_what_libraries_tell_their_developers_is_left_out(tmp_path, monkeypatch):
     """Bars, and warnings of a future version about their own code; what the user set stays."""
+    log = tmp_path / "a.log"
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
     monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "0")
-    assert run(WARNED, tmp_path / "a.log").returncode == 0
-    text = (tmp_path / "a.log").read_text()
+    assert run(WARNED, log).returncode == 0
+    text = log.read_text()
     found = re.findall(r"(\w+): by (\w+)", text)
     ours = ["DeprecationWarning", "FutureWarning", "PendingDeprecationWarning", "UserWarning"]
     assert found == [
@@ -52,24 +53,18 @@ def test_what_libraries_tell_their_developers_is_left_out(tmp_path, monkeypatch)
         ("FutureWarning", "the"),
     ]
     assert text.splitlines()[-2] == "1 0"
-
-
-def test_who_asks_for_warnings_gets_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONWARNINGS", "default")
-    assert run(WARNED, tmp_path / "a.log").returncode == 0
-    assert "FutureWarning: by numpy" in (tmp_path / "a.log").read_text()
+    assert run(WARNED, log).returncode == 0
+    assert "FutureWarning: by numpy" in log.read_text()
 
 
-def test_an_input_error_is_one_message(tmp_path):
+def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path):
+    log = tmp_path / "a.log"
     body = "from trak_core.errors import InputError; raise InputError('what to do')"
-    result = run(body, tmp_path / "a.log")
-    assert result.returncode == 1
-    assert (tmp_path / "a.log").read_text() == "Error: what to do\n"
-
-
-def test_a_defect_keeps_its_traceback(tmp_path):
-    assert run("raise KeyError('x')", tmp_path / "a.log").returncode == 1
-    assert "Traceback" in (tmp_path / "a.log").read_text()
+    assert run(body, log).returncode == 1
+    assert log.read_text() == "Error: what to do\n"
+    assert run("raise KeyError('x')", log).returncode == 1
+    assert "Traceback" in log.read_text()
 
 
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])

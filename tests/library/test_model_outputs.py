@@ -52,12 +52,9 @@ def cross_entropies(name, outputs, label):
         losses = cross_entropy(outputs[None], label[None], reduction="none")[0]
         return losses[label != IGNORED]
     if name == "contrast":
-        (u, v), others = outputs, (normal(5, 4, seed=1), normal(5, 4, seed=2))
-        rows = [
-            3 * torch.stack([u @ v, *(u @ others[1].T)]),
-            3 * torch.stack([u @ v, *(others[0] @ v)]),
-        ]
-        return torch.stack([cross_entropy(row, torch.tensor(0)) for row in rows])
+        (u, v), images, texts = outputs, normal(5, 4, seed=1), normal(5, 4, seed=2)
+        rows = torch.stack([u @ v, *(texts @ u)]), torch.stack([u @ v, *(images @ v)])
+        return torch.stack([cross_entropy(3 * row, torch.tensor(0)) for row in rows])
     return cross_entropy(outputs[None], label[None], reduction="none")
 
 
@@ -80,10 +77,8 @@ def test_gradient_of_confident_tokens_by_finite_differences(m):
 def test_vmap_gives_what_a_loop_gives(name):
     output, outputs, label = CASES[name]
     batch = torch.stack([outputs, outputs * -2, outputs + 0.1])
-    functions = [output.value, output.loss_weight, output.prediction, grad(output.value)]
-    if output.curvature is not None:
-        functions.append(output.curvature)
-    for function in functions:
+    functions = output.value, output.loss_weight, output.prediction, grad(output.value)
+    for function in (*functions, *filter(None, [output.curvature])):
         expected = torch.stack([function(x, label) for x in batch])
         torch.testing.assert_close(vmap(function, (0, None))(batch, label), expected)
 
@@ -110,12 +105,12 @@ def test_loss_weight_and_curvature_of_log_odds_by_autograd(name):
 
 
 def test_loss_weight_and_curvature_of_regression_by_autograd():
+    label = torch.tensor(0.5, dtype=torch.float64)
+
+    def loss(f):
+        return (label - f) ** 2 / 2
+
     for f in torch.linspace(-3, 3, 7, dtype=torch.float64):
-        label = torch.tensor(0.5, dtype=torch.float64)
-
-        def loss(f, label=label):
-            return (label - f) ** 2 / 2
-
         torch.testing.assert_close(REGRESSION.loss_weight(f, label), -grad(loss)(f))
         torch.testing.assert_close(REGRESSION.curvature(f, label), grad(grad(loss))(f))
 
@@ -141,27 +136,19 @@ def test_finite_for_extreme_logits(name, scale, dtype):
     if name == "contrast":
         scale /= 100  # inner products of such embeddings, times the scale, reach 1e4
     outputs = (outputs / outputs.abs().max() * scale).to(dtype)
-    found = [output.value(outputs, label), grad(output.value)(outputs, label)]
-    found.append(output.loss_weight(outputs, label))
-    if output.curvature is not None:
-        found.append(output.curvature(outputs, label))
-    for numbers in found:
-        assert torch.isfinite(numbers).all()
-    assert found[0].dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
-    assert found[1].abs().max() > 0
+    functions = output.value, grad(output.value), output.loss_weight, output.curvature
+    numbers = [function(outputs, label) for function in functions if function is not None]
+    assert all(torch.isfinite(x).all() for x in numbers)
+    assert numbers[0].dtype is (torch.float64 if dtype is torch.float64 else torch.float32)
+    assert numbers[1].abs().max() > 0
 
 
-@pytest.mark.parametrize("label", [0, 1, 2])
-def test_margin_is_the_log_odds_of_the_label(label):
-    for logits in LOGITS:
-        p = torch.softmax(logits, 0)[label]
-        torch.testing.assert_close(margin(logits, torch.tensor(label)), torch.log(p / (1 - p)))
-
-
-def test_margins_of_a_batch():
-    labels = torch.tensor([2, 0, 1])
-    expected = torch.stack([margin(x, y) for x, y in zip(LOGITS, labels, strict=True)])
-    assert torch.equal(margin(LOGITS, labels), expected)
+def test_margins_are_the_log_odds_of_labels_in_a_batch_too():
+    for labels in torch.tensor([[2, 0, 1], [0, 1, 2], [1, 2, 0]]):
+        alone = torch.stack([margin(x, y) for x, y in zip(LOGITS, labels, strict=True)])
+        assert torch.equal(margin(LOGITS, labels), alone)
+        p = torch.softmax(LOGITS, 1)[range(3), labels]
+        torch.testing.assert_close(alone, torch.log(p / (1 - p)))
 
 
 @pytest.mark.parametrize("scale", [1e4, -1e4])
@@ -181,13 +168,6 @@ def sequence(margins):
     logits = torch.stack([torch.zeros_like(margins), margins], dim=1)
     logits = torch.cat([logits, torch.zeros(1, 2, dtype=margins.dtype)])
     return logits, torch.ones(len(margins) + 1, dtype=torch.long)
-
-
-def test_sequence_log_odds_is_the_log_odds_of_the_product():
-    for seed in range(5):
-        margins = normal(4, seed=seed)
-        p = torch.sigmoid(margins).prod()
-        torch.testing.assert_close(sequence_log_odds(*sequence(margins)), torch.log(p / (1 - p)))
 
 
 @pytest.mark.parametrize("m", [-30.0, -1.0, 0.0, 2.0, 6.9, 7.0, 14.9, 15.1, 40.0, 2e4])
@@ -226,20 +206,16 @@ def test_ignored_pixels_change_nothing():
     other = logits.clone()
     other[:, 1, 1] = 1e4
     assert torch.equal(mean_pixel_margin(logits, PIXELS), mean_pixel_margin(other, PIXELS))
-    expected = [
-        margin(logits[:, i, j], PIXELS[i, j]) for i, j in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 2)]
-    ]
+    places = (PIXELS != IGNORED).nonzero().tolist()
+    expected = [margin(logits[:, i, j], PIXELS[i, j]) for i, j in places]
     torch.testing.assert_close(mean_pixel_margin(logits, PIXELS), torch.stack(expected).mean())
 
 
 def test_pair_margins_are_those_of_logits_of_the_pair_and_the_others():
     u, v, others = normal(4), normal(4, seed=1), normal(7, 4, seed=2)
     found = pair_margins(u, v, others, others, 2.0)
-    logits = (
-        2.0 * torch.cat([(u @ v)[None], others @ u]),
-        2.0 * torch.cat([(u @ v)[None], others @ v]),
-    )
-    expected = [margin(row, torch.tensor(0)) for row in logits]
+    logits = torch.cat([(u @ v)[None], others @ u]), torch.cat([(u @ v)[None], others @ v])
+    expected = [margin(2.0 * row, torch.tensor(0)) for row in logits]
     torch.testing.assert_close(found, torch.stack(expected))
     batch = pair_margins(u.expand(3, 4), v.expand(3, 4), others, others, 2.0)
     torch.testing.assert_close(batch, found.expand(3, 2))
@@ -276,13 +252,8 @@ def test_predictions_and_labels_as_numbers():
 
 def test_what_a_model_returns():
     logits = torch.zeros(2, 3)
-    for returned in (
-        logits,
-        SimpleNamespace(logits=logits),
-        {"logits": logits},
-        OrderedDict(out=logits, aux=None),
-        (logits, None),
-    ):
+    mappings = {"logits": logits}, OrderedDict(out=logits, aux=None)
+    for returned in (logits, SimpleNamespace(logits=logits), *mappings, (logits, None)):
         assert read_logits(returned) is logits
     for returned in (None, {"loss": logits}, (), SimpleNamespace(), "logits"):
         with refused("model_outputs.returned", f"Found {type(returned).__name__}"):
@@ -303,19 +274,11 @@ def test_what_a_model_of_pairs_returns():
             read(returned)
 
 
-def test_every_model_output_has_a_case():
-    """The test's own name of a case is that of no config, but every row's output is among them."""
-    tested = {id(o) for o, _, _ in CASES.values()}
+def test_every_model_output_has_a_case_and_says_if_its_loss_weights_are_probabilities():
+    """Samples that a model is sure of, half sure of, or sure to be otherwise."""
+    cases = {id(case[0]): case for case in CASES.values()}
     for name, about in TABLE.items():
-        assert about.needs_pairs or id(about.load()) in tested, name
-
-
-def test_loss_weights_that_are_probabilities_say_so():
-    """Of samples that a model is sure of, half sure of, or sure to be otherwise."""
-    outputs = {id(output): (output, x, label) for output, x, label in CASES.values()}
-    for name, about in TABLE.items():
-        case = CASES["contrast"] if about.needs_pairs else outputs[id(about.load())]
-        output, x, label = case
+        output, x, label = CASES["contrast"] if about.needs_pairs else cases[id(about.load())]
         scales = (1e2, 10, 1, 0, -1, -10, -1e2)
         found = [output.loss_weight(x * scale, label).item() for scale in scales]
         within = min(found) >= 0 and max(found) <= 1

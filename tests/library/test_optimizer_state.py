@@ -68,10 +68,9 @@ def digits():
     return Study.load(STUDIES / "small_digits.py").make_model()
 
 
-def expected(optimizer, parameter):
+def expected(optimizer, parameter, moment="exp_avg_sq", steps=STEPS):
     """What the optimizer itself would divide by, from its own state."""
-    state = optimizer.state[parameter]
-    corrected = state["exp_avg_sq"].double() / (1 - BETAS[1] ** STEPS)
+    corrected = optimizer.state[parameter][moment].double() / (1 - BETAS[1] ** steps)
     return 1 / (corrected.sqrt() + EPS)
 
 
@@ -94,38 +93,35 @@ def assert_own(model, optimizer, checkpoint, names):
     found = scales(model, names, checkpoint)
     assert list(found) == names
     for name, scale in found.items():
-        torch.testing.assert_close(
-            scale.double(), expected(optimizer, parameters[name]), rtol=1e-6, atol=0
-        )
+        own = expected(optimizer, parameters[name])
+        torch.testing.assert_close(scale.double(), own, rtol=1e-6, atol=0)
+
+
+def named(model, prefix=""):
+    """Backwards: names alone tell."""
+    return [(prefix + name, p) for name, p in model.named_parameters()][::-1]
+
+
+GROUPS = {
+    "by_dimensions": lambda model, folder: by_dimensions(model),
+    "one": lambda model, folder: [{"params": list(model.parameters())}],
+    "named": lambda model, folder: named(model),
+    "named in parallel": lambda model, folder: named(model, "module."),
+    "named within another": lambda model, folder: named(model, "net.a."),
+}
 
 
 @pytest.mark.parametrize(
-    ("make", "grouped"),
+    ("make", "groups"),
     [
-        (gpt2, "trainer"),
-        (llama, "trainer"),
-        (gpt2, "by_dimensions"),
-        (digits, "by_dimensions"),
-        (llama, "one"),
-        (digits, "one"),
-        (gpt2, "named"),
-        (digits, "named"),
-        (digits, "named in parallel"),
-        (digits, "named within another"),
+        *((make, of_trainer) for make in (gpt2, llama)),
+        *((digits, groups) for groups in GROUPS.values()),
+        *((gpt2, GROUPS["by_dimensions"]), (llama, GROUPS["one"]), (gpt2, GROUPS["named"])),
     ],
 )
-def test_each_parameter_gets_its_own(tmp_path, make, grouped):
+def test_each_parameter_gets_its_own(tmp_path, make, groups):
     model = make()
-    groups = {
-        "trainer": lambda: of_trainer(model, tmp_path),
-        "by_dimensions": lambda: by_dimensions(model),
-        "one": lambda: [{"params": list(model.parameters())}],
-        # Backwards: names alone tell.
-        "named": lambda: [*model.named_parameters()][::-1],
-        "named in parallel": lambda: [(f"module.{n}", p) for n, p in model.named_parameters()],
-        "named within another": lambda: [(f"net.a.{n}", p) for n, p in model.named_parameters()],
-    }
-    optimizer = stepped(model, groups[grouped]())
+    optimizer = stepped(model, groups(model, tmp_path))
     checkpoint = tmp_path / "checkpoint.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
     assert_own(model, optimizer, checkpoint, [name for name, _ in model.named_parameters()])
@@ -170,9 +166,8 @@ def test_the_largest_second_moments_count_where_adam_takes_them(tmp_path):
         optimizer.step()
     folder = saved(tmp_path / "checkpoint", optimizer)
     (scale,) = all_scales(model, folder).values()
-    state = optimizer.state[model.weight]
-    corrected = state["max_exp_avg_sq"] / (1 - BETAS[1] ** 2)
-    torch.testing.assert_close(scale, 1 / (corrected.sqrt() + EPS))
+    largest = expected(optimizer, model.weight, "max_exp_avg_sq", steps=2)
+    torch.testing.assert_close(scale, largest.float())
 
 
 def test_what_training_never_moved_counts_nothing(tmp_path):
@@ -194,20 +189,15 @@ class Twins(nn.Module):
 
 
 def ambiguous(model):
-    return stepped(
-        model, [{"params": model.second.parameters()}, {"params": model.first.parameters()}]
-    )
+    return stepped(model, [{"params": x.parameters()} for x in (model.second, model.first)])
 
 
 def without_moments(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    model.first(torch.ones(3)).sum().backward()
-    optimizer.step()
-    return optimizer
+    return without_gradients(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
 
-def without_gradients(model):
-    optimizer = torch.optim.Adam(model.parameters())
+def without_gradients(model, optimizer=None):
+    optimizer = optimizer or torch.optim.Adam(model.parameters())
     model.first(torch.ones(3)).sum().backward()
     optimizer.step()
     return optimizer
@@ -268,10 +258,8 @@ def trained(tmp_path_factory):
     model = digits()
     optimizer = stepped(model, by_dimensions(model))
     path = tmp_path_factory.mktemp("checkpoints") / "c0.pt"
-    torch.save(
-        {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict()},
-        path,
-    )
+    states = {"model_state_dict": model, "optimizer_state_dict": optimizer}
+    torch.save({key: value.state_dict() for key, value in states.items()}, path)
     scale = torch.cat([expected(optimizer, p).flatten() for p in model.parameters()])
     return path, model, scale.numpy()
 
@@ -286,16 +274,9 @@ def test_features_are_those_of_divided_gradients(trained, tmp_path, kind):
     split = study.split("mine", targets)
     samples = [split.samples[i] for i in range(len(targets))]
     gradients, _, _ = oracle.jacobian(model.double().eval(), samples, "image_classification")
-    spec = ProjectionSpec(
-        kind=kind,
-        n_params=len(scale),
-        proj_dim=64,
-        seed=0,
-        stream=stream_of("c0"),
-        shapes=[matrix_shape(p.shape) for p in model.parameters()]
-        if kind == "tensor_sketch"
-        else None,
-    )
+    shapes = [matrix_shape(p.shape) for p in model.parameters()]
+    own = {"stream": stream_of("c0"), "shapes": shapes if kind == "tensor_sketch" else None}
+    spec = ProjectionSpec(kind=kind, n_params=len(scale), proj_dim=64, seed=0, **own)
     wanted = (gradients * scale) @ projection_matrix(spec) * spec.scale
     file = tmp_path / "features/c0/mine.h5"
     found = pd.read_hdf(file, "features").to_numpy()

@@ -34,14 +34,8 @@ def test_checkpoints_say_their_run_and_when(tmp_path):
     assert (found["z"].at, found["w"].at) == (0.5, None)
     assert come_from_along_runs(found)
     table = tmp_path / "checkpoints.tsv"
-    rows = [
-        ("checkpoint", "at", "path", "run"),
-        ("x", "2", "1.pt", "first"),
-        ("y", "10", "2.pt", "first"),
-        ("z", "0.5", "3.pt", "7"),
-        ("w", "", "4.pt", ""),
-    ]
-    table.write_text("".join("\t".join(row) + "\n" for row in rows))
+    rows = "x\t2\t1.pt\tfirst\ny\t10\t2.pt\tfirst\nz\t0.5\t3.pt\t7\nw\t\t4.pt\t\n"
+    table.write_text(f"checkpoint\tat\tpath\trun\n{rows}")
     assert checkpoint_table(str(table), None) == found
 
 
@@ -98,22 +92,14 @@ def test_a_trainers_state_that_is_none_is_named(tmp_path, state):
         checkpoint_table({"a": str(out)}, None)
 
 
+FIRST = {"path": "a.pt", "run": "r", "at": 1}
+
+
 @pytest.mark.parametrize(
     ("table", "training", "message"),
     [
-        (
-            {"a": {"path": "a.pt", "run": "r", "at": 1}, "b": {"path": "b.pt", "run": "r"}},
-            None,
-            "each say `at`.*b: None, a: 1",
-        ),
-        (
-            {
-                "a": {"path": "a.pt", "run": "r", "at": 1},
-                "b": {"path": "b.pt", "run": "r", "at": 1},
-            },
-            None,
-            "each say `at`, a number of its own",
-        ),
+        ({"a": FIRST, "b": {"path": "b.pt", "run": "r"}}, None, "each say `at`.*b: None, a: 1"),
+        ({"a": FIRST, "b": {**FIRST, "path": "b.pt"}}, None, "each say `at`, a number of its own"),
         ({"a": {"path": "a.pt", "at": "late"}}, None, r"a number from 0 on.*'late' for .*'a'"),
         ({"a": {"path": "a.pt", "at": True}}, None, "a number from 0 on.*True"),
         ({"a": {"path": "a.pt", "at": -1}}, None, "a number from 0 on.*-1"),
@@ -141,13 +127,8 @@ def test_a_time_for_a_trainers_folder_is_refused(tmp_path):
 
 
 def spec_of(runs):
-    features = FeaturesSpec(
-        model_output="regression",
-        parameter_patterns=None,
-        projection={},
-        dtype="float32",
-        study_digest="",
-    )
+    outputs = {"model_output": "regression", "parameter_patterns": None, "projection": {}}
+    features = FeaturesSpec(**outputs, dtype="float32", study_digest="")
     return ScoresSpec(features=features, damping=2, weighting="plain", runs=runs)
 
 

@@ -51,21 +51,18 @@ def test_the_train_norm_is_that_of_the_matrix_written_out(power, scale):
         np.testing.assert_allclose(found, np.linalg.norm(scores), rtol=1e-10)
 
 
-def test_a_norm_of_zero_is_refused_in_words():
-    """What every training sample fits exactly says nothing, and can't be divided by."""
-    with refused("scoring.norm", "Found 0"):
-        train_norm(np.ones(3), np.zeros((3, 3)), 1.0)
-
-
 def test_sums_are_float64():
     """In float32 the second row would vanish beside the first."""
     phi = np.array([[1e4], [1.0]], np.float32)
     assert weighted_gramians(iter([(phi, [np.ones(2)])]))[0] == 1e8 + 1
 
 
-def test_no_rows():
+def test_no_rows_and_a_norm_of_zero_are_refused():
+    """What every training sample fits exactly says nothing, and can't be divided by."""
     with refused("scoring.no_rows"):
         weighted_gramians(iter([]))
+    with refused("scoring.norm", "Found 0"):
+        train_norm(np.ones(3), np.zeros((3, 3)), 1.0)
 
 
 @pytest.mark.parametrize("shift", [0.0, 3.0])
@@ -88,11 +85,8 @@ def test_singular_matrices_are_refused_in_words(shift):
         damped_solve(matrix, shift, extreme_eigenvalues(matrix), np.ones((7, 1)))
 
 
-def test_all_zero_features_are_refused():
+def test_features_of_zeros_and_a_singular_gramian_are_refused():
     with refused("scoring.singular", "infinite", *CONDITION, "k = 2"):
         damped_solve(np.zeros((2, 2)), 0.0, (0.0, 0.0), np.ones((2, 1)))
-
-
-def test_a_singular_gramian_is_refused():
     with refused("scoring.singular_gramian", *CONDITION, "n = 2"):
         DampedGramian.factorize(np.ones((2, 2)), np.ones(2), 0)

@@ -40,11 +40,7 @@ def test_dicts_stay_dicts(kind):
 @pytest.mark.parametrize(
     ("samples", "code", "values"),
     [
-        (
-            [{"ids": [1, 2], "labels": 0}, {"ids": [1], "labels": 0}],
-            "sample_shapes",
-            [REASON, "list for ids"],
-        ),
+        ([{"ids": [1, 2]}, {"ids": [1]}], "sample_shapes", [REASON, "list for ids"]),
         ([(torch.zeros(3), 0), (torch.zeros(4), 0)], "sample_shapes", [REASON, "(3,), (4,)"]),
         ([("a text", 0), ("another", 1)], "sample_numbers", ["str for entry 0"]),
         ([(None, 0)], "sample_shapes", [REASON, "NoneType for entry 0"]),

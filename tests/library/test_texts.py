@@ -7,16 +7,8 @@ import pytest
 import torch
 from refused import refused
 
-from trak_core.gradients import (
-    Batch,
-    as_batch,
-    in_chunks,
-    joined,
-    memory_by_length,
-    sample_memory,
-    select_parameters,
-    shapes_of,
-)
+from trak_core.gradients import Batch, as_batch, joined, select_parameters, shapes_of
+from trak_core.gradients.batch_size import in_chunks, memory_by_length, sample_memory
 from trak_core.model.sample_order import order_samples, subset
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -34,11 +26,8 @@ class TakesNone(torch.nn.Module):
 
 
 def samples(*lengths, **more):
-    def text(n):
-        inputs = {"input_ids": torch.arange(1, n + 1)} | {k: v(n) for k, v in more.items()}
-        return {**inputs, "labels": [7] * n}
-
-    return list(map(text, lengths))
+    inputs = {"input_ids": lambda n: torch.arange(1, n + 1), **more, "labels": lambda n: [7] * n}
+    return [{name: make(n) for name, make in inputs.items()} for n in lengths]
 
 
 def arrange(data, model=None, window=None):
@@ -141,21 +130,17 @@ def test_shapes_are_compared_with_those_of_all_samples_before():
     ]
     seen = list(zip("abc", parts, strict=True))
     assert shapes_of(seen[:2], LANGUAGE_MODELLING).along == {"x"}
-    with refused(
-        "gradients.different_shapes", "x", re.compile(r"\(5,\) in sample a, .* in sample c")
-    ):
+    shapes = re.compile(r"\(5,\) in sample a, .* in sample c")
+    with refused("gradients.different_shapes", "x", shapes):
         shapes_of(seen, LANGUAGE_MODELLING)
     other = Batch((), {"y": torch.zeros(1, 5)}, torch.zeros(1, 5))
     with refused("gradients.different_inputs", "x, labels in sample a", "y, labels in sample d"):
         shapes_of([*seen[:1], ("d", other)], LANGUAGE_MODELLING)
-    images = [
-        (i, as_batch((torch.zeros(1, n), torch.zeros(1)), CLASSIFICATION))
-        for i, n in enumerate((5, 5, 4))
-    ]
+    samples = [(torch.zeros(1, n), torch.zeros(1)) for n in (5, 5, 4)]
+    images = [(i, as_batch(sample, CLASSIFICATION)) for i, sample in enumerate(samples)]
     assert not shapes_of(images[:2], CLASSIFICATION).differ
-    with refused(
-        "gradients.different_shapes", "argument 0", "(5,) in sample 0", "(4,) in sample 2"
-    ):
+    shapes = "(5,) in sample 0", "(4,) in sample 2"
+    with refused("gradients.different_shapes", "argument 0", *shapes):
         shapes_of(images, CLASSIFICATION)
 
 
