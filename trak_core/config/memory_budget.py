@@ -20,14 +20,7 @@ DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory of one job.
-
-    Attributes:
-        job: In words.
-        fixed_bytes: Held whatever the rows of a block.
-        row_bytes: On top, for each row of a block; 0 where work isn't cut into rows.
-        remedy: What helps, beside more memory.
-    """
+    """Memory of one job, in bytes: fixed, and for each row of a block, if work is cut into rows."""
 
     job: str
     fixed_bytes: int
@@ -45,11 +38,7 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return how many rows a block may have: they get half of what the fixed part leaves.
-
-        Raises:
-            InputError: If that is not enough for blocks of a reasonable size.
-        """
+        """Return how many rows a block may have: they get half of what the fixed part leaves."""
         self.check(memory_mb)
         rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
         return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
@@ -127,15 +116,9 @@ def evaluation_need(
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
-    Args:
-        proj_dim: k where features are read, else 0.
-        n_train: n.
-        n_targets: m.
-        n_subsets: S.
-        n_checkpoints: Their loss weights are kept.
-        n_settings: How many a sweep compares, 0 without a sweep.
-        n_weightings: Ways in which loss weights come in there.
-        n_powers: Powers of them, each with products of its own: of the normal matrix, of its norm.
+    ``proj_dim`` is 0 where no features are read, ``n_settings`` without a sweep. There are
+    ``n_weightings`` ways in which loss weights come in, and ``n_powers`` of them, each with
+    products of its own: of the normal matrix, of its norm.
     """
     # Two more weightings, for gradient products and TRAK's own formula; some forty sums for the
     # scores by number of checkpoints, for baselines, and for the bootstrap of each in turn.
@@ -165,10 +148,8 @@ def check_memory(
 ) -> None:
     """Refuse a budget, in MiB for arrays, that a job would refuse.
 
-    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs.
-
-    Raises:
-        InputError: At the first job that would not fit; it names the experiment if it is one's.
+    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs. The
+    ``InputError`` at the first job that would not fit names its experiment, if it has one.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)

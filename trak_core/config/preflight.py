@@ -26,16 +26,10 @@ _MAX_SOURCE_BYTES = 10_000_000
 
 
 def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
-    """Refuse what some job would stop at later.
+    """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    Args:
-        specs: Made from the config.
-        results: Folder for the record of what was read.
-        is_stored: Whether the user's files are in a store, which Snakemake reads.
-
-    Raises:
-        InputError: At the first thing that doesn't hold; all checkpoints that don't fit are told of
-            together.
+    ``is_stored`` says whether the user's files are in a store, which Snakemake reads. All
+    checkpoints that don't fit are told of together.
     """
     _check_files(specs, is_stored)
     record = results / "study.json"

@@ -197,11 +197,7 @@ def usual_power(combine: str, model_output: str) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring, in place.
-
-    Returns:
-        What was filled in, and why, in words; empty for nothing.
-    """
+    """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     if "combine" not in scoring:
