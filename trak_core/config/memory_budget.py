@@ -4,10 +4,11 @@
 Snakemake compares the budget with what the config needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trak_core.errors import InputError
+from trak_core.spec import Setting
 
 # Blocks of fewer rows would read the disk more than compute.
 _LEAST_ROWS = 64
@@ -110,24 +111,21 @@ def evaluation_need(
     n_targets: int,
     n_subsets: int,
     n_checkpoints: int,
-    n_settings: int,
-    n_weightings: int,
-    n_powers: int,
+    settings: Sequence[Setting],
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
-    ``proj_dim`` is 0 where no features are read, ``n_settings`` without a sweep. There are
-    ``n_weightings`` ways in which loss weights come in, and ``n_powers`` of them, each with
-    products of its own: of the normal matrix, of its norm.
+    ``proj_dim`` is 0 where no features are read; ``settings`` are those of a sweep, or none.
     """
     # Two more weightings, for gradient products and TRAK's own formula; some forty sums for the
     # scores by number of checkpoints, for baselines, and for the bootstrap of each in turn.
-    weightings = n_weightings + 2
-    sums = 8 * n_subsets * n_targets * (n_settings + 40)
+    weightings = len({setting.loss_weighting for setting in settings}) + 2
+    sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # Weighted products; eigenvectors, LAPACK's copy and work; rotated sums twice; targets, rotated.
-    products = 3 * n_powers + 1 if n_powers else 0
-    solve = (8 * products + 40) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
+    # Weighted products, for each power those of the normal matrix and of its norm; eigenvectors,
+    # LAPACK's copy and work; rotated sums twice; targets, rotated.
+    n_powers = len({setting.loss_weight_power for setting in settings}) or 1
+    solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets

@@ -202,14 +202,11 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     check_sizes(specs.evaluation, n_train, n_targets)
     # Models retrained elsewhere are counted when they are read.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
-        settings = specs.settings
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,
             n_train=n_train,
             n_targets=n_targets[experiment],
             n_subsets=specs.evaluation["subsets"]["count"],
             n_checkpoints=len(specs.checkpoints),
-            n_settings=len(settings),
-            n_weightings=len({setting.loss_weighting for setting in settings}),
-            n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
+            settings=specs.settings,
         ).check(memory_mb)

@@ -39,12 +39,8 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
-    _refuse(
-        "config.preconditioner",
-        f"preconditioner: {config['preconditioner']}",
-        rules,
-        "Leave either out.",
-    )
+    setting = f"preconditioner: {config['preconditioner']}"
+    _refuse("config.preconditioner", setting, rules, "Leave either out.")
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:

@@ -210,11 +210,6 @@ class StoredSamples:
         """Return some of the samples; texts are padded to the longest of them."""
         return joined(self.parts[rows])
 
-    def take(self, rows: Sequence[int]) -> "StoredSamples":
-        """Return some of the samples; this order counts as the study's own."""
-        ids = [self.ids[i] for i in rows]
-        return StoredSamples([self.parts[i] for i in rows], ids, np.arange(len(ids)))  # pyright: ignore[reportArgumentType]
-
     def blocks(self, start: int, size: int) -> Iterator[tuple[slice, Batch]]:
         """Yield slices of ``size`` samples with their batches, from the sample ``start`` on."""
         for first in range(start, len(self), size):
