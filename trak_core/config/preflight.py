@@ -21,8 +21,7 @@ from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.system.files import read_record, write_record
 
-# Snakemake leaves out a larger one, and only warns.
-_MAX_SOURCE_BYTES = 10_000_000
+_MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
 def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:

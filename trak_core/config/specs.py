@@ -36,8 +36,7 @@ from trak_core.system.files import data_digests, file_digest
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
-# The seed of what is drawn for flipped labels and removals.
-_SEED = 0
+_SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, and for targets alone.
 _SHOWING = {"draw", "describe"}
 _TARGETS = {"target_data", "target_ids", "encode"}
@@ -46,10 +45,9 @@ _TARGETS = {"target_data", "target_ids", "encode"}
 def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return hashes of a study's source and of the data files, whose digests are given by path.
 
-    Returns:
-        ``training``, of what decides trained checkpoints and features of training samples;
-        ``targets``, which adds the functions called for targets; ``whole``, which adds those that
-        draw and describe samples.
+    Returns ``training``, of what decides trained checkpoints and features of training samples;
+    ``targets``, which adds the functions called for targets; ``whole``, which adds those that draw
+    and describe samples.
     """
     return {
         "training": study_digest(study, data_files, _SHOWING | _TARGETS),

@@ -29,8 +29,7 @@ from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
-# Samples that are checked before the expensive work.
-_FEW = 8
+_FEW = 8  # samples that are checked before the expensive work
 
 
 @dataclass(frozen=True, slots=True)

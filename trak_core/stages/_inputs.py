@@ -111,7 +111,7 @@ def score_rows(
 
 
 def self_influences(
-    features: Sequence[Path], normal_matrices: Sequence[Path], *, spec: ScoresSpec, memory_mb: int
+    features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
 

@@ -25,8 +25,7 @@ _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-# Partial matches of parameters that are followed at the same time.
-_MAX_MATCHES = 10_000
+_MAX_MATCHES = 10_000  # partial matches of parameters that are followed at the same time
 
 
 def adam_scales(
