@@ -20,7 +20,7 @@ from trak_core.config.memory_budget import (
     scores_need,
 )
 from trak_core.errors import InputError
-from trak_core.spec import FeaturesSpec, ScoresSpec
+from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_scores import compute_scores
@@ -170,8 +170,9 @@ print(measure(1000, 2000, 50, 100, 500))
 
 def test_an_evaluation_holds_what_is_said():
     sizes = {"proj_dim": 1000, "n_train": 2000, "n_targets": 50, "n_subsets": 100}
-    settings = {"n_checkpoints": 1, "n_settings": 27, "n_weightings": 9, "n_powers": 3}
-    need = evaluation_need(**sizes, **settings)
+    values = {"damping": [0.1, 1, 2], "loss_weight_power": [0.25, 0.5, 1], "proj_dim": [1000]}
+    settings = settings_of(values, Setting(1, 1, Combine.UNIT_AVERAGE, 1000))
+    need = evaluation_need(**sizes, n_checkpoints=1, settings=settings)
     said = need.fixed_bytes + 500 * need.row_bytes
     assert 0.3 * said < printed(MEASURE) * 1024 < said
 

@@ -4,10 +4,11 @@
 Snakemake compares the budget with what the config needs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trak_core.errors import InputError
+from trak_core.spec import Setting
 
 # Blocks of fewer rows would read the disk more than compute.
 _LEAST_ROWS = 64
@@ -20,14 +21,7 @@ DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Memory of one job.
-
-    Attributes:
-        job: In words.
-        fixed_bytes: Held whatever the rows of a block.
-        row_bytes: On top, for each row of a block; 0 where work isn't cut into rows.
-        remedy: What helps, beside more memory.
-    """
+    """Memory of one job, in bytes: fixed, and for each row of a block, if work is cut into rows."""
 
     job: str
     fixed_bytes: int
@@ -45,11 +39,7 @@ class Need:
             )
 
     def rows(self, memory_mb: int) -> int:
-        """Return how many rows a block may have: they get half of what the fixed part leaves.
-
-        Raises:
-            InputError: If that is not enough for blocks of a reasonable size.
-        """
+        """Return how many rows a block may have: they get half of what the fixed part leaves."""
         self.check(memory_mb)
         rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
         return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
@@ -121,30 +111,21 @@ def evaluation_need(
     n_targets: int,
     n_subsets: int,
     n_checkpoints: int,
-    n_settings: int,
-    n_weightings: int,
-    n_powers: int,
+    settings: Sequence[Setting],
 ) -> Need:
     """Return what an evaluation holds: masks, subset sums, one checkpoint's eigenvectors, targets.
 
-    Args:
-        proj_dim: k where features are read, else 0.
-        n_train: n.
-        n_targets: m.
-        n_subsets: S.
-        n_checkpoints: Their loss weights are kept.
-        n_settings: How many a sweep compares, 0 without a sweep.
-        n_weightings: Ways in which loss weights come in there.
-        n_powers: Powers of them, each with products of its own: of the normal matrix, of its norm.
+    ``proj_dim`` is 0 where no features are read; ``settings`` are those of a sweep, or none.
     """
     # Two more weightings, for gradient products and TRAK's own formula; some forty sums for the
     # scores by number of checkpoints, for baselines, and for the bootstrap of each in turn.
-    weightings = n_weightings + 2
-    sums = 8 * n_subsets * n_targets * (n_settings + 40)
+    weightings = len({setting.loss_weighting for setting in settings}) + 2
+    sums = 8 * n_subsets * n_targets * (len(settings) + 40)
     weights = 8 * n_train * (weightings + n_checkpoints)
-    # Weighted products; eigenvectors, LAPACK's copy and work; rotated sums twice; targets, rotated.
-    products = 3 * n_powers + 1 if n_powers else 0
-    solve = (8 * products + 40) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
+    # Weighted products, for each power those of the normal matrix and of its norm; eigenvectors,
+    # LAPACK's copy and work; rotated sums twice; targets, rotated.
+    n_powers = len({setting.loss_weight_power for setting in settings}) or 1
+    solve = (24 * n_powers + 48) * proj_dim**2 + 24 * weightings * n_subsets * proj_dim
     solve += 20 * n_targets * proj_dim
     fixed = 16 * n_subsets * n_train + sums + weights + solve
     row = 64 * n_targets + 24 * proj_dim + 16 * n_subsets
@@ -165,10 +146,8 @@ def check_memory(
 ) -> None:
     """Refuse a budget, in MiB for arrays, that a job would refuse.
 
-    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs.
-
-    Raises:
-        InputError: At the first job that would not fit; it names the experiment if it is one's.
+    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs. The
+    ``InputError`` at the first job that would not fit names its experiment, if it has one.
     """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)

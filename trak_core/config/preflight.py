@@ -21,21 +21,14 @@ from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.system.files import read_record, write_record
 
-# Snakemake leaves out a larger one, and only warns.
-_MAX_SOURCE_BYTES = 10_000_000
+_MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
 def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
-    """Refuse what some job would stop at later.
+    """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    Args:
-        specs: Made from the config.
-        results: Folder for the record of what was read.
-        is_stored: Whether the user's files are in a store, which Snakemake reads.
-
-    Raises:
-        InputError: At the first thing that doesn't hold; all checkpoints that don't fit are told of
-            together.
+    ``is_stored`` says whether the user's files are in a store, which Snakemake reads. All
+    checkpoints that don't fit are told of together.
     """
     _check_files(specs, is_stored)
     record = results / "study.json"
@@ -208,14 +201,11 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     check_sizes(specs.evaluation, n_train, n_targets)
     # Models retrained elsewhere are counted when they are read.
     for experiment in specs.measured if "subsets" in specs.evaluation else []:
-        settings = specs.settings
         evaluation_need(
             proj_dim=(proj_dim or 0) if specs.measures_features else 0,
             n_train=n_train,
             n_targets=n_targets[experiment],
             n_subsets=specs.evaluation["subsets"]["count"],
             n_checkpoints=len(specs.checkpoints),
-            n_settings=len(settings),
-            n_weightings=len({setting.loss_weighting for setting in settings}),
-            n_powers=len({s.loss_weight_power for s in settings}) or specs.measures_features,
+            settings=specs.settings,
         ).check(memory_mb)

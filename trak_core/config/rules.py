@@ -39,12 +39,8 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
         (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
-    _refuse(
-        "config.preconditioner",
-        f"preconditioner: {config['preconditioner']}",
-        rules,
-        "Leave either out.",
-    )
+    setting = f"preconditioner: {config['preconditioner']}"
+    _refuse("config.preconditioner", setting, rules, "Leave either out.")
 
 
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
@@ -197,11 +193,7 @@ def usual_power(combine: str, model_output: str) -> float:
 
 
 def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
-    """Fill in what the config doesn't say of scoring, in place.
-
-    Returns:
-        What was filled in, and why, in words; empty for nothing.
-    """
+    """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
     if "combine" not in scoring:

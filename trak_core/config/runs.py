@@ -46,11 +46,9 @@ def checkpoint_table(
 ) -> dict[str, Checkpoint]:
     """Return the checkpoints by id, sorted.
 
-    Args:
-        checkpoints: The config's ``checkpoints``: a mapping, or the path of a table with the
-            columns ``checkpoint`` and ``path``, and perhaps ``run`` and ``at``.
-        training: The config's, where the pipeline trains them: then values are arguments, with
-            ``at`` for one time or several; else None.
+    They are the config's: a mapping, or the path of a table with the columns ``checkpoint`` and
+    ``path``, and perhaps ``run`` and ``at``. With its ``training``, values are arguments, with
+    ``at`` for one time or several.
 
     Raises:
         InputError: If an id is not usable as a file name, stands twice, or shares its projection

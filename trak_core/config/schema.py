@@ -64,13 +64,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
     """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
 
     It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
-
-    Args:
-        config: With what the entries gave.
-        entries: Each as the command line has it, ``key=value``.
-
-    Raises:
-        InputError: If one of them is no YAML; it names the key.
+    The entries stand as on the command line, ``key=value``; one that is no YAML is refused.
     """
 
     def merged(value: Any, given: Any) -> Any:
@@ -195,11 +189,7 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
 
 
 def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Compare a config with its JSON Schema, draft 2020-12.
-
-    Raises:
-        InputError: It lists everything that is wrong, a line each.
-    """
+    """Compare a config with its JSON Schema, draft 2020-12; the error lists all that is wrong."""
     _check_plain(config)
     errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
     lines = list(dict.fromkeys(_explained(error) for error in errors))

@@ -36,8 +36,7 @@ from trak_core.system.files import data_digests, file_digest
 _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
-# The seed of what is drawn for flipped labels and removals.
-_SEED = 0
+_SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, and for targets alone.
 _SHOWING = {"draw", "describe"}
 _TARGETS = {"target_data", "target_ids", "encode"}
@@ -46,10 +45,9 @@ _TARGETS = {"target_data", "target_ids", "encode"}
 def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return hashes of a study's source and of the data files, whose digests are given by path.
 
-    Returns:
-        ``training``, of what decides trained checkpoints and features of training samples;
-        ``targets``, which adds the functions called for targets; ``whole``, which adds those that
-        draw and describe samples.
+    Returns ``training``, of what decides trained checkpoints and features of training samples;
+    ``targets``, which adds the functions called for targets; ``whole``, which adds those that draw
+    and describe samples.
     """
     return {
         "training": study_digest(study, data_files, _SHOWING | _TARGETS),
@@ -63,13 +61,8 @@ def targets_digest(
 ) -> str:
     """Return the hash of target ids, and of the code and files that the targets come from.
 
-    Args:
-        ids: In order; None for all of a question's file.
-        question: The file of an experiment that brings its own targets; None for the study's.
-        digests: From ``study_digests``; without any, the ids alone count.
-
-    Raises:
-        InputError: If the question's file cannot be read.
+    The ids are in order; None for all of the ``question``'s file. Without ``digests``, which are
+    from ``study_digests``, the ids alone count.
     """
     if question is None:
         code = [digests.get("targets")]
@@ -100,10 +93,9 @@ class Specs:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
         experiments: Names with the ids of their targets; None for all that a question's file has.
-        digests: Hashes of the study's source and data files, see ``study_digests``.
+        digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
-        defaults: What the config left to the model output and the checkpoints, in words; empty for
-            nothing.
+        defaults: What the config left to the model output and the checkpoints, in words.
     """
 
     config: Mapping[str, Any]
@@ -287,15 +279,13 @@ class Specs:
         if not self.measured:
             return False
         several = len(self.runs) < len(self.checkpoints) and not self.is_exact
-        return several or "sweep" in self.evaluation or self._compares("gradient_dot")
+        compares = "gradient_dot" in self.evaluation["baselines"]
+        return several or "sweep" in self.evaluation or compares
 
     @property
     def measures_embeddings(self) -> bool:
         """Whether embeddings are a baseline."""
-        return bool(self.measured) and self._compares("embedding_cosine")
-
-    def _compares(self, baseline: str) -> bool:
-        return baseline in self.evaluation["baselines"]
+        return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
 
     @property
     def sweep(self) -> dict[str, Any] | None:
@@ -374,13 +364,8 @@ def _modules(code: Sequence[Path]) -> list[Path]:
 def specs_of(config: dict[str, Any], results: Path) -> Specs:
     """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
-    Args:
-        config: Checked by its schema, with the schema's defaults; those that depend on the model
-            output and the checkpoints are filled in.
-        results: Folder for the record of data files.
-
-    Raises:
-        InputError: At the first thing that doesn't hold.
+    The config has its schema's defaults; those that depend on the model output and the checkpoints
+    are filled in. The folder ``results`` keeps a record of data files.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))

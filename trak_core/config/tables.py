@@ -10,13 +10,9 @@ from trak_core.errors import InputError
 def read_table(
     path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
 ) -> list[tuple[str, ...]]:
-    """Read columns of a tab-separated table with a header; optional ones may lack, or be empty.
+    """Return rows of stripped strings from columns of a tab-separated table with a header.
 
-    Returns:
-        One tuple of stripped strings a row, empty ones for what is not there.
-
-    Raises:
-        InputError: If the file or a column is missing, if it has no rows, or if a row lacks a cell.
+    Columns and their cells must be there; ``optional`` ones may lack, or be empty.
     """
     if not path.is_file():
         raise InputError(

@@ -16,8 +16,7 @@ _LOOK_SECONDS = 1.0
 def takes_cuda(name: str) -> bool:
     """Return whether the device that a config names is CUDA; ``auto`` is CUDA if torch finds it.
 
-    Raises:
-        InputError: If the config names ``cuda`` and there is none; no other device takes its place.
+    No other device takes the place of a ``cuda`` that isn't there: that is an ``InputError``.
     """
     is_available = torch.cuda.is_available()
     if name == "cuda" and not is_available:
@@ -32,9 +31,6 @@ def find_device(name: str) -> torch.device:
     """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
 
     A job takes the first GPU that no other job holds, and waits if all are held.
-
-    Raises:
-        InputError: If it names ``cuda`` and there is none.
     """
     if not takes_cuda(name):
         return torch.device("cpu")
@@ -62,10 +58,8 @@ def hold_one(names: tuple[str, ...]) -> int:
     """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
 
     A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
-    up when the process ends in whatever way, so that a killed job blocks nobody.
-
-    Args:
-        names: What tells the GPUs of this machine apart for every process, such as UUIDs.
+    up when the process ends in whatever way, so that a killed job blocks nobody. The ``names``
+    tell the GPUs of this machine apart for every process, such as UUIDs.
 
     Returns:
         Position in ``names``; the same one at each call.

@@ -158,11 +158,7 @@ class Features:
 
 
 def projecting_device(name: str) -> torch.device:
-    """Return the device that a config names, after a check that projection works on it.
-
-    Raises:
-        InputError: If there is no such device, or if numba-cuda is missing.
-    """
+    """Return the device that a config names, after a check that projection works on it."""
     if takes_cuda(name):
         # Imported here because only CUDA needs it; checked before the wait for a GPU.
         from trak_core.projection.cuda.machine import require_numba_cuda

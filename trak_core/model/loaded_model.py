@@ -29,8 +29,7 @@ from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
-# Samples that are checked before the expensive work.
-_FEW = 8
+_FEW = 8  # samples that are checked before the expensive work
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +56,7 @@ class LoadedModel:
     def load(
         cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
-        """Return the study's model with the weights of a checkpoint, a file or a folder.
-
-        Raises:
-            InputError: If the study or the checkpoint doesn't fit.
-        """
+        """Return the study's model with the weights of a checkpoint, a file or a folder."""
         study = Study.load(study_file)
         model = study.make_model()
         digests = load_checkpoint(model, checkpoint)
@@ -94,8 +89,7 @@ class LoadedModel:
     def few(self, samples: OrderedSamples) -> tuple[Batch, int | None]:
         """Return a few samples, the longest text first, and the result of ``count_classes``.
 
-        Raises:
-            InputError: If the model cannot take them, or cannot have been trained with such labels.
+        The model must take them, and their labels must be such as it can have been trained with.
         """
         places = samples.few(_FEW)
         few = joined([self.batch(samples, i, i + 1) for i in places])

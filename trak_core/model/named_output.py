@@ -34,10 +34,8 @@ def model_output(
     """Return the model output with a name of ``TABLE``.
 
     For an output that ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the
-    training ``pairs``, the same for every checkpoint, and embedded under this checkpoint.
-
-    Raises:
-        InputError: If a model for pairs has no ``logit_scale`` or cannot take its samples.
+    training ``pairs``, the same for every checkpoint, and embedded under this checkpoint. The
+    model must have a ``logit_scale``.
     """
     about = TABLE[name]
     if not about.needs_pairs:

@@ -54,13 +54,10 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
 
     Dimensions between the first and the last, such as the tokens of a text, are averaged over,
     without padding. The model is used in evaluation mode, on the batch's device, and left as it
-    was.
+    was. It must call such a layer, with a row a sample.
 
     Returns:
         Shape (batch, width), float32.
-
-    Raises:
-        InputError: If the model calls no such layer, or not with a row a sample.
     """
     last_inputs: list[Tensor] = []
 

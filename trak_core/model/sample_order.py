@@ -46,11 +46,7 @@ class OrderedSamples:
         return len(self.rows)
 
     def batch(self, start: int, stop: int) -> Batch:
-        """Return samples, on the CPU; texts of different lengths are padded on the right.
-
-        Raises:
-            InputError: If the samples cannot be stacked.
-        """
+        """Return samples, on the CPU; texts of different lengths are padded on the right."""
         if self.lengths is None:
             return as_batch(self.split.batch(start, stop), self.output)
         return joined([self._text(i) for i in range(start, stop)])
@@ -102,11 +98,7 @@ class OrderedSamples:
     def in_order(
         self, blocks: Iterable[tuple[int, int, Sequence[Tensor]]]
     ) -> Iterator[tuple[int, int, Sequence[Tensor]]]:
-        """Put start, stop and rows of batches back into the study's order, a window at a time.
-
-        Yields:
-            Start, stop and tensors with a row a sample.
-        """
+        """Yield start, stop and rows of batches in the study's order, a window at a time."""
         if self.lengths is None:
             yield from blocks
             return
@@ -144,9 +136,6 @@ def order_samples(
     Returns:
         The samples of each split. If any two texts differ in length, those of every split can be
         padded, so that samples of different splits can share a batch.
-
-    Raises:
-        InputError: If texts have shapes that no padding makes the same.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -220,11 +209,6 @@ class StoredSamples:
     def rows(self, rows: slice) -> Batch:
         """Return some of the samples; texts are padded to the longest of them."""
         return joined(self.parts[rows])
-
-    def take(self, rows: Sequence[int]) -> "StoredSamples":
-        """Return some of the samples; this order counts as the study's own."""
-        ids = [self.ids[i] for i in rows]
-        return StoredSamples([self.parts[i] for i in rows], ids, np.arange(len(ids)))  # pyright: ignore[reportArgumentType]
 
     def blocks(self, start: int, size: int) -> Iterator[tuple[slice, Batch]]:
         """Yield slices of ``size`` samples with their batches, from the sample ``start`` on."""

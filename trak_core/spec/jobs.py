@@ -73,9 +73,8 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the settings to measure, each value with each, sorted; none without a sweep.
 
-    Args:
-        sweep: The config's values of each field except ``combine``, of which all are taken.
-        own: The study's own setting, which is always among them.
+    A sweep has values of each field except ``combine``, of which all are taken; the study's
+    ``own`` setting is always among them.
     """
     if sweep is None:
         return []
@@ -114,7 +113,6 @@ class FeaturesSpec:
         preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second
             moments; None for gradients as they are.
         flipped: ``fraction`` and ``seed`` where training labels are flipped on purpose.
-        checkpoint: Id of the checkpoint.
         split: ``train``, or the name of an experiment.
         targets_digest: Hash of the experiment's target ids; None for the training samples.
     """
@@ -248,7 +246,6 @@ class RetrainedSpec:
         subsets: Which parts: ``halves``, ``random removals`` (and everything) or ``top removals``.
         arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
-        study_digest: Hash of the study's source and data files.
         seeds: Trainings on each subset.
         seed: Seed of draws and trainings.
         n_removed: How many samples removals take out, each number on its own.
@@ -274,10 +271,8 @@ def projection_of(
 ) -> ProjectionSpec:
     """Return the projection of one checkpoint's gradients; ``usual_kind`` if the spec has no kind.
 
-    Args:
-        spec: The spec of one checkpoint's features.
-        shapes: Shapes of the parameters that are differentiated, in order.
-        offset: Added to the checkpoint's own stream, for matrices beside its own.
+    The shapes are of the parameters that are differentiated, in order. The ``offset`` is added to
+    the checkpoint's own stream, for matrices beside its own.
     """
     assert spec.checkpoint is not None
     matrices = [matrix_shape(shape) for shape in shapes if prod(shape)]

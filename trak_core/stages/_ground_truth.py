@@ -18,9 +18,6 @@ def read_ground_truth(
     """Return subsets and outputs of all files, with samples in the order of the given ids.
 
     ``spec`` is what the pipeline's files must be made for; None for one file of a user's.
-
-    Raises:
-        InputError: If a file is not what it must be, or about other samples.
     """
     parts, source = [], []
     for path in paths:

@@ -31,23 +31,14 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 
 def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None) -> ReadRows:
-    """Return how to get rows of a stored matrix from start to stop, of its ``first`` columns.
-
-    With ``normalize`` rows are divided by their lengths, in float64.
-    """
+    """Return a reader of rows, of ``first`` columns; ``normalize`` makes lengths 1, in float64."""
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:
-    """Return the diagonal of W: ones, or a power of the curvature of the training samples' loss.
-
-    Shape (n,), float64.
-
-    Raises:
-        InputError: If the file holds no curvature where the power needs one.
-    """
+    """Return W's diagonal (n,), float64: ones, or a power of the curvature of the samples' loss."""
     if curvature_power is None:
         return np.ones(len(train.vector("sample_ids")))
     if not train.has("curvature"):
@@ -78,11 +69,7 @@ class Damped:
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Return the normal matrix that must be made of these training features.
-
-        Raises:
-            InputError: If it is not what it must be, or if N_c is not above 0.
-        """
+        """Return the normal matrix, which must be made of these features and have N_c above 0."""
         own = spec.of_normal_matrix()
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
@@ -124,20 +111,13 @@ def score_rows(
 
 
 def self_influences(
-    features: Sequence[Path], normal_matrices: Sequence[Path], *, spec: ScoresSpec, memory_mb: int
+    features: Sequence[Path], normal_matrices: Sequence[Path], spec: ScoresSpec, memory_mb: int
 ) -> tuple[dict[str, Any], np.ndarray, dict[str, Any]]:
     """Return A_c[i, i] Q_c[i] of every training sample i, averaged over checkpoints like a score.
 
     Predictions and outputs are those of the last checkpoint of every run. There are features and a
-    normal matrix for each checkpoint; ``spec`` is about no experiment.
-
-    Returns:
-        Columns id, label, prediction, output and self_influence, an entry a sample; the loss
-        weights averaged over ends of runs, shape (n,); and the specification of a file of these,
-        which says how features were projected.
-
-    Raises:
-        InputError: If the files don't belong together, or if a damped matrix is singular.
+    normal matrix for each checkpoint. Returns columns id, label, prediction, output and
+    self_influence; loss weights averaged over ends of runs, shape (n,); and a file's spec.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
         section 5.4 (self-influence); docs/scores.md, "What a score says".

@@ -47,9 +47,6 @@ def retrain(
     ``masks`` (subsets, n), bool, say which samples belong to each subset; ``numbers`` name them.
     The study's ``train`` takes ``seed`` and ``data``. What decided the subsets, beside ``spec``, is
     ``more``, and comes into the file's.
-
-    Raises:
-        InputError: If training fails, or if the targets are not what they must be.
     """
     pool = study.split(_POOL, None)
     runs = [(i, seed) for i in range(len(masks)) for seed in seeds[i]]

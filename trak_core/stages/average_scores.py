@@ -60,11 +60,7 @@ def _by_blocks(
 
 
 def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
-    """Return ids and labels with what checkpoints make of them.
-
-    ``output`` and ``output_sd`` are mean and standard deviation of the model output over the
-    checkpoints; ``prediction`` is the mean, or the most frequent class.
-    """
+    """Return ids, labels and what checkpoints make of them: means, and the commonest class."""
     ids = parts[0].ids(f"{side}_ids")
     labels = parts[0].vector(f"{side}_labels")
     is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
@@ -83,10 +79,7 @@ def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
 def _influences(
     helpful: Extremes, harmful: Extremes, train: pd.DataFrame, targets: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return for each target the training samples with the largest scores of either sign.
-
-    ``harmful`` are the largest of the negated scores.
-    """
+    """Return each target's largest scores of either sign; ``harmful`` are of negated scores."""
     # (target, sign, rank): the order of the table.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)

@@ -22,13 +22,10 @@ _Effects = dict[str, np.ndarray]
 
 
 def mean_interval(changes: np.ndarray) -> tuple[float, float]:
-    """Return the bootstrap interval of a mean over trainings and targets.
+    """Return the ends of the percentile bootstrap interval of a mean over trainings and targets.
 
     ``changes`` has shape (seeds, targets). Both are drawn anew, because all targets share the
     models that saw everything, and what these have by chance must not look like an effect.
-
-    Returns:
-        Ends of the percentile interval.
 
     Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
     """

@@ -29,8 +29,7 @@ from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
 from trak_core.study.split import Split
 from trak_core.system.progress import software, with_progress
 
-# Draws the samples.
-_SEED = 0
+_SEED = 0  # draws the samples
 
 
 def _drawn(data: Split, n: int) -> Split:
@@ -56,17 +55,11 @@ def compare_gradients(
     at_once: int,
     threads: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what projecting whole gradients of n samples must give, and what it gives.
+    """Return inner products of n gradients, their variances under the projection, and features.
 
-    Gradients are computed again for every block of ``at_once`` others, which changes nothing but
-    the time.
-
-    Returns:
-        Exact inner products and their variances under the projection, each of shape (n, n),
-        float64; and scaled features, shape (len(projections), n, k), float32.
-
-    Raises:
-        InputError: If a gradient is not finite; it names the samples.
+    Inner products and variances have shape (n, n), float64; scaled features have shape
+    (len(projections), n, k), float32. Gradients are computed again for every block of ``at_once``
+    others. An ``InputError`` names samples whose gradients are not finite.
     """
     model = loaded.model, loaded.parameters, loaded.output
     method = gradient_method(*model, few)

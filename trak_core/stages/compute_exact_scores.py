@@ -34,10 +34,8 @@ def compute_exact_scores(
     Writes A_c = (K_c W_c + ridge_c I)^-1 K_c,t, ridge_c = damping * mean_i w_i K_c[i, i]: what
     the scores of a projection converge to as its dimensions grow, in the same kind of file. With
     ``spec.normalize`` the training samples' gradients have length 1 in both. The paths are the
-    checkpoint's Gramian of the training samples, and that between them and the targets.
-
-    Raises:
-        InputError: If the damped Gramian is singular, too.
+    checkpoint's Gramian of the training samples, and that between them and the targets. A damped
+    Gramian that is singular is refused.
     """
     with (
         open_artifact(train_path, GRAMIAN) as train_file,

@@ -36,10 +36,8 @@ def compute_scores(
     Writes A_c = Phi_c (Phi_c^T W_c Phi_c + ridge_c I)^-1 T_c^T, ridge_c = damping * mean_i w_i
     |phi_i|^2, and what the average over checkpoints needs of this one. With ``spec.normalize``
     every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
-    and the average streams Phi_c again: n x m is never stored; the other choice is ``full``.
-
-    Raises:
-        InputError: If the damped matrix is singular, too.
+    and the average streams Phi_c again: n x m is never stored; the other choice is ``full``. A
+    damped matrix that is singular is refused.
     """
     with (
         open_artifact(train_path, FEATURES) as train_file,

@@ -21,9 +21,7 @@ def compute_self_influence(
     memory_mb: int,
 ) -> None:
     """Write what ``self_influences`` gives, as a table."""
-    columns, _, file_spec = self_influences(
-        features, normal_matrices, spec=spec, memory_mb=memory_mb
-    )
+    columns, _, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     provenance = software(code, "cpu", "numpy", "scipy", "pandas")
     with create(self_influence, SELF_INFLUENCE, file_spec, provenance) as writer:
         writer.table("train", pd.DataFrame(columns), ["id", "self_influence"])

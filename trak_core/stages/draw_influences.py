@@ -80,19 +80,10 @@ def draw_influences(
 ) -> None:
     """Write a picture of some targets, a page of more, and the texts of all as a table.
 
-    Args:
-        figure: PNG to write: one row a target, the most helpful and most harmful samples beside it.
-        answer: HTML to write, with longer texts.
-        texts: Artifact to write, the beginnings of texts by id: of targets and of all training
-            samples in ``top_influences``; for a study without ``describe(sample)``, what the page
-            prints of the samples there.
-        scores: The experiment's scores.
-        study_file: Its ``draw`` and ``describe`` show samples.
-        question: The file of an experiment that brings its own targets.
-        code: The stage's code digest.
-
-    Raises:
-        InputError: If a file is not what it must be, or the study's draw or describe fails.
+    The PNG ``figure`` has a row a target, its most helpful and most harmful samples beside it; the
+    HTML ``answer`` has longer texts. ``texts`` holds the beginnings of texts by id, of targets and
+    of all training samples in ``top_influences``; for a study without ``describe(sample)``, what
+    the page prints of the samples there. The study's ``draw`` and ``describe`` show samples.
     """
     study = Study.load(study_file)
     (n_shown,) = targets_shown(1)

@@ -209,9 +209,7 @@ def evaluate_scores(
             n_targets=len(target_ids),
             n_subsets=len(masks),
             n_checkpoints=len(parts),
-            n_settings=len(settings),
-            n_weightings=len({setting.loss_weighting for setting in settings}),
-            n_powers=len({s.loss_weight_power for s in settings}) or bool(train_paths),
+            settings=settings,
         ).rows(memory_mb)
 
         final_rows = read_blocks(read_rows(final.matrix("scores")), n_train, block)

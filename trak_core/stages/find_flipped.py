@@ -36,9 +36,7 @@ def find_flipped(
     ``features`` and ``normal_matrices`` are those of checkpoints trained with the flipped labels;
     ``original`` are training features of any checkpoint, which have the true labels.
     """
-    table, loss_weights, file_spec = self_influences(
-        features, normal_matrices, spec=spec, memory_mb=memory_mb
-    )
+    table, loss_weights, file_spec = self_influences(features, normal_matrices, spec, memory_mb)
     assert spec.features.flipped is not None
     is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:

@@ -39,8 +39,7 @@ from trak_core.study.targets import split_of
 from trak_core.system.job import quiet_libraries
 
 _LABEL_SECONDS = 10.0
-# Bad checkpoints whose messages are shown in full.
-_SHOWN = 8
+_SHOWN = 8  # bad checkpoints whose messages are shown in full
 
 
 def _check_split(
@@ -158,20 +157,11 @@ def preflight_study(
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with the config.
 
-    Args:
-        study_file: The study's Python file.
-        model_output: Name of the model output.
-        weighting: ``plain`` or ``curvature``.
-        parameter_patterns: Patterns of names, or None.
-        training: Arguments of the study's ``train`` for each run; None if the checkpoints are
-            there.
-        leaves_several: Whether trainings leave checkpoints on their way.
-        splits: Splits to read: ids for an experiment; None for the training data, and for all that
-            a question's file has.
-        shards: Shards of each split.
-        questions: Files of targets that experiments bring by themselves.
-        retraining: Arguments of ``train`` that all checkpoints share, if models are retrained.
-        checkpoints: Files or folders of weights; keys and shapes are read, no numbers.
+    ``training`` has arguments of the study's ``train`` for each run, None if the checkpoints are
+    there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
+    read have ids for an experiment, None for the training data and for all that a question's file
+    has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
+    retrained. Keys and shapes of ``checkpoints`` are read, no numbers.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.

@@ -46,9 +46,6 @@ def retrain_without(
 
     With ``scores``, which must be made by ``scores_spec``, subset i is the i-th of
     ``top_removals``. Without, subset 0 is everything, and i + 1 the i-th of ``random_removals``.
-
-    Raises:
-        InputError: If more samples are to go than there are, or if training fails, too.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -26,11 +26,8 @@ def train_checkpoint(
 
     ``arguments`` are passed to ``train`` by name. A checkpoint is kept at each of ``times``, which
     ascend, or at the end. With ``flipped``, ``fraction`` and ``seed`` of a draw, some labels are
-    wrong. Training on 1 thread repeats to the bit on one machine.
-
-    Raises:
-        InputError: If ``train`` doesn't return a model, or yields none at one of the times, or one
-            with parameters that are not finite.
+    wrong. Training on 1 thread repeats to the bit on one machine. What ``train`` gives must be
+    models, one at each time, with finite parameters.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)

@@ -68,9 +68,6 @@ def write_report(
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
     show samples.
-
-    Raises:
-        InputError: If a file is not what it must be.
     """
     folder = report.parent
     experiments = [

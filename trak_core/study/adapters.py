@@ -44,11 +44,7 @@ class Adapter:
 
     @classmethod
     def of(cls, model: nn.Module, folder: Path) -> Self:
-        """Return the adapter of ``model`` that a folder's weights are for.
-
-        Raises:
-            InputError: If there is no peft, if the model has no adapter, or several active ones.
-        """
+        """Return the adapter of ``model`` that a folder's weights are for: its only active one."""
         try:
             from peft import PeftModel
         except ImportError as error:
@@ -91,11 +87,7 @@ class Adapter:
         return {key: value for key, value in more.items() if key in own or key in stored}
 
     def put(self, stored: Mapping[str, Tensor]) -> None:
-        """Put in weights whose keys and shapes are those of ``weights``.
-
-        Raises:
-            InputError: If other numbers come out again than went in.
-        """
+        """Put in weights with the keys and shapes of ``weights``; the same must come out again."""
         from peft import set_peft_model_state_dict
 
         # Some versions of peft rename the keys of what they are given.
@@ -110,14 +102,10 @@ class Adapter:
             )
 
     def other_settings(self, config: Path) -> tuple[list[str], list[str]]:
-        """Return, in words, the settings in an ``adapter_config.json`` that the model has not.
+        """Return in words an ``adapter_config.json``'s settings that the model has not.
 
-        Returns:
-            Settings that decide numbers; and settings that determine which weights exist, whose
-            difference is harmless where keys and shapes fit.
-
-        Raises:
-            InputError: If the file is no config of an adapter.
+        Returns those that decide numbers; and those that determine which weights exist, whose
+        difference is harmless where keys and shapes fit.
         """
         own = self.model.peft_config[self.name]
         stored = _read(config)

@@ -116,16 +116,12 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
 def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     """Read the weights of a checkpoint, on the CPU.
 
-    Args:
-        checkpoint: A state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging
-            Face folder, sharded or not, or a folder of an adapter of PEFT's.
+    It is a state dict written by ``torch.save``, a ``.safetensors`` file, a Hugging Face folder,
+    sharded or not, or a folder of an adapter of PEFT's; anything else is an ``InputError``.
 
     Returns:
         Names to tensors; and the SHA-256 of the files that decide the numbers, in order, as 64
         hexadecimal digits. An adapter's config, or an index, comes before the weights.
-
-    Raises:
-        InputError: If there is no such file, or if it holds something else.
     """
     files, config = _weight_files(checkpoint)
     digest, state = hashlib.sha256(), {}
@@ -216,15 +212,8 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
 
     Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
     parameters need to be there once. A prefix that every key has, and without which they fit, is
-    taken off; a line on standard output says so.
-
-    Args:
-        model: Changed in place.
-        state: Names to tensors.
-        source: Where the weights come from, for the message.
-
-    Raises:
-        InputError: If keys, shapes or types don't fit, or if weights are not finite; it lists them.
+    taken off; a line on standard output says so. Weights must be finite. An ``InputError`` lists
+    what doesn't fit, and names the ``source`` of the weights.
     """
     prefix, fitting = _fitting(model, state, source)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -250,19 +239,16 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
 
     ``read_state_dict`` says what is read, ``load_state_dict`` what fits. A folder of an adapter of
     PEFT's gives the active adapter of a PeftModel its weights: every one must be there, with its
-    shape, and nothing else. The base's stay as they are.
+    shape, and nothing else; and the model must have the settings that it was saved with, without
+    which its weights mean something else. The base's stay as they are.
 
     Returns:
         What tells these weights from others: ``sha256``, of the files (see ``read_state_dict``).
         An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
         model has with it, so that files made on different bases are never taken together.
-
-    Raises:
-        InputError: If it cannot be read, or does not fit; of an adapter also if the model has
-            other settings than it was saved with, under which its weights mean something else.
     """
     state, sha256 = read_state_dict(checkpoint)
-    if not _is_adapter(checkpoint):
+    if not (checkpoint / ADAPTER_CONFIG).is_file():
         load_state_dict(model, state, str(checkpoint))
         return {"sha256": sha256}
     adapter = _fitting_adapter(model, state, checkpoint)
@@ -275,25 +261,17 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
-    """Make sure that a checkpoint has the model's keys and shapes, without reading its numbers.
-
-    Raises:
-        InputError: If ``load_checkpoint`` would refuse it for more than its numbers or checksums.
-    """
+    """Refuse what ``load_checkpoint`` would, except numbers and checksums, which stay unread."""
     state: dict[str, Tensor] = {}
     for path in _weight_files(checkpoint)[0]:
         saved = read_shapes(path, _MUST, _REMEDY)
         if saved is None:
             return
         state |= _state_dict(saved, path)
-    if _is_adapter(checkpoint):
+    if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
     else:
         _fitting(model, state, str(checkpoint))
-
-
-def _is_adapter(checkpoint: Path) -> bool:
-    return (checkpoint / ADAPTER_CONFIG).is_file()
 
 
 def _fitting_adapter(model: nn.Module, state: Mapping[str, Tensor], folder: Path) -> Adapter:

@@ -25,8 +25,7 @@ _TAKES = (
     "`preconditioner: adam` takes folders that transformers' Trainer saved, without "
     "save_only_model, and files of {'model_state_dict': ..., 'optimizer_state_dict': ...}."
 )
-# Partial matches of parameters that are followed at the same time.
-_MAX_MATCHES = 10_000
+_MAX_MATCHES = 10_000  # partial matches of parameters that are followed at the same time
 
 
 def adam_scales(
@@ -41,19 +40,14 @@ def adam_scales(
     rate beta_2, and t how many steps it has seen.
     An entry whose gradient was always 0 in training gets 0: nothing in training moved it.
 
-    Args:
-        model: With the checkpoint's weights.
-        parameters: Those to differentiate, by name.
-        trained: Names of those that had ``requires_grad`` when the study had made the model.
-        checkpoint: A folder with ``optimizer.pt``, as transformers' Trainer saves it, or a file
-            with the state of model and optimizer.
+    The ``parameters`` are those to differentiate; ``trained`` names those that had
+    ``requires_grad`` when the study had made the model. The checkpoint is a folder with
+    ``optimizer.pt``, as transformers' Trainer saves it, or a file with the state of model and
+    optimizer. Without a state of an Adam that is known to be theirs, there is an ``InputError``.
 
     Returns:
         By name, in each parameter's shape, float32, on the CPU; and the SHA-256 of the file with
         the state, 64 hexadecimal digits.
-
-    Raises:
-        InputError: If there is no state of an Adam there that is known to be of these parameters.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """
@@ -177,11 +171,7 @@ def _orders(
     groups: Sequence[Sequence[int]],
     shapes: Mapping[int, tuple[int, ...] | None],
 ) -> list[list[int]]:
-    """Merge the groups, each in its order, so that shapes are as expected.
-
-    Returns:
-        The numbers in every order that fits; two stand for any more.
-    """
+    """Merge the groups, each in its order, in every way that fits; two stand for any more."""
     # By how many are taken from each group.
     partial: dict[tuple[int, ...], list[list[int]]] = {(0,) * len(groups): [[]]}
     for shape in expected:

@@ -39,11 +39,7 @@ class Split:
     ids: list[int] | list[str]
 
     def take(self, ids: Sequence[int | str]) -> "Split":
-        """Return the samples with these ids, in this order.
-
-        Raises:
-            InputError: If an id is not there, or twice in ``ids``.
-        """
+        """Return the samples with these ids, in this order; each id must be there, and once."""
         position = {sample_id: i for i, sample_id in enumerate(self.ids)}
         unknown = [i for i in ids if i not in position]
         if unknown:
@@ -60,11 +56,7 @@ class Split:
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 
     def batch(self, start: int, stop: int) -> tuple[Tensor, ...] | dict[str, Tensor]:
-        """Return samples ``start`` to ``stop`` as stacked tensors, in a tuple or dict as they are.
-
-        Raises:
-            InputError: If the samples cannot be stacked.
-        """
+        """Return samples ``start`` to ``stop``, stacked, as a tuple or dict like each of them."""
         samples = []
         for i in range(start, stop):
             with users_code(f"reading sample {self.ids[i]}"):
@@ -119,14 +111,10 @@ def _stacked(parts: Sequence[Any], name: str) -> Tensor:
 
 @contextmanager
 def users_code(call: str) -> Generator[None, None, None]:
-    """Make an exception of the study's own code one message that says where it came from.
+    """Make an exception of the study's own code an ``InputError`` that says where it came from.
 
-    Args:
-        call: What runs, for the message.
-
-    Raises:
-        InputError: In place of any other exception, SystemExit included. A full disk or memory, and
-            a job that is told to stop, are no mistakes of the study's and pass through.
+    That includes SystemExit. A full disk or memory, and a job that is told to stop, are no mistakes
+    of the study's and pass through.
     """
     try:
         yield
@@ -159,11 +147,7 @@ def _is_name(sample_id: Any) -> bool:
 
 
 def checked_ids(ids: Sequence[Any], n_samples: int, function: str) -> list[int] | list[str]:
-    """Return what ``function`` gave as plain ids, one a sample.
-
-    Raises:
-        InputError: If they are not all integers or all short names, or not all different.
-    """
+    """Return plain ids from ``function``: all integers or all short names, each its own."""
     plain = [i.item() if hasattr(i, "item") else i for i in ids]
     if len(plain) != n_samples:
         raise InputError(
@@ -211,11 +195,7 @@ def _like(old: Any, label: int) -> Any:
 
 
 def with_flipped_labels(split: Split, fraction: float, seed: int) -> Split:
-    """Return the same samples and ids with some labels flipped (see ``flipped_labels``).
-
-    Raises:
-        InputError: If labels are not integers, or all the same.
-    """
+    """Return samples with some labels flipped: integers, of two classes or more."""
     labels = np.empty(len(split.ids), dtype=np.int64)
     for i in range(len(labels)):
         sample = split.samples[i]

@@ -40,11 +40,7 @@ class Study:
 
     @classmethod
     def load(cls, path: Path) -> "Study":
-        """Return the study in a Python file, which is run.
-
-        Raises:
-            InputError: If there is no such file.
-        """
+        """Return the study in a Python file, which is run."""
         if not path.is_file():
             raise InputError(f"{path}: the study's Python file must exist. Found nothing there.")
         # Modules beside the study import as they would for a script.
@@ -90,11 +86,7 @@ class Study:
         return model
 
     def describe(self, sample_id: int | str, sample: Any) -> str:
-        """Return the study's own words for a sample, as they are.
-
-        Raises:
-            InputError: If describe() fails, or returns anything but a str.
-        """
+        """Return the study's own words for a sample, as they are; they must be a str."""
         function = self.function("describe")
         with users_code(f"{self.path}: describe() of sample {sample_id}"):
             text = function(sample)
@@ -108,12 +100,7 @@ class Study:
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return the training samples, for the name ``TRAIN``, or the targets of an experiment.
 
-        Args:
-            name: The split's.
-            targets: Ids of the experiment's targets, in order; None for all samples.
-
-        Raises:
-            InputError: If data or ids are not what they must be.
+        ``targets`` are their ids, in order; None for all samples.
         """
         pool = "train" if name == TRAIN else "target"
         function = self.function(f"{pool}_data")

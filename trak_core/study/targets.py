@@ -84,14 +84,8 @@ def split_of(
 ) -> Split:
     """Return the training samples, or the targets of an experiment.
 
-    Args:
-        study: Encodes the lines of a file, and has the targets where there is no file.
-        name: ``TRAIN``, or the experiment's name.
-        targets: Ids of the targets, in order; None for all of the file, or training samples.
-        question: The experiment's own file; None for the study's ``target_data()``.
-
-    Raises:
-        InputError: If there is no such file, or if data or ids are not what they must be.
+    ``targets`` are their ids, in order; None for all. ``question`` is the experiment's own file,
+    whose lines the study encodes; None for the study's ``target_data()``.
     """
     if question is None:
         return study.split(name, targets)

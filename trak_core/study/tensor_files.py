@@ -167,23 +167,15 @@ def _explained(path: Path, must: str, remedy: str) -> Generator[None, None, None
 
 
 def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryview], None]) -> Any:
-    """Read a file of tensors, and of nothing that would run code, on the CPU.
+    """Return what a file holds, tensors and nothing that would run code, on the CPU.
 
     The process never holds a file of ``torch.save`` beside its tensors: the file is mapped, so that
     checksums, digest and tensors share what the system read from the disk. The tensors of
-    safetensors are themselves a map of the file.
+    safetensors are themselves a map of the file. Its first bytes tell which it is, not its name.
+    ``update``, the method of a hash, gets the file's bytes, in order.
 
-    Args:
-        path: Written by ``torch.save`` or safetensors; its first bytes tell which, not its name.
-        must: What it must be, for the message.
-        remedy: What to do if it is whole and holds something else, for the message.
-        update: The method of a hash; it gets the file's bytes, in order.
-
-    Returns:
-        What was saved.
-
-    Raises:
-        InputError: If the file cannot be read, or is damaged.
+    An ``InputError`` of a file that cannot be read, or is damaged, says what it ``must`` be; the
+    ``remedy`` is for one that is whole and holds something else.
     """
     with _explained(path, must, remedy), path.open("rb") as file:
         kind = _kind(file.read(32), remedy)
@@ -197,16 +189,10 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
 
 
 def read_shapes(path: Path, must: str, remedy: str) -> Any:
-    """Read a file of tensors without their numbers: cheap, however large it is.
+    """Return what ``read_tensors`` would, with tensors of shape and dtype and no numbers to read.
 
-    The arguments are those of ``read_tensors``.
-
-    Returns:
-        What was saved, with tensors that have a shape and a dtype and no numbers to be read. None
-        for a file of torch before 1.6, which can only be read whole.
-
-    Raises:
-        InputError: If the file cannot be read; checksums are not compared.
+    That is cheap, however large the file is; checksums are not compared. None for a file of torch
+    before 1.6, which can only be read whole.
     """
     with _explained(path, must, remedy), path.open("rb") as file:
         kind = _kind(file.read(32), remedy)

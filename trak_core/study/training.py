@@ -17,15 +17,9 @@ from trak_core.study.study import Study
 def trained_model(
     study: Study, arguments: dict[str, Any], data: Samples | None = None
 ) -> nn.Module:
-    """Return the model that the study's ``train`` ends with.
+    """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    Args:
-        study: With a function ``train``, which returns the model or yields it last.
-        arguments: Passed to ``train`` by name.
-        data: Passed as ``data``, the samples to train on; None, for all of them, isn't passed.
-
-    Raises:
-        InputError: If ``train`` returns no model, or one with parameters that are not finite.
+    It gets ``arguments`` by name, and the samples ``data``; None, for all of them, isn't passed.
     """
     last = deque(_steps(study, arguments, data), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
@@ -34,20 +28,13 @@ def trained_model(
 def models_along(
     study: Study, arguments: dict[str, Any], times: list[float], data: Samples | None = None
 ) -> Generator[tuple[float, nn.Module]]:
-    """Train until the last of the times, and yield the model at each; it is the same, trained on.
+    """Train until the last of the times, and yield each with the model; it is the same, trained on.
 
-    Args:
-        study: With a generator ``train`` that yields (time, model).
-        arguments: See ``trained_model``.
-        times: Ascending.
-        data: See ``trained_model``.
+    The ``times`` ascend; ``arguments`` and ``data`` are as in ``trained_model``. A generator
+    ``train`` must yield (time, model) at every one of them, with finite weights.
 
     Yields:
         The time, and the model there.
-
-    Raises:
-        InputError: If ``train`` passes a time without yielding it, or yields no model, or one with
-            parameters that are not finite.
     """
     remaining = list(times)
     passed: list[str] = []
