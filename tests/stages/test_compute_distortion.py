@@ -38,29 +38,11 @@ def spec_of(kind="rademacher", name="c0", output="image_classification"):
     return features_spec(output, PROJ_DIM, kind=kind, checkpoint=name, dtype="float64")
 
 
-def distort(
-    folder,
-    checkpoint,
-    study=STUDY,
-    samples=SAMPLES,
-    *,
-    spec=None,
-    memory_mb=100,
-    batch_size=64,
-    streams=STREAMS,
-    **settings,
-):
-    file = folder / "distortion.h5"
-    compute_distortion(
-        distortion=file,
-        checkpoint=checkpoint,
-        study_file=study,
-        spec=spec or spec_of(**settings),
-        **ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb},
-        most_samples=samples,
-        n_streams=streams,
-    )
-    return file
+def distort(folder, checkpoint, spec=None, study=STUDY, samples=SAMPLES, streams=STREAMS, **job):
+    paths = {"distortion": folder / "distortion.h5", "checkpoint": checkpoint, "study_file": study}
+    job = ON_CPU | {"memory_mb": 100, "spec": spec or spec_of()} | job
+    compute_distortion(**paths, **job, most_samples=samples, n_streams=streams)
+    return paths["distortion"]
 
 
 def expected_errors(rows, kind, streams):
@@ -83,7 +65,7 @@ def expected_errors(rows, kind, streams):
 
 @pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
 def test_numbers_equal_those_of_dense_matrices_in_float64(checkpoint, tmp_path, kind):
-    file = distort(tmp_path, checkpoint, kind=kind)
+    file = distort(tmp_path, checkpoint, spec_of(kind))
     with h5py.File(file) as h5:
         ids = h5["sample_ids"][:].tolist()
         assert h5.attrs["n_streams"] == STREAMS
@@ -124,7 +106,7 @@ def test_a_file_is_whole_and_says_how_its_samples_were_drawn(checkpoint, tmp_pat
     assert positions == sorted(set(positions))
     assert len(positions) == SAMPLES
     # Another checkpoint: the same samples under a stream of its own.
-    other = distort(tmp_path / "other", checkpoint, name="c1")
+    other = distort(tmp_path / "other", checkpoint, spec_of(name="c1"))
     with open_artifact(other, DISTORTION) as file:
         assert file.ids("sample_ids") == ids
         assert file.spec["projection"]["stream"] == stream_of("c1")
@@ -136,8 +118,8 @@ def whole(checkpoint, tmp_path_factory):
 
     @cache
     def agreement(kind):
-        file = distort(tmp_path_factory.mktemp("whole"), checkpoint, kind=kind)
-        return pd.read_hdf(file, "agreement")
+        folder = tmp_path_factory.mktemp("whole")
+        return pd.read_hdf(distort(folder, checkpoint, spec_of(kind)), "agreement")
 
     return agreement
 
@@ -146,9 +128,8 @@ def whole(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("other", [{"batch_size": 1}, {"batch_size": 5}, {"memory_mb": 2}])
 def test_batches_and_memory_do_not_change_the_numbers(whole, checkpoint, tmp_path, other, kind):
     """Gradients that don't fit together are computed again."""
-    first = whole(kind)
-    second = pd.read_hdf(distort(tmp_path, checkpoint, kind=kind, **other), "agreement")
-    np.testing.assert_allclose(second, first, rtol=1e-5)
+    second = pd.read_hdf(distort(tmp_path, checkpoint, spec_of(kind), **other), "agreement")
+    np.testing.assert_allclose(second, whole(kind), rtol=1e-5)
 
 
 LINEAR = """
@@ -180,7 +161,8 @@ def linear(tmp_path):
     def study(zero):
         path = tmp_path / "linear.py"
         path.write_text(LINEAR.format(zero=zero))
-        return {"study": path, "checkpoint": tmp_path / "linear.pt", "output": "regression"}
+        spec = spec_of(output="regression")
+        return {"study": path, "checkpoint": tmp_path / "linear.pt", "spec": spec}
 
     return study
 

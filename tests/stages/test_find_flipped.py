@@ -75,17 +75,11 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
     """More flipped labels, and longer training, than this little net could learn by heart."""
     flips = {"fraction": 0.1, "seed": 2}
     labels = np.array([int(label) for _, label in run.train.samples])
+    training = {"study_file": STUDY, "times": None, "threads": 1, "flipped": flips}
     features, matrices = [], []
     for seed, checkpoint in enumerate(run.checkpoints):
         path = tmp_path / f"{checkpoint}.pt"
-        train_checkpoint(
-            checkpoints=[path],
-            study_file=STUDY,
-            arguments={"steps": 60, "seed": seed},
-            times=None,
-            threads=1,
-            flipped=flips,
-        )
+        train_checkpoint(checkpoints=[path], arguments={"steps": 60, "seed": seed}, **training)
         features.append(tmp_path / f"{checkpoint}-features.h5")
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
         spec = influences_spec(run, flips).under(checkpoint)
