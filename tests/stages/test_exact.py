@@ -4,14 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pipeline import averaged, changed, read_scores, scores_spec
+from pipeline import read_scores
 from trained_cases import assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
-from trak_core.provenance import content_digest
 from trak_core.stages import compute_gramian as gramian
-from trak_core.stages.compute_exact_scores import compute_exact_scores
 
 
 @pytest.mark.parametrize(
@@ -145,51 +143,3 @@ def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, c
     second = digits.exact_stages(tmp_path / "second", 1)
     assert "going on with 16 samples at once" in capsys.readouterr().out
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
-
-
-@pytest.fixture(scope="module")
-def finished(digits):
-    settings = {"model_output": digits.output, "projection": {"kind": "exact"}}
-    spec = scores_spec(digits.models, digits.targets, dtype="float64", **settings)
-    return digits.features(), spec
-
-
-OTHER_CONFIGS = [
-    ("projection", {"kind": "rademacher", "proj_dim": 32, "seed": 0}),
-    ("study_digest", "another"),
-    ("parameter_patterns", ["8.*"]),
-    ("targets_digest", content_digest([1, 2])),
-]
-
-
-def solve(scores, folder, spec, targets="c1"):
-    train_path, targets_path = (
-        folder / f"gramian/{place}.h5" for place in ("c1/train", f"{targets}/mine")
-    )
-    paths = {"scores": scores, "train_path": train_path, "targets_path": targets_path}
-    compute_exact_scores(**paths, spec=spec.under("c1"), code="code", memory_mb=100)
-
-
-@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("experiment", "other")])
-def test_gramians_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, spec = finished
-    part = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_gramian remakes it"):
-        solve(tmp_path / "out.h5", folder, changed(spec, **{key: value}))
-    assert not (tmp_path / "out.h5").exists()
-
-
-def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
-    with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
-        solve(tmp_path / "out.h5", *finished, targets="c0")
-
-
-@pytest.mark.parametrize(("key", "value"), [*OTHER_CONFIGS, ("damping", 1)])
-def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
-    """Exact scores under a projection, too; the other way round is a case of test_scores."""
-    folder, spec = finished
-    paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
-    rule = "compute_scores" if key == "projection" else "compute_exact_scores"
-    with pytest.raises(InputError, match=rf"mine/c0\.h5.*{key}.*rule {rule} remakes it"):
-        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
-    assert not (tmp_path / "out.h5").exists()
