@@ -12,31 +12,6 @@ from trak_core.gradients import check_finite_gramian
 from trak_core.stages import compute_gramian as gramian
 
 
-@pytest.mark.parametrize(
-    ("n_checkpoints", "combine", "weighting", "power", "normalize"),
-    [
-        (1, "product_of_averages", "plain", 0.5, False),
-        (3, "product_of_averages", "plain", 0.5, False),
-        (3, "product_of_averages", "curvature", 0.5, False),
-        (3, "average_of_products", "curvature", 1, False),
-        (3, "average_of_products", "plain", 1, True),
-        (3, "unit_average", "curvature", 0.75, False),
-        (3, "unit_average", "curvature", 0.75, True),
-        (3, "unit_average", "plain", 1, False),
-    ],
-)
-def test_scores_equal_the_formula_in_float64(
-    case, tmp_path, n_checkpoints, combine, weighting, power, normalize
-):
-    settings = {"damping": 2, "weighting": weighting, "power": power, "combine": combine}
-    settings["normalize"] = normalize
-    scores = case.exact_stages(tmp_path, n_checkpoints, made=case.features(), **settings)
-    scores = read_scores(scores)
-    assert scores.index.tolist() == case.train.ids
-    assert scores.columns.tolist() == case.targets
-    assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), 1e-5)
-
-
 @pytest.mark.parametrize("weighting", ["plain", "curvature"])
 def test_without_damping_where_the_gramian_is_well_conditioned(case, tmp_path, weighting):
     """Ten training samples: a float32 gradient is lost by the condition number."""
@@ -46,19 +21,12 @@ def test_without_damping_where_the_gramian_is_well_conditioned(case, tmp_path, w
     path = tmp_path / case.path.name
     path.write_text(text)
     settings = {"damping": 0, "weighting": weighting}
-    scores = read_scores(case.exact_stages(tmp_path / "results", path=path, **settings))
+    scores = read_scores(case.stages(tmp_path / "results", study=path, **settings))
     assert_close(scores.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
 
 
-@pytest.mark.parametrize("other", [{"batch_size": 41}, {"batch_size": 500}, {"memory_mb": 1}])
-def test_batches_and_memory_do_not_change_scores(digits, tmp_path, other):
-    first = digits.exact_stages(tmp_path / "first", 1, made=digits.features())
-    second = digits.exact_stages(tmp_path / "second", 1, **other)
-    assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
-
-
 def test_a_gramian_is_symmetric_and_carries_what_features_carry(digits, tmp_path):
-    final = digits.exact_stages(tmp_path, 1, batch_size=32)
+    final = digits.stages(tmp_path, 1, batch_size=32)
     square = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian")
     assert square.index.tolist() == square.columns.tolist() == digits.train.ids
     np.testing.assert_array_equal(square, square.T)
@@ -74,44 +42,10 @@ def test_a_gramian_is_symmetric_and_carries_what_features_carry(digits, tmp_path
 
 
 def test_a_subset_of_parameters(digits, tmp_path):
-    digits.exact_stages(tmp_path, 1, parameters=["8.*"])
+    digits.stages(tmp_path, 1, parameters=["8.*"])
     gramian = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian").to_numpy()
     j = digits.jacobians["c0"][0][0][:, -170:]  # the last layer's
     assert_close(gramian, j @ j.T, 1e-5)
-
-
-def test_a_second_run_writes_the_same_bytes(digits, tmp_path):
-    digits.exact_stages(tmp_path)
-    first = digits.features()
-    files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.h5"))
-    assert len(files) == 10
-    for file in files:
-        assert (tmp_path / file).read_bytes() == (first / file).read_bytes(), file
-
-
-def test_a_singular_gramian_is_explained(cases, tmp_path):
-    case = cases["diabetes"]
-    with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
-        case.exact_stages(tmp_path, 1, damping=0, made=case.features())
-    assert not (tmp_path / "scores").exists()
-
-
-def test_a_budget_that_is_too_small_is_refused_by_the_jobs(cases, tmp_path):
-    found = (
-        r"must hold a Gramian of 342 x 342 inner products: 1 MiB\. Found 0\. Raise it, take a proj"
-    )
-    with pytest.raises(InputError, match=found):
-        cases["diabetes"].exact_stages(tmp_path, 1, memory_mb=0)
-    assert not list(tmp_path.rglob("*.h5"))
-
-
-def test_not_a_number_names_samples(digits, tmp_path):
-    # Finite weights; sums of them are not.
-    bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["6.weight"].fill_(3e38))
-    expected = r"Model outputs must be finite.* for the samples \d+, .* and more"
-    with pytest.raises(InputError, match=expected):
-        digits.exact_stages(tmp_path / "results", checkpoints=bad)
-    assert not list((tmp_path / "results").rglob("*.h5*"))
 
 
 def test_a_gradient_that_is_not_finite_names_its_sample():
@@ -138,8 +72,8 @@ def test_memory_that_runs_out_halves_the_blocks(digits, tmp_path, monkeypatch, c
             raise torch.OutOfMemoryError("no memory for so many")
         return real(model, parameters, output, blocks)
 
-    first = digits.exact_stages(tmp_path / "first", 1, made=digits.features())
+    first = digits.stages(tmp_path / "first", 1, made=digits.features())
     monkeypatch.setattr(gramian, "train_gramian", tight)
-    second = digits.exact_stages(tmp_path / "second", 1)
+    second = digits.stages(tmp_path / "second", 1)
     assert "going on with 16 samples at once" in capsys.readouterr().out
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)

@@ -176,13 +176,6 @@ def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
         write(tmp_path / "results")
 
 
-def test_targets_left_out_are_said_to_be(results, monkeypatch):
-    monkeypatch.setattr("trak_core.report.samples._TARGETS", 1)
-    page = page_of(results)
-    assert "3 more targets are not shown here: scores/mine.h5" in page.text
-    assert page.text.count("Most helpful") == 1
-
-
 def artifact(path, kind, spec=(), attributes=(), **tables):
     with create(path, kind, dict(spec), {"torch": "7.7"}, **dict(attributes)) as writer:
         for key, rows in tables.items():
@@ -302,12 +295,6 @@ def test_measurements_of_other_scores_are_refused(results):
 def test_a_name_asked_for_in_vain_is_an_error():
     with pytest.raises(UndefinedError, match="results"):
         rendered("trust")
-
-
-def test_text_is_escaped():
-    evaluations = {"<b> & 'more'": lds(0.3, 0.2, 0.1, 0.6)["mine"]}
-    markup = rendered("trust", results=results_of(evaluations=evaluations))
-    assert "Experiment &lt;b&gt; &amp; &#39;more&#39;: LDS 0.30" in markup
 
 
 def test_nothing_but_the_style_is_taken_for_markup():
