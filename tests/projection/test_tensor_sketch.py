@@ -28,10 +28,6 @@ def factors(shapes, n_samples, n_tokens):
     ]
 
 
-def formed(pairs):
-    return torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
-
-
 # Sides shorter than k, longer, and a multiple of it; odd and even k; a vector, a single entry.
 SHAPES = [(5, 7), (64, 1), (130, 33), (1, 1), (3, 200)]
 
@@ -40,7 +36,8 @@ SHAPES = [(5, 7), (64, 1), (130, 33), (1, 1), (3, 200)]
 @pytest.mark.parametrize(("n_samples", "n_tokens"), [(1, 1), (3, 1), (4, 9)])
 def test_factors_give_the_sketch_of_what_they_stand_for(proj_dim, n_samples, n_tokens, monkeypatch):
     spec, pairs = spec_of(SHAPES, proj_dim), factors(SHAPES, n_samples, n_tokens)
-    expected = project_reference(formed(pairs).numpy(), spec)
+    formed = torch.cat([(a.mT @ b).flatten(1) for a, b in pairs], dim=1)
+    expected = project_reference(formed.numpy(), spec)
     # What is added up, without cancellation.
     size = sum((a.norm(dim=2) * b.norm(dim=2)).sum(1, keepdim=True) for a, b in pairs).numpy()
     for piece in (1, 2**19):

@@ -11,7 +11,6 @@ import torch
 from pipeline import ON_CPU, features_spec
 from refused import refused
 from trained_cases import STUDIES
-from workspace import REPOSITORY
 
 from trak_core.artifacts import DISTORTION, open_artifact
 from trak_core.errors import InputError
@@ -19,7 +18,6 @@ from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.study.study import Study
-from trak_core.study.training import trained_model
 
 STUDY = STUDIES / "small_digits.py"
 SAMPLES, STREAMS, PROJ_DIM = 12, 3, 32
@@ -203,23 +201,3 @@ def test_a_budget_that_is_too_small_is_refused_by_the_job(checkpoint, tmp_path):
     with pytest.raises(InputError, match=r"must hold the gradient of one sample"):
         distort(tmp_path, checkpoint, memory_mb=1)
     assert not list(tmp_path.rglob("*.h5"))
-
-
-@pytest.fixture(scope="module")
-def smoke(tmp_path_factory):
-    """The default study and a network of it, trained as in the smoke study."""
-    torch.set_num_threads(1)
-    study = REPOSITORY / "config/digits.py"
-    path = tmp_path_factory.mktemp("smoke") / "c0.pt"
-    model = trained_model(Study.load(study), {"seed": 0, "epochs": 2})
-    torch.save(model.state_dict(), path)
-    return {"study": study, "checkpoint": path}
-
-
-@pytest.mark.parametrize("kind", ["rademacher", "normal", "hadamard", "sjlt"])
-def test_the_smoke_study_agrees_with_theory(smoke, tmp_path, kind):
-    spec = features_spec("image_classification", 128, kind=kind, dtype="float64")
-    file = distort(tmp_path, **smoke, spec=spec, samples=60, streams=10)
-    for _, row in pd.read_hdf(file, "agreement").iterrows():
-        assert 0 < row["standard_error"] < 0.2 * row["measured"]
-        assert abs(row["measured"] - row["predicted"]) < 3 * row["standard_error"]

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import (
-    check_samples_apart,
     formed_gradients,
     gradient_method,
     gradients_at_once,
@@ -219,13 +218,6 @@ def test_the_look_beforehand_takes_them(name, tmp_path):
     if case.output in ("segmentation", "clip"):
         with pytest.raises(InputError, match=r"weighting can be curvature where .* to plain"):
             preflight_study(**request, weighting="curvature")
-
-
-def test_batchnorm_that_was_left_without_statistics_is_named():
-    model = models.resnet()
-    model.layer2[0].bn2 = torch.nn.BatchNorm2d(16, track_running_stats=False)
-    with pytest.raises(InputError, match=r"that mixes samples: layer2\.0\.bn2 \(BatchNorm2d\)"):
-        check_samples_apart(model, CLASSIFICATION, (models.images(6), models.classes(6)))
 
 
 def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
