@@ -29,16 +29,12 @@ def features(tmp_path, monkeypatch):
     model = torch.nn.Sequential(torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     torch.save(model.state_dict(), tmp_path / "c0.pt")
 
+    spec = features_spec("regression", 32, split="mine", targets=targets)
+    inputs = {"checkpoint": tmp_path / "c0.pt", "study_file": study, "targets": targets}
+
     def computed(device):
         file = tmp_path / f"{device}.h5"
-        compute_features(
-            features=file,
-            checkpoint=tmp_path / "c0.pt",
-            study_file=study,
-            spec=features_spec("regression", 32, split="mine", targets=targets),
-            targets=targets,
-            **ON_CPU | {"device": device},
-        )
+        compute_features(features=file, spec=spec, **inputs, **ON_CPU | {"device": device})
         with open_artifact(file, FEATURES) as artifact:
             return torch.tensor(artifact.matrix("features")[:]), artifact.provenance["device"]
 

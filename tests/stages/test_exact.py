@@ -25,8 +25,8 @@ def test_without_damping_where_the_gramian_is_well_conditioned(case, tmp_path, w
     assert_close(scores.to_numpy(), case.expected(n_train=10, **settings), 1e-5)
 
 
-def test_a_gramian_is_symmetric_and_carries_what_features_carry(digits, tmp_path):
-    final = digits.stages(tmp_path, 1, batch_size=32)
+def test_a_gramian_is_symmetric(digits, tmp_path):
+    digits.stages(tmp_path, 1, batch_size=32)
     square = pd.read_hdf(tmp_path / "gramian/c0/train.h5", "gramian")
     assert square.index.tolist() == square.columns.tolist() == digits.train.ids
     np.testing.assert_array_equal(square, square.T)
@@ -34,11 +34,8 @@ def test_a_gramian_is_symmetric_and_carries_what_features_carry(digits, tmp_path
     cross = pd.read_hdf(tmp_path / "gramian/c0/mine.h5", "gramian")
     assert cross.index.tolist() == digits.train.ids
     assert cross.columns.tolist() == digits.targets
-    j, f, y = digits.jacobians["c0"][0]
+    j = digits.jacobians["c0"][0][0]
     assert_close(square.to_numpy(), j @ j.T, 1e-5)
-    table = pd.read_hdf(final, "train")
-    np.testing.assert_array_equal(table["label"], y)
-    np.testing.assert_allclose(table["output"], f, rtol=1e-4, atol=1e-4)
 
 
 def test_a_subset_of_parameters(digits, tmp_path):

@@ -54,13 +54,8 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
         powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
         others = {key: value for key, value in settings.items() if key != "power"}
         spec = changed(spec, **powers, **others)
-    compute_self_influence(
-        self_influence=path,
-        features=run.features("train"),
-        normal_matrices=matrices,
-        spec=spec,
-        **JOB,
-    )
+    inputs = {"features": run.features("train"), "normal_matrices": matrices}
+    compute_self_influence(self_influence=path, **inputs, spec=spec, **JOB)
     table = pd.read_hdf(path, "train")
     expected = self_influence_oracle(
         stored(run, "features"), loss_weights(run), power, normalize=spec.normalize
@@ -90,15 +85,12 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             normal_matrix=matrices[-1], features=features[-1], spec=spec.of_normal_matrix(), **JOB
         )
 
+    inputs = {"features": features, "normal_matrices": matrices}
+    inputs["original"] = run.features("train")[0]
+
     def find(flips):
-        find_flipped(
-            flipped=tmp_path / "found.h5",
-            features=features,
-            normal_matrices=matrices,
-            original=run.features("train")[0],
-            spec=influences_spec(run, flips),
-            **JOB,
-        )
+        spec = influences_spec(run, flips)
+        find_flipped(flipped=tmp_path / "found.h5", **inputs, spec=spec, **JOB)
 
     find(flips)
     train = pd.read_hdf(tmp_path / "found.h5", "train")

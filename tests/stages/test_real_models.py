@@ -33,24 +33,15 @@ N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 STUDY = """
 import models, torch
 
-class Data:
-    def __init__(self, first, n):
-        self.first, self.n = first, n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        return models.sample({name!r}, self.first + i, torch.{dtype})
-
 def make_model():
     return getattr(models, {name!r})().to(torch.{dtype})
 
 def train_data():
-    return Data(0, {n_train})
+    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train})]
 
 def target_data():
-    return Data({n_train}, {n_targets})
+    stop = {n_train} + {n_targets}
+    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train}, stop)]
 """
 # Name of the samples in models.sample, model, model output.
 CASES = {

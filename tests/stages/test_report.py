@@ -196,25 +196,23 @@ def measured(results):
     by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
     change = pd.DataFrame({"change": [-3.5, -0.25, -3.25]}, ["top", "random", "difference"])
     change = change.assign(low=change - 1, high=change + 1).rename_axis("removed").reset_index()
+    counts = {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
+    evaluation = {
+        "summary": lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
+        "targets": by_target.assign(proj_dim=8),
+        "checkpoints": {"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
+        "sweep": sweep,
+        "best": best,
+    }
+    removals = {
+        "summary": pd.merge(change, pd.Series([5, 10], name="n_removed"), "cross"),
+        "targets": [{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
+    }
     files = {
         "evaluations": artifact(
-            results / "evaluation/mine.h5",
-            EVALUATION,
-            spec,
-            {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95},
-            summary=lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
-            targets=by_target.assign(proj_dim=8),
-            checkpoints={"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
-            sweep=sweep,
-            best=best,
+            results / "evaluation/mine.h5", EVALUATION, spec, counts, **evaluation
         ),
-        "removals": artifact(
-            results / "removals/mine.h5",
-            REMOVALS,
-            spec,
-            summary=pd.merge(change, pd.Series([5, 10], name="n_removed"), "cross"),
-            targets=[{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
-        ),
+        "removals": artifact(results / "removals/mine.h5", REMOVALS, spec, **removals),
         "flipped": artifact(
             results / "flipped.h5",
             FLIPPED,

@@ -161,8 +161,9 @@ def test_a_budget_that_is_too_small_is_refused(cases, tmp_path, name, proj_dim, 
     assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.h5")} <= {"features"}
 
 
-def test_labels_predictions_and_margins_come_along(case):
-    path = case.features(16) / "scores/mine.h5"
+@pytest.mark.parametrize("proj_dim", [16, None])
+def test_labels_predictions_and_margins_come_along(case, proj_dim):
+    path = case.features(proj_dim) / "scores/mine.h5"
     for i, (key, split) in enumerate((("train", case.train), ("targets", case.target_split))):
         table = pd.read_hdf(path, key)
         assert table["id"].tolist() == split.ids
