@@ -43,7 +43,7 @@ def target_data():
     stop = {n_train} + {n_targets}
     return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train}, stop)]
 """
-# Name of the samples in models.sample, model, model output.
+# The name in models of a model and its samples, and the model output.
 CASES = {
     "ResNet": ("resnet", "image_classification"),
     "BERT, named inputs": ("bert", "text_classification"),
