@@ -137,7 +137,6 @@ def test_clip_as_transformers_makes_it(tmp_path):
             return out.image_embeds, out.text_embeds, self.clip.logit_scale.exp()
 
     model = OpenClip().eval()
-
     data = [(models.images(n, seed=n), models.texts(n, seed=n)[0]) for n in (24, 3)]
     task = CLIPModelOutput(simulated_batch_size=10)
     task.get_embeddings(model, data[:1], batch_size=24, embedding_dim=8)

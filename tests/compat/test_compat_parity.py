@@ -77,14 +77,12 @@ def test_the_iterative_computer_and_task_give_their_numbers(tmp_path):
     study = checkpoints(Net, 2), images(N), images(M, seed=1)
     p = sum(q.numel() for q in Net().parameters())
     task = "iterative_image_classification"
-    expected, their_scores = their_walk(
-        Net(),
-        *study,
-        task=theirs.modelout_functions.TASK_TO_MODELOUT[task](),
-        save_dir=tmp_path / "theirs",
-        projector=injected(theirs.projectors.AbstractProjector, p, K),
-        gradient_computer=theirs.gradient_computers.IterativeGradientComputer,
-    )
+    given = {
+        "task": theirs.modelout_functions.TASK_TO_MODELOUT[task](),
+        "projector": injected(theirs.projectors.AbstractProjector, p, K),
+        "gradient_computer": theirs.gradient_computers.IterativeGradientComputer,
+    }
+    expected, their_scores = their_walk(Net(), *study, save_dir=tmp_path / "theirs", **given)
     given = {"save_dir": tmp_path / "ours", "gradient_computer": IterativeGradientComputer}
     traker, scores = walk(Net(), *study, task=task, proj_dim=K, **given)
     for name in ("grads", "out_to_loss"):
@@ -129,13 +127,9 @@ def test_half_precision_stores_what_theirs_computes(tmp_path):
     p = sum(q.numel() for q in Net().parameters())
     (state,), stored = checkpoints(Net, 1), []
     for name, package in (("theirs", theirs), ("ours", ours)):
-        traker = package.TRAKer(
-            model=Net(),
-            train_set_size=N,
-            save_dir=tmp_path / name,
-            projector=injected(package.projectors.AbstractProjector, p, K),
-            **{**SETTINGS, "use_half_precision": True},
-        )
+        projector = injected(package.projectors.AbstractProjector, p, K)
+        given = {**SETTINGS, "use_half_precision": True, "save_dir": tmp_path / name}
+        traker = package.TRAKer(model=Net(), train_set_size=N, projector=projector, **given)
         traker.load_checkpoint(state, model_id=0)
         traker.featurize(images(N), num_samples=N)
         stored.append([store(traker, 0, key) for key in ("grads", "out_to_loss")])

@@ -1,9 +1,12 @@
 """The matrix as random numbers: distortion, moments, streams."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from projections import KINDS, spec_of
 
+from trak_core.evaluation.distortion import inner_products, product_variances
 from trak_core.projection import project
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, stream_of
@@ -23,40 +26,6 @@ def gradients_of(family, n_params):
     return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
-def pairs(x, y):
-    """Sum of (x_p y_q + x_q y_p)^2 over the pairs of different coordinates."""
-    return (x @ x) * (y @ y) + (x @ y) ** 2 - 2 * (x**2 * y**2).sum()
-
-
-def within(x, y, length):
-    """The same over the pairs within each run of so many coordinates."""
-    starts = range(0, len(x), length)
-    return sum(pairs(x[i : i + length], y[i : i + length]) for i in starts)
-
-
-def variance(x, y, spec):
-    """Of <Rx, Ry>: how likely two coordinates share a column, summed over the pairs.
-
-    With signs, the products of a coordinate with itself are exact: a term less than a normal
-    matrix has. A block of ``hadamard`` is exact in its norm: the terms within a block drop out. In
-    a tensor sketch with sides up to k, so do those within a row, a column and a vector, and the
-    differences of two buckets are never 0.
-    """
-    k = spec.proj_dim
-    if spec.kind == "normal":
-        return ((x @ x) * (y @ y) + (x @ y) ** 2) / k
-    if spec.kind == "hadamard":
-        return (pairs(x, y) - within(x, y, k)) / k
-    if spec.kind != "tensor_sketch":
-        return pairs(x, y) / k
-    (n0, n1), _ = spec.shapes
-    assert max(n0, n1) <= k
-    (a, v), (b, w) = (np.split(one, [n0 * n1]) for one in (x, y))
-    turned = [one.reshape(n0, n1).T.ravel() for one in (a, b)]
-    in_matrix = pairs(a, b) - within(a, b, n1) - within(*turned, n0)
-    return in_matrix / (k - 1) + (pairs(x, y) - pairs(a, b) - pairs(v, w)) / k
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["gaussian", "heavy tail", "1 % sparse", "64 nonzeros"])
 def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
@@ -65,15 +34,12 @@ def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
     # With one entry a row, errors are rare and large.
     n_streams = 3000 if kind == "tensor_sketch" else 600
     rows = gradients_of(family, n_params)
-    x, y = rows.astype(np.float64)
     specs = [spec_of(kind, n_params, k, stream=stream) for stream in range(n_streams)]
     projected = [project(rows, spec, scale=True).astype(np.float64) for spec in specs]
-    for a, b, values in (
-        (x, x, [p @ p for p, _ in projected]),
-        (x, y, [p @ q for p, q in projected]),
-    ):
-        expected = variance(a, b, specs[0])
-        deviations = np.array(values) - a @ b
+    exact, variances = inner_products(rows, rows), product_variances(rows, rows, specs[0])
+    for j in (0, 1):  # the norm of the first row, and its product with the second
+        expected = variances[0, j]
+        deviations = np.array([p[0] @ p[j] for p in projected]) - exact[0, j]
         assert abs(deviations.mean()) < 3 * np.sqrt(expected / n_streams)
         squares = deviations**2
         assert abs(squares.mean() - expected) < 3 * squares.std() / np.sqrt(n_streams)
@@ -81,37 +47,20 @@ def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_a_side_longer_than_a_tensor_sketch_costs_what_theory_says(rank):
-    """Two indices of different runs share a bucket once in k: then whole columns meet.
-
-    With M = G G^T of the rows, that adds sum_{i < j} (2 M_ij)^2 / k over the pairs of rows in
-    different runs, which the rows' own entries would give a 1/k of without any column meeting.
-    """
+    """Two indices of different runs share a bucket once in k: then whole columns meet."""
     n0, n1, k, n_streams = 96, 20, 32, 1500
     rng = np.random.default_rng(3)
     g = rng.standard_normal((n0, rank)) @ rng.standard_normal((rank, n1))
     g /= np.linalg.norm(g)
-    norms = []
+    x, sizes = g.reshape(1, -1), {"n_params": n0 * n1, "proj_dim": k, "shapes": [(n0, n1)]}
+    spec = ProjectionSpec(kind="tensor_sketch", **sizes, seed=1, stream=0)
+    squares = []
     for stream in range(n_streams):
-        spec = ProjectionSpec(
-            kind="tensor_sketch",
-            n_params=n0 * n1,
-            proj_dim=k,
-            seed=1,
-            stream=stream,
-            shapes=[(n0, n1)],
-        )
-        y = project(g.reshape(1, -1).astype(np.float32), spec, scale=True)[0].astype(np.float64)
-        norms.append(y @ y)
-    m = g @ g.T
-    run = np.arange(n0) // k
-    others = run[:, None] != run[None, :]
-    shared = (np.triu(4 * m**2, 1) * others).sum() / k
-    x = g.ravel()
-    apart = pairs(x, x) - within(x, x, n1) - within(g.T.ravel(), g.T.ravel(), n0)
-    expected = shared + apart / k
-    squares = (np.array(norms) - 1) ** 2
-    assert abs(squares.mean() - expected) < 4 * squares.std() / np.sqrt(n_streams)
-    assert expected < (2 + 6 * (m**2).sum()) / k
+        y = project(x.astype(np.float32), replace(spec, stream=stream), scale=True)
+        squares.append(((y.astype(np.float64) ** 2).sum() - 1) ** 2)
+    expected = product_variances(x, x, spec).item()
+    assert abs(np.mean(squares) - expected) < 4 * np.std(squares) / np.sqrt(n_streams)
+    assert expected < (2 + 6 * ((g @ g.T) ** 2).sum()) / k
 
 
 def test_normal_entries_have_the_moments_of_a_normal_distribution():

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution, distributions
 
 import pytest
 from filelock import FileLock
@@ -40,19 +40,13 @@ PACKAGES = (
 )
 
 
-def missing():
-    for package in PACKAGES:
-        try:
-            distribution(package)
-        except PackageNotFoundError:
-            yield package
-
+MISSING = [package for package in PACKAGES if not list(distributions(name=package))]
 
 pytestmark = [
     pytest.mark.gate,  # compiles every kernel for every GPU
     pytest.mark.skipif(
-        any(missing()),
-        reason=f"runs on Linux with the extra `test` installed; not here: {', '.join(missing())}",
+        bool(MISSING),
+        reason=f"runs on Linux with the extra `test` installed; not here: {', '.join(MISSING)}",
     ),
 ]
 

@@ -7,11 +7,10 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
-from small_run import ARGUMENTS, STUDY, margin
+from small_run import ARGUMENTS, RETRAINED, STUDY, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
-from trak_core.spec import RetrainedSpec
 from trak_core.stages.compare_removals import compare_removals, mean_interval
 from trak_core.stages.retrain_without import retrain_without
 from trak_core.study.draws import training_seed
@@ -19,40 +18,20 @@ from trak_core.study.draws import training_seed
 
 def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
-    spec = RetrainedSpec(
-        subsets="top removals",
-        arguments=ARGUMENTS,
-        model_output="image_classification",
-        study_digest="digest",
-        seeds=seeds,
-        seed=1,
-        n_removed=sizes,
-    )
+    spec = replace(RETRAINED, subsets="top removals", seeds=seeds, seed=1, n_removed=sizes)
     random_spec = replace(spec, subsets="random removals", draws=draws)
     jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
     random = tmp_path / "random.h5"
     retrain_without(retrained=random, spec=random_spec, **jobs)
+    of_scores = {"scores": run.scores, "spec": spec, **jobs}
     groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
     for group, path in zip(groups, top, strict=True):
-        retrain_without(
-            retrained=path,
-            scores=run.scores,
-            spec=spec,
-            scores_spec=run.spec,
-            target_ids=group,
-            **jobs,
-        )
-    other = {"scores_spec": replace(run.spec, damping=3), "target_ids": targets, **jobs}
+        retrain_without(retrained=path, scores_spec=run.spec, target_ids=group, **of_scores)
+    other = {"scores_spec": replace(run.spec, damping=3), "target_ids": targets}
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
-        retrain_without(retrained=tmp_path / "x.h5", scores=run.scores, spec=spec, **other)
-    compared = {
-        "removals": tmp_path / "c.h5",
-        "random": random,
-        "top": top,
-        "groups": groups,
-        "spec": random_spec,
-        "code": "code",
-    }
+        retrain_without(retrained=tmp_path / "x.h5", **other, **of_scores)
+    compared = {"removals": tmp_path / "c.h5", "random": random, "top": top, "groups": groups}
+    compared |= {"spec": random_spec, "code": "code"}
     compare_removals(scores=run.scores, **compared)
     table = pd.read_hdf(tmp_path / "c.h5", "targets")
     assert len(table) == 2 * len(sizes) * len(targets)

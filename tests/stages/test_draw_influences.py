@@ -24,14 +24,11 @@ CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
 def draw(results, folder, study_file):
     """What the job writes: figure, page and table."""
-    files = [folder / "mine.png", folder / "mine.html", folder / "mine.h5"]
-    draw_influences(
-        **dict(zip(("figure", "answer", "texts"), files, strict=True)),
-        scores=results / "scores/mine.h5",
-        study_file=study_file,
-        code="code",
-    )
-    return files
+    names = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    files = {key: folder / name for key, name in names.items()}
+    inputs = {"scores": results / "scores/mine.h5", "study_file": study_file, "code": "code"}
+    draw_influences(**files, **inputs)
+    return list(files.values())
 
 
 @pytest.fixture(scope="module")

@@ -27,18 +27,11 @@ from trak_core.stages.compute_embeddings import compute_embeddings
 @pytest.fixture(scope="module")
 def evaluated(run):
     embeddings = []
+    job = {"study_file": STUDY, "code": "code", "device": "cpu", "batch_size": 7, "threads": 1}
     for checkpoint, path in run.checkpoints.items():
         embeddings.append(run.folder / f"embeddings-{checkpoint}.h5")
-        compute_embeddings(
-            embeddings=embeddings[-1],
-            checkpoint=path,
-            study_file=STUDY,
-            spec=embeddings_spec(run).under(checkpoint),
-            code="code",
-            device="cpu",
-            batch_size=7,
-            threads=1,
-        )
+        spec = embeddings_spec(run).under(checkpoint)
+        compute_embeddings(embeddings=embeddings[-1], checkpoint=path, spec=spec, **job)
     return run.evaluate(
         run.folder / "evaluation.h5",
         baselines=["random", "same_class", "gradient_dot", "embedding_cosine"],

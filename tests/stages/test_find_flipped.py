@@ -54,13 +54,8 @@ def test_self_influence_is_the_diagonal(run, tmp_path, settings):
         powers = {f"{key}_power": power for key in ("curvature", "norm", "loss_weight")}
         others = {key: value for key, value in settings.items() if key != "power"}
         spec = changed(spec, **powers, **others)
-    compute_self_influence(
-        self_influence=path,
-        features=run.features("train"),
-        normal_matrices=matrices,
-        spec=spec,
-        **JOB,
-    )
+    inputs = {"features": run.features("train"), "normal_matrices": matrices}
+    compute_self_influence(self_influence=path, **inputs, spec=spec, **JOB)
     table = pd.read_hdf(path, "train")
     expected = self_influence_oracle(
         stored(run, "features"), loss_weights(run), power, normalize=spec.normalize
@@ -75,17 +70,11 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
     """More flipped labels, and longer training, than this little net could learn by heart."""
     flips = {"fraction": 0.1, "seed": 2}
     labels = np.array([int(label) for _, label in run.train.samples])
+    training = {"study_file": STUDY, "times": None, "threads": 1, "flipped": flips}
     features, matrices = [], []
     for seed, checkpoint in enumerate(run.checkpoints):
         path = tmp_path / f"{checkpoint}.pt"
-        train_checkpoint(
-            checkpoints=[path],
-            study_file=STUDY,
-            arguments={"steps": 60, "seed": seed},
-            times=None,
-            threads=1,
-            flipped=flips,
-        )
+        train_checkpoint(checkpoints=[path], arguments={"steps": 60, "seed": seed}, **training)
         features.append(tmp_path / f"{checkpoint}-features.h5")
         matrices.append(tmp_path / f"{checkpoint}-matrix.h5")
         spec = influences_spec(run, flips).under(checkpoint)
@@ -96,15 +85,12 @@ def test_flipped_labels_are_trained_on_and_found(run, tmp_path):
             normal_matrix=matrices[-1], features=features[-1], spec=spec.of_normal_matrix(), **JOB
         )
 
+    inputs = {"features": features, "normal_matrices": matrices}
+    inputs["original"] = run.features("train")[0]
+
     def find(flips):
-        find_flipped(
-            flipped=tmp_path / "found.h5",
-            features=features,
-            normal_matrices=matrices,
-            original=run.features("train")[0],
-            spec=influences_spec(run, flips),
-            **JOB,
-        )
+        spec = influences_spec(run, flips)
+        find_flipped(flipped=tmp_path / "found.h5", **inputs, spec=spec, **JOB)
 
     find(flips)
     train = pd.read_hdf(tmp_path / "found.h5", "train")

@@ -230,26 +230,13 @@ def run_scoring(folder, n_train):
     compute_normal_matrix(
         normal_matrix=file["matrix"], features=file["train"], spec=own.of_normal_matrix(), **common
     )
-    for keep in ("full", "top_k"):
-        compute_scores(
-            scores=file["one"],
-            train_path=file["train"],
-            targets_path=file["mine"],
-            normal_matrix=file["matrix"],
-            spec=own,
-            keep=keep,
-            **common,
-        )
-        average_scores(
-            columns="",
-            scores=file["scores"],
-            checkpoint_scores=[file["one"]],
-            features=[file["train"]] if keep == "top_k" else [],
-            spec=SPEC,
-            defaults="",
-            top=5,
-            **common,
-        )
+    inputs = {"train_path": file["train"], "targets_path": file["mine"], "spec": own}
+    paths = {"scores": file["scores"], "checkpoint_scores": [file["one"]]}
+    about = {"spec": SPEC, "columns": "", "defaults": "", "top": 5}
+    for keep, features in (("full", []), ("top_k", [file["train"]])):
+        matrix = {"normal_matrix": file["matrix"], "keep": keep}
+        compute_scores(scores=file["one"], **inputs, **matrix, **common)
+        average_scores(**paths, features=features, **about, **common)
 
 
 NOISE = """

@@ -1,18 +1,17 @@
-"""Architectures in use, end to end: gradients, projection, scores, against plain autograd."""
+"""Architectures in use, end to end: gradients and projection, against plain autograd."""
 
 import re
 
 import numpy as np
 import pytest
 import torch
-from pipeline import ON_CPU, features_spec, read_scores, run_stages
+from pipeline import ON_CPU, features_spec
 from refused import refused
 from torch.nn.functional import cross_entropy
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import (
-    check_samples_apart,
     formed_gradients,
     gradient_method,
     gradients_at_once,
@@ -34,26 +33,17 @@ N_TRAIN, N_TARGETS, PROJ_DIM = 64, 5, 32
 STUDY = """
 import models, torch
 
-class Data:
-    def __init__(self, first, n):
-        self.first, self.n = first, n
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, i):
-        return models.sample({name!r}, self.first + i, torch.{dtype})
-
 def make_model():
-    return getattr(models, {make!r})().to(torch.{dtype})
+    return getattr(models, {name!r})().to(torch.{dtype})
 
 def train_data():
-    return Data(0, {n_train})
+    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train})]
 
 def target_data():
-    return Data({n_train}, {n_targets})
+    stop = {n_train} + {n_targets}
+    return [models.sample({name!r}, i, torch.{dtype}) for i in range({n_train}, stop)]
 """
-# Name of the samples in models.sample, model, model output.
+# The name in models of a model and its samples, and the model output.
 CASES = {
     "ResNet": ("resnet", "image_classification"),
     "BERT, named inputs": ("bert", "text_classification"),
@@ -72,14 +62,10 @@ def f_and_q(model, output, sample, others):
     else:
         returned, label = model(*(x[None] for x in sample[:-1])), sample[-1]
     if output == "clip":
-        u, v, s = (
-            returned.image_embeds[0],
-            returned.text_embeds[0],
-            model.logit_scale.detach().exp(),
-        )
-        pairs = [(u, v) for u, v in others]
-        among_texts = torch.stack([s * (u @ w - u @ v) for _, w in pairs])
-        among_images = torch.stack([s * (w @ v - u @ v) for w, _ in pairs])
+        u, v = returned.image_embeds[0], returned.text_embeds[0]
+        s = model.logit_scale.detach().exp()
+        among_texts = torch.stack([s * (u @ w - u @ v) for _, w in others])
+        among_images = torch.stack([s * (w @ v - u @ v) for w, _ in others])
         margins = -torch.stack([among_texts.logsumexp(0), among_images.logsumexp(0)])
         return margins.sum(), (1 - torch.sigmoid(margins)).mean()
     if output == "segmentation":
@@ -101,47 +87,26 @@ def doubled(sample):
 
 
 class Case:
-    def __init__(self, name, dtype, folder, n_train=N_TRAIN):
+    def __init__(self, name, dtype, folder):
         make, self.output = CASES[name]
         self.study, self.checkpoint = folder / "study.py", folder / "c0.pt"
-        self.name, self.dtype, self.n_train = make, dtype, n_train
-        text = STUDY.format(name=make, make=make, dtype=dtype, n_train=n_train, n_targets=N_TARGETS)
-        self.study.write_text(text)
+        self.name, sizes = make, {"n_train": N_TRAIN, "n_targets": N_TARGETS}
+        self.study.write_text(STUDY.format(name=make, dtype=dtype, **sizes))
         self.model = getattr(models, make)().to(getattr(torch, dtype))
         torch.save(self.model.state_dict(), self.checkpoint)
 
-    def features(
-        self,
-        folder,
-        split="train",
-        batch_size=64,
-        memory_mb=500,
-        parameters=None,
-        kind="rademacher",
-    ):
-        file = folder / f"{split}-{batch_size}.h5"
+    def features(self, folder, split="train", kind="rademacher", **job):
+        file, output = folder / "features.h5", self.output
         targets = None if split == "train" else list(range(N_TARGETS))
-        compute_features(
-            features=file,
-            checkpoint=self.checkpoint,
-            study_file=self.study,
-            spec=features_spec(
-                self.output,
-                PROJ_DIM,
-                kind=kind,
-                parameters=parameters,
-                split=split,
-                targets=targets,
-            ),
-            targets=targets,
-            **ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb},
-        )
+        spec = features_spec(output, PROJ_DIM, kind=kind, split=split, targets=targets)
+        job = ON_CPU | {"checkpoint": self.checkpoint, "study_file": self.study} | job
+        compute_features(features=file, spec=spec, targets=targets, **job)
         return file
 
     def expected(self, n, kind="rademacher"):
         """Return projected gradients, f and Q of the first samples by plain autograd, float64."""
         model = self.model.double().eval()
-        samples = [doubled(models.sample(self.name, i, torch.float64)) for i in range(self.n_train)]
+        samples = [doubled(models.sample(self.name, i, torch.float64)) for i in range(N_TRAIN)]
         others = []
         if self.output == "clip":
             with torch.no_grad():
@@ -156,15 +121,9 @@ class Case:
             outputs.append(f.item())
             weights.append(q.item())
         gradients = torch.stack(rows).numpy()
-        shapes = [matrix_shape(p.shape) for p in parameters]
-        spec = ProjectionSpec(
-            kind=kind,
-            n_params=gradients.shape[1],
-            proj_dim=PROJ_DIM,
-            seed=0,
-            stream=stream_of("c0"),
-            shapes=shapes if kind == "tensor_sketch" else None,
-        )
+        shapes = [matrix_shape(p.shape) for p in parameters] if kind == "tensor_sketch" else None
+        sizes = {"n_params": gradients.shape[1], "proj_dim": PROJ_DIM, "shapes": shapes}
+        spec = ProjectionSpec(kind=kind, **sizes, seed=0, stream=stream_of("c0"))
         projected = gradients @ projection_matrix(spec).astype(np.float64) * spec.scale
         return projected, np.array(outputs), np.array(weights)
 
@@ -233,34 +192,6 @@ def test_one_pass_takes_them_without_a_notice(name, tmp_path, capsys):
 
 
 @pytest.mark.gate
-@pytest.mark.parametrize("name", ["ResNet", "BERT, named inputs", "CLIP"])
-def test_scores(name, tmp_path):
-    """A target that is a training sample as well is its own largest influence."""
-    case = Case(name, "float32", tmp_path, n_train=200)
-    text = case.study.read_text()
-    case.study.write_text(text.replace("Data(200, 5)", "Data(0, 5)"))
-    final = run_stages(
-        tmp_path,
-        case.study,
-        {"c0": case.checkpoint},
-        list(range(N_TARGETS)),
-        model_output=case.output,
-        proj_dim=512,
-        damping=0.1,
-    )
-    scores = read_scores(final).to_numpy()
-    assert scores.shape == (200, N_TARGETS)
-    assert np.isfinite(scores).all()
-    assert (np.diag(scores) > 0).all()
-
-
-def test_only_the_head_of_bert(tmp_path):
-    case = Case("BERT, named inputs", "float32", tmp_path)
-    features, *_ = read(case.features(tmp_path, parameters=["classifier.*"]))
-    assert features.shape == (N_TRAIN, PROJ_DIM)
-
-
-@pytest.mark.gate
 @pytest.mark.parametrize("name", CASES)
 def test_the_look_beforehand_takes_them(name, tmp_path):
     case = Case(name, "float32", tmp_path)
@@ -278,13 +209,6 @@ def test_the_look_beforehand_takes_them(name, tmp_path):
     if case.output in ("segmentation", "clip"):
         with pytest.raises(InputError, match=r"weighting can be curvature where .* to plain"):
             preflight_study(**request, weighting="curvature")
-
-
-def test_batchnorm_that_was_left_without_statistics_is_named():
-    model = models.resnet()
-    model.layer2[0].bn2 = torch.nn.BatchNorm2d(16, track_running_stats=False)
-    with pytest.raises(InputError, match=r"that mixes samples: layer2\.0\.bn2 \(BatchNorm2d\)"):
-        check_samples_apart(model, CLASSIFICATION, (models.images(6), models.classes(6)))
 
 
 def test_a_model_of_pairs_needs_a_scale_and_its_inputs():
@@ -318,15 +242,8 @@ def test_both_kinds_of_attention_give_the_same(attention):
 def test_a_normal_matrix_with_curvature_needs_some(tmp_path):
     case = Case("segmentation", "float32", tmp_path)
     features = case.features(tmp_path)
+    of_features = features_spec(case.output, PROJ_DIM)
+    spec = NormalSpec(features=of_features, weighting="curvature", curvature_power=0.75)
     with refused("stages.no_curvature", "segmentation", features):
-        compute_normal_matrix(
-            normal_matrix=tmp_path / "matrix.h5",
-            features=features,
-            spec=NormalSpec(
-                features=features_spec(case.output, PROJ_DIM),
-                weighting="curvature",
-                curvature_power=0.75,
-            ),
-            code="code",
-            memory_mb=100,
-        )
+        job = {"normal_matrix": tmp_path / "matrix.h5", "code": "code", "memory_mb": 100}
+        compute_normal_matrix(features=features, spec=spec, **job)

@@ -176,13 +176,6 @@ def test_scores_of_an_earlier_version_are_refused(results, tmp_path):
         write(tmp_path / "results")
 
 
-def test_targets_left_out_are_said_to_be(results, monkeypatch):
-    monkeypatch.setattr("trak_core.report.samples._TARGETS", 1)
-    page = page_of(results)
-    assert "3 more targets are not shown here: scores/mine.h5" in page.text
-    assert page.text.count("Most helpful") == 1
-
-
 def artifact(path, kind, spec=(), attributes=(), **tables):
     with create(path, kind, dict(spec), {"torch": "7.7"}, **dict(attributes)) as writer:
         for key, rows in tables.items():
@@ -203,25 +196,23 @@ def measured(results):
     by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
     change = pd.DataFrame({"change": [-3.5, -0.25, -3.25]}, ["top", "random", "difference"])
     change = change.assign(low=change - 1, high=change + 1).rename_axis("removed").reset_index()
+    counts = {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
+    evaluation = {
+        "summary": lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
+        "targets": by_target.assign(proj_dim=8),
+        "checkpoints": {"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
+        "sweep": sweep,
+        "best": best,
+    }
+    removals = {
+        "summary": pd.merge(change, pd.Series([5, 10], name="n_removed"), "cross"),
+        "targets": [{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
+    }
     files = {
         "evaluations": artifact(
-            results / "evaluation/mine.h5",
-            EVALUATION,
-            spec,
-            {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95},
-            summary=lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
-            targets=by_target.assign(proj_dim=8),
-            checkpoints={"n_checkpoints": [1, 2], "lds": [0.1, 0.2], "low": 0.0, "high": 0.5},
-            sweep=sweep,
-            best=best,
+            results / "evaluation/mine.h5", EVALUATION, spec, counts, **evaluation
         ),
-        "removals": artifact(
-            results / "removals/mine.h5",
-            REMOVALS,
-            spec,
-            summary=pd.merge(change, pd.Series([5, 10], name="n_removed"), "cross"),
-            targets=[{"removed": "top", "n_removed": 5, "target_id": "plain", "change": 1.0}],
-        ),
+        "removals": artifact(results / "removals/mine.h5", REMOVALS, spec, **removals),
         "flipped": artifact(
             results / "flipped.h5",
             FLIPPED,
@@ -302,12 +293,6 @@ def test_measurements_of_other_scores_are_refused(results):
 def test_a_name_asked_for_in_vain_is_an_error():
     with pytest.raises(UndefinedError, match="results"):
         rendered("trust")
-
-
-def test_text_is_escaped():
-    evaluations = {"<b> & 'more'": lds(0.3, 0.2, 0.1, 0.6)["mine"]}
-    markup = rendered("trust", results=results_of(evaluations=evaluations))
-    assert "Experiment &lt;b&gt; &amp; &#39;more&#39;: LDS 0.30" in markup
 
 
 def test_nothing_but_the_style_is_taken_for_markup():

@@ -31,6 +31,14 @@ from trak_core.stages import compute_features as features
         (3, "unit_average", 2, 160, "curvature", 0.75, False),
         (3, "unit_average", 2, 160, "curvature", 0.75, True),
         (3, "unit_average", 0, 16, "plain", 1, False),
+        (1, "product_of_averages", 2, None, "plain", 0.5, False),
+        (3, "product_of_averages", 2, None, "plain", 0.5, False),
+        (3, "product_of_averages", 2, None, "curvature", 0.5, False),
+        (3, "average_of_products", 2, None, "curvature", 1, False),
+        (3, "average_of_products", 2, None, "plain", 1, True),
+        (3, "unit_average", 2, None, "curvature", 0.75, False),
+        (3, "unit_average", 2, None, "curvature", 0.75, True),
+        (3, "unit_average", 2, None, "plain", 1, False),
     ],
 )
 def test_scores_equal_the_formula_in_float64(
@@ -48,7 +56,8 @@ def test_scores_equal_the_formula_in_float64(
     scores = read_scores(case.stages(tmp_path, n_checkpoints, made=features, **settings))
     assert scores.index.tolist() == case.train.ids
     assert scores.columns.tolist() == case.targets
-    assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), 1e-4)
+    bound = 1e-5 if proj_dim is None else 1e-4
+    assert_close(scores.to_numpy(), case.expected(n_checkpoints, **settings), bound)
 
 
 @pytest.mark.parametrize(
@@ -68,19 +77,33 @@ def test_scores_say_their_unit(digits, tmp_path, settings, unit):
 
 
 @pytest.mark.parametrize(
-    "other", [{"shards": 3}, {"batch_size": 1}, {"batch_size": 41}, {"memory_mb": 1}]
+    ("proj_dim", "other"),
+    [
+        (33, {"shards": 3}),
+        (33, {"batch_size": 1}),
+        (33, {"batch_size": 41}),
+        (33, {"memory_mb": 1}),
+        (None, {"batch_size": 41}),
+        (None, {"batch_size": 500}),
+        (None, {"memory_mb": 1}),
+    ],
 )
-def test_shards_batches_and_memory_do_not_change_scores(digits, tmp_path, other):
-    first = digits.stages(tmp_path / "first", 1, proj_dim=33, made=digits.features(33))
-    second = digits.stages(tmp_path / "second", 1, proj_dim=33, **other)
+def test_shards_batches_and_memory_do_not_change_scores(digits, tmp_path, proj_dim, other):
+    features = digits.features(proj_dim)
+    first = digits.stages(tmp_path / "first", 1, proj_dim=proj_dim, made=features)
+    second = digits.stages(tmp_path / "second", 1, proj_dim=proj_dim, **other)
     assert_close(*(read_scores(path).to_numpy() for path in (second, first)), 1e-5)
 
 
-def test_a_second_run_writes_the_same_bytes(case, tmp_path):
-    case.stages(tmp_path, proj_dim=33)
-    first = case.features(33)
+@pytest.mark.parametrize(
+    ("name", "proj_dim", "n_files"),
+    [("small_digits", 33, 13), ("diabetes", 33, 13), ("small_digits", None, 10)],
+)
+def test_a_second_run_writes_the_same_bytes(cases, tmp_path, name, proj_dim, n_files):
+    cases[name].stages(tmp_path, proj_dim=proj_dim)
+    first = cases[name].features(proj_dim)
     files = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*.h5"))
-    assert len(files) == 13
+    assert len(files) == n_files
     for file in files:
         assert (tmp_path / file).read_bytes() == (first / file).read_bytes(), file
 
@@ -124,14 +147,23 @@ def test_a_target_asked_alone_gets_the_same_scores(digits, tmp_path):
     assert_close(read_scores(alone)[target], read_scores(together)[target], 1e-5)
 
 
-def test_a_budget_that_is_too_small_is_refused(digits, tmp_path):
-    expected = r"compute\.memory_mb must hold the normal matrix of proj_dim 300: 3 MiB\. Found 1\. "
+@pytest.mark.parametrize(
+    ("name", "proj_dim", "memory_mb", "size"),
+    [
+        ("small_digits", 300, 1, r"the normal matrix of proj_dim 300: 3 MiB"),
+        ("diabetes", None, 0, r"a Gramian of 342 x 342 inner products: 1 MiB"),
+    ],
+)
+def test_a_budget_that_is_too_small_is_refused(cases, tmp_path, name, proj_dim, memory_mb, size):
+    expected = rf"compute\.memory_mb must hold {size}\. Found {memory_mb}\. Raise it"
     with pytest.raises(InputError, match=expected):
-        digits.stages(tmp_path, 1, memory_mb=1, proj_dim=300)
+        cases[name].stages(tmp_path, 1, memory_mb=memory_mb, proj_dim=proj_dim)
+    assert {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*.h5")} <= {"features"}
 
 
-def test_labels_predictions_and_margins_come_along(case):
-    path = case.features(16) / "scores/mine.h5"
+@pytest.mark.parametrize("proj_dim", [16, None])
+def test_labels_predictions_and_margins_come_along(case, proj_dim):
+    path = case.features(proj_dim) / "scores/mine.h5"
     for i, (key, split) in enumerate((("train", case.train), ("targets", case.target_split))):
         table = pd.read_hdf(path, key)
         assert table["id"].tolist() == split.ids
@@ -157,9 +189,11 @@ def test_the_mean_loss_weight_and_what_made_the_files_come_along(case, tmp_path)
     assert of_features["torch"] == torch.__version__
 
 
-def test_a_singular_matrix_is_explained(digits, tmp_path):
+@pytest.mark.parametrize(("name", "proj_dim"), [("small_digits", 160), ("diabetes", None)])
+def test_a_singular_matrix_is_explained(cases, tmp_path, name, proj_dim):
+    case = cases[name]
     with pytest.raises(InputError, match=r"condition number .* Raise `scoring.damping`"):
-        digits.stages(tmp_path, 1, proj_dim=160, damping=0, made=digits.features(160))
+        case.stages(tmp_path, 1, proj_dim=proj_dim, damping=0, made=case.features(proj_dim))
     assert not (tmp_path / "scores").exists()
 
 
@@ -198,11 +232,18 @@ def test_a_subset_of_parameters(digits, tmp_path):
     assert_close(scores.to_numpy(), oracle.scores(parts, output=digits.output, damping=2), 1e-4)
 
 
-def test_gradients_that_are_not_finite_name_samples_and_parameters(digits, tmp_path):
+@pytest.mark.parametrize(
+    ("proj_dim", "expected"),
+    [
+        (8, r"samples {}, .* in .*0\.weight"),
+        (None, r"Model outputs must be finite.* for the samples \d+, .* and more"),
+    ],
+)
+def test_not_a_number_names_samples_and_parameters(digits, tmp_path, proj_dim, expected):
     # Finite weights; what they give is not.
     bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["6.weight"].fill_(3e38))
-    with pytest.raises(InputError, match=rf"samples {digits.train.ids[0]}, .* in .*0\.weight"):
-        digits.stages(tmp_path / "results", checkpoints=bad, proj_dim=8)
+    with pytest.raises(InputError, match=expected.format(digits.train.ids[0])):
+        digits.stages(tmp_path / "results", checkpoints=bad, proj_dim=proj_dim)
     assert not list((tmp_path / "results").rglob("*.h5*"))
 
 

@@ -5,68 +5,98 @@ from pipeline import averaged, changed, scores_spec
 
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
+from trak_core.spec import EXACT
+from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_scores import compute_scores
+
+RADEMACHER = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
+WAYS = {
+    "projected": {"projection": RADEMACHER},
+    "exact": {"projection": {"kind": EXACT}, "dtype": "float64"},
+}
 
 
 @pytest.fixture(scope="module")
 def finished(digits):
-    """Every file of a small run, and what today's config expects of its features."""
-    projection = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
-    settings = {"model_output": digits.output, "projection": projection}
-    return digits.features(33), scores_spec(digits.models, digits.targets, **settings)
+    """Every file of a small run, and what today's config expects, by the way to score."""
+
+    def run(way):
+        spec = scores_spec(digits.models, digits.targets, model_output=digits.output, **WAYS[way])
+        return digits.features(33 if way == "projected" else None), spec
+
+    return run
+
+
+def solve(way, scores, folder, own, targets="c1"):
+    kind = "features" if way == "projected" else "gramian"
+    train, mine = (folder / f"{kind}/{place}.h5" for place in ("c1/train", f"{targets}/mine"))
+    paths = {"scores": scores, "train_path": train, "targets_path": mine}
+    if way == "projected":
+        settings = {"normal_matrix": folder / "normal_matrix/c1.h5", "keep": "full"}
+        compute_scores(**paths, **settings, spec=own, code="code", memory_mb=100)
+    else:
+        compute_exact_scores(**paths, spec=own, code="code", memory_mb=100)
 
 
 OTHER_CONFIGS = [
-    ("projection", {"kind": "exact"}),
-    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 1}),
-    ("projection", {"kind": "sjlt", "proj_dim": 33, "seed": 0}),
-    ("projection", {"kind": "rademacher", "proj_dim": 33, "seed": 0, "stripes": 4}),
-    ("dtype", "float16"),
-    ("study_digest", "another"),
-    ("model_output", "regression"),
-    ("parameter_patterns", ["8.*"]),
-    ("targets_digest", content_digest([1, 2])),
+    *(
+        (way, *change)
+        for way in WAYS
+        for change in (
+            ("study_digest", "another"),
+            ("parameter_patterns", ["8.*"]),
+            ("targets_digest", content_digest([1, 2])),
+            ("experiment", "other"),
+        )
+    ),
+    ("exact", "projection", RADEMACHER),
+    ("projected", "projection", {"kind": EXACT}),
+    ("projected", "projection", RADEMACHER | {"seed": 1}),
+    ("projected", "projection", RADEMACHER | {"kind": "sjlt"}),
+    ("projected", "projection", RADEMACHER | {"stripes": 4}),
+    ("projected", "dtype", "float16"),
+    ("projected", "model_output", "regression"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [*OTHER_CONFIGS, ("checkpoint", "c2"), ("experiment", "other")]
+    ("way", "key", "value"), [*OTHER_CONFIGS, ("projected", "checkpoint", "c2")]
 )
-def test_features_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, spec = finished
+def test_features_and_gramians_of_another_config_are_refused(finished, tmp_path, way, key, value):
+    folder, spec = finished(way)
     own = spec.under("c2") if key == "checkpoint" else changed(spec, **{key: value}).under("c1")
     part = "split" if key == "experiment" else key
-    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule compute_features remakes it"):
-        compute_scores(
-            scores=tmp_path / "out.h5",
-            train_path=folder / "features/c1/train.h5",
-            targets_path=folder / "features/c1/mine.h5",
-            normal_matrix=folder / "normal_matrix/c1.h5",
-            spec=own,
-            keep="full",
-            code="code",
-            memory_mb=100,
-        )
+    rule = "compute_features" if way == "projected" else "compute_gramian"
+    with pytest.raises(InputError, match=rf"c1/\w+\.h5.*{part}.*rule {rule} remakes it"):
+        solve(way, tmp_path / "out.h5", folder, own)
     assert not (tmp_path / "out.h5").exists()
 
 
+def test_gramians_of_two_checkpoints_are_refused(finished, tmp_path):
+    folder, spec = finished("exact")
+    with pytest.raises(InputError, match=r"c0/mine\.h5.*checkpoint"):
+        solve("exact", tmp_path / "out.h5", folder, spec.under("c1"), targets="c0")
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("way", "key", "value"),
     [
         *OTHER_CONFIGS,
-        ("experiment", "other"),
-        ("damping", 1),
-        ("weighting", "curvature"),
-        ("runs", {"c0": ["c0"], "c1": ["c1"], "c3": ["c3"]}),
-        ("norm_power", 0.5),
-        ("normalize", True),
+        ("exact", "damping", 1),
+        ("projected", "damping", 1),
+        ("projected", "weighting", "curvature"),
+        ("projected", "runs", {"c0": ["c0"], "c1": ["c1"], "c3": ["c3"]}),
+        ("projected", "norm_power", 0.5),
+        ("projected", "normalize", True),
     ],
 )
-def test_scores_of_another_config_are_refused(finished, tmp_path, key, value):
-    folder, spec = finished
-    rule = "compute_exact_scores" if value == {"kind": "exact"} else "compute_scores"
+def test_scores_of_another_config_are_refused(finished, tmp_path, way, key, value):
+    folder, spec = finished(way)
+    other = changed(spec, **{key: value})
+    exact = other.features.projection["kind"] == EXACT
+    rule = "compute_exact_scores" if exact else "compute_scores"
     paths = [folder / f"scores/mine/c{i}.h5" for i in range(3)]
     message = rf"mine/c\d\.h5.*{key.removesuffix('s')}.*rule {rule} remakes it"
     with pytest.raises(InputError, match=message):
-        averaged(tmp_path / "out.h5", paths, changed(spec, **{key: value}))
+        averaged(tmp_path / "out.h5", paths, other)
     assert not (tmp_path / "out.h5").exists()

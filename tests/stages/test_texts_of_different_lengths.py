@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from pipeline import features_spec
+from pipeline import ON_CPU, features_spec
 from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, open_artifact
@@ -63,9 +63,7 @@ class Case:
         return texts.gradients(self.model, self.samples(split))
 
     def common(self, **settings):
-        paths = {"checkpoint": self.checkpoint, "study_file": self.study, "code": "code"}
-        machine = {"device": "cpu", "batch_size": 64, "memory_mb": 500, "threads": 1}
-        return paths | machine | settings
+        return ON_CPU | {"checkpoint": self.checkpoint, "study_file": self.study} | settings
 
     def features(self, name, kind="rademacher", split="train", **settings):
         file = self.folder / f"{name}.h5"
@@ -89,15 +87,9 @@ class Case:
 
 
 def look(study, output, splits):
-    return preflight_study(
-        study_file=study,
-        model_output=output,
-        weighting="plain",
-        parameter_patterns=None,
-        training=None,
-        splits=splits,
-        shards=dict.fromkeys(splits, 1),
-    )
+    request = {"splits": splits, "shards": dict.fromkeys(splits, 1), "weighting": "plain"}
+    request |= {"model_output": output, "parameter_patterns": None, "training": None}
+    return preflight_study(study_file=study, **request)
 
 
 @pytest.fixture
@@ -222,21 +214,15 @@ def case_module(case):
 @pytest.mark.parametrize("memory_mb", [500, 6])
 def test_distortion(case, memory_mb, tmp_path):
     file = tmp_path / "distortion.h5"
-    compute_distortion(
-        distortion=file,
-        spec=features_spec(OUTPUT, PROJ_DIM),
-        most_samples=20,
-        n_streams=2,
-        **case.common(memory_mb=memory_mb),
-    )
+    drawn = {"spec": features_spec(OUTPUT, PROJ_DIM), "most_samples": 20, "n_streams": 2}
+    compute_distortion(distortion=file, **drawn, **case.common(memory_mb=memory_mb))
     with open_artifact(file, DISTORTION) as artifact:
         drawn = [case.ids.index(i) for i in artifact.ids("sample_ids")]
     assert drawn == sorted(drawn)
     rows = case.gradients()[1][drawn].astype(np.float64)
     squared, fourth = (rows**2).sum(1), (rows**4).sum(1)
-    errors = [
-        (projected(case, rows, "rademacher", offset) ** 2).sum(1) / squared - 1 for offset in (0, 1)
-    ]
+    features = [projected(case, rows, "rademacher", offset) for offset in (0, 1)]
+    errors = [(phi**2).sum(1) / squared - 1 for phi in features]
     norms = pd.read_hdf(file, "agreement").loc["squared_norm"]
     assert norms["measured"] == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=1e-3)
     predicted = 2 / PROJ_DIM * (1 - fourth / squared**2)

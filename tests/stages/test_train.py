@@ -61,12 +61,10 @@ def test_no_checkpoint_of_a_bad_training(tmp_path, bias, message):
 def test_the_default_study_learns_to_read(tmp_path):
     """At least 97 % of the held-out scans."""
     config = yaml.safe_load((REPOSITORY / "config/config.yaml").read_text())
-    path = REPOSITORY / config["study"]
+    path, checkpoint = REPOSITORY / config["study"], tmp_path / "seed0.pt"
     arguments = {"epochs": config["training"]["epochs"], "seed": 0}
-    checkpoint = tmp_path / "seed0.pt"
-    train_checkpoint(
-        checkpoints=[checkpoint], study_file=path, arguments=arguments, times=None, threads=1
-    )
+    job = {"study_file": path, "arguments": arguments, "times": None, "threads": 1}
+    train_checkpoint(checkpoints=[checkpoint], **job)
     study = Study.load(path)
     model = study.make_model()
     load_checkpoint(model, checkpoint)

@@ -51,24 +51,20 @@ class Case:
             torch.save(model.state_dict(), self.checkpoints[f"c{seed}"])
         self.features, self.parts = cache(self._features), cache(self._parts)
 
-    def stages(
-        self,
-        results,
-        n_checkpoints=3,
-        *,
-        stages=run_stages,
-        checkpoints=None,
-        path=None,
-        targets=None,
-        **settings,
-    ):
-        """Run the stages under the first checkpoints; what is given comes in place of its own."""
-        checkpoints = checkpoints or dict(list(self.checkpoints.items())[:n_checkpoints])
-        study = path or self.path, checkpoints, targets or self.targets
-        return stages(results, *study, model_output=self.output, **settings)
+    def stages(self, results, n_checkpoints=3, *, proj_dim=None, **settings):
+        """Run the stages under the first checkpoints, without a projection if no proj_dim is given.
 
-    def exact_stages(self, results, n_checkpoints=3, **settings):
-        return self.stages(results, n_checkpoints, stages=run_exact_stages, **settings)
+        What is given comes in place of the case's own.
+        """
+        given = {
+            "study": self.path,
+            "checkpoints": dict(list(self.checkpoints.items())[:n_checkpoints]),
+            "targets": self.targets,
+            "model_output": self.output,
+        } | settings
+        if proj_dim is None:
+            return run_exact_stages(results, **given)
+        return run_stages(results, proj_dim=proj_dim, **given)
 
     def spoiled(self, path, change):
         """Save the first checkpoint with changed weights, and return the checkpoints of a run."""
@@ -80,10 +76,7 @@ class Case:
     def _features(self, proj_dim=None):
         """A run for its features, or without proj_dim its Gramians: scoring leaves them be."""
         results = self.folder / f"{self.path.stem}-{proj_dim}"
-        if proj_dim is None:
-            self.exact_stages(results)
-        else:
-            self.stages(results, proj_dim=proj_dim)
+        self.stages(results, proj_dim=proj_dim)
         return results
 
     def samples(self, split):
