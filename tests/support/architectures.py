@@ -13,6 +13,13 @@ from torch.utils.checkpoint import checkpoint
 B = 4
 
 
+def vectors(*shape):
+    return lambda: (torch.randn(B, *shape),)
+
+
+FIVE_NUMBERS = vectors(5)
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How to make it and call it; ``output`` turns what it returns into a tensor, samples first.
@@ -21,14 +28,10 @@ class Architecture:
     """
 
     make: Callable[[], nn.Module]
-    inputs: Callable[[], tuple[Any, ...]]
+    inputs: Callable[[], tuple[Any, ...]] = FIVE_NUMBERS
     kwargs: Callable[[], dict[str, Any]] = dict
-    output: Callable[[Any], torch.Tensor] = lambda found: found
+    output: Callable[[Any], torch.Tensor] = lambda returned: returned
     peer: tuple[int | None, ...] = (None, 0)
-
-
-def vectors(*shape):
-    return lambda: (torch.randn(B, *(shape or (5,))),)
 
 
 def tokens(length=6, size=7):
@@ -80,6 +83,37 @@ def layers(*parts):
     return lambda: nn.Sequential(*(part() for part in parts))
 
 
+class Net(nn.Module):
+    """Modules and parameters by name, and what is done with them."""
+
+    def __init__(self, forward, parts):
+        super().__init__()
+        for name, make in parts.items():
+            setattr(self, name, make())
+        self._forward = forward
+
+    def forward(self, *args, **kwargs):
+        return self._forward(self, *args, **kwargs)
+
+
+def linear(*sizes):
+    return lambda: nn.Linear(*sizes)
+
+
+def weight(*shape):
+    return lambda: nn.Parameter(torch.randn(*shape))
+
+
+def attention(**options):
+    return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
+
+
+def net(forward, inputs=FIVE_NUMBERS, **parts):
+    """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
+    settings = {key: parts.pop(key) for key in ("kwargs", "output", "peer") if key in parts}
+    return Architecture(partial(Net, forward, parts), inputs, **settings)
+
+
 def frozen():
     """One parameter, and all of a layer that gradients pass through."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -102,19 +136,105 @@ def convolution(kind, *shape, **options):
     )
 
 
-ALONE = {"peer": ()}
+def cross_attention(m, x, y):
+    return m.attention(x, y, y, need_weights=False)[0].flatten(1)
+
+
+def recurrent(make):
+    return net(lambda m, x: m.recurrent(x)[0][:, -1], vectors(3, 3), peer=(None,), recurrent=make)
+
+
+def nested_containers(m, tree, *, shift, factor, nothing):
+    """Takes and returns them, and things that aren't tensors, by keyword."""
+    assert nothing is None
+    a = m.left(tree["a"][0]) + shift
+    return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
+
+
+def side_effects(m, x):
+    """Counts its calls, and its output depends on the count."""
+    m.calls.append(1)
+    return (x @ m.weight) ** (1 + len(m.calls))
+
+
+def residual(m, x, y):
+    x = x + m.first(x).tanh()
+    return x + m.second(y) * x
+
+
+def branches(m, x):
+    x = m.stem(x).sigmoid()
+    return torch.cat([m.left(x), m.right(x.square())], dim=1)
+
+
+def token_model(m, x):
+    """Class token, positions, attention."""
+    x = torch.cat([m.token.expand(len(x), -1, -1), m.embedding(x)], dim=1)
+    return m.head(m.layer(x + m.positions)[:, 0])
+
+
+def relative_positions(m, x):
+    """A bias that is looked up for pairs of places, the same for all samples."""
+    place = torch.arange(3)
+    bias = m.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
+    heads = m.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).flatten(1)
+
+
+def cell_loop(m, x):
+    """One cell, once for each place."""
+    state = x.new_zeros(len(x), 4)
+    for place in x.unbind(1):
+        state = m.cell(place, state)
+    return state
+
+
+def windows(m, x):
+    """Attention within windows of a picture that was rolled on, as in Swin."""
+    x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
+    q, k, v = m.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
+    x = (q @ k.mT).softmax(-1) @ v
+    return m.linear(x.unflatten(0, (-1, 2)).flatten(1, 2)).flip(1)
+
+
+def rearranged(m, x):
+    """Pixels to channels and back, repeated, unfolded."""
+    x = F.pixel_shuffle(m.first(x), 2)
+    x = F.unfold(m.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
+    return m.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
+
+
+def in_place(m, x):
+    x = m.first(x)
+    x[:, 1] = 2 * x[:, 0]
+    x.tanh_()
+    return m.second(x).mul_(2)
+
+
+def columns(m, x):
+    """Samples are columns in the middle."""
+    hidden = torch.tanh(m.weight @ x.T + m.shift)
+    return torch.addmm(m.shift[:2], m.last, hidden, beta=0.5, alpha=2).T
+
+
+def routed(m, x):
+    """Samples go to one of two experts."""
+    weights = m.gate(x).softmax(1)
+    mixed = x.new_zeros(len(x), 3)
+    for i, expert in enumerate(m.experts):
+        rows = torch.arange(i, len(x), 2)
+        mixed = mixed.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
+    return mixed
 
 
 ARCHITECTURES = {
-    "linear": Architecture(lambda: nn.Linear(5, 3), vectors()),
-    "linear on sequences": Architecture(
-        layers(lambda: nn.Linear(5, 3), nn.Tanh, lambda: nn.Linear(3, 2)), vectors(6, 5)
-    ),
+    "linear": Architecture(linear(5, 3)),
+    "linear on sequences": Architecture(layers(linear(5, 3), nn.Tanh, linear(3, 2)), vectors(6, 5)),
     "narrow linear on long sequences": Architecture(
-        layers(lambda: nn.Linear(2, 1), nn.Tanh, lambda: nn.Linear(1, 2)), vectors(50, 2)
+        layers(linear(2, 1), nn.Tanh, linear(1, 2)), vectors(50, 2)
     ),
-    "tied embedding": Architecture(TiedEmbedding, tokens(), **ALONE),
-    "frozen": Architecture(frozen, vectors()),
+    "tied embedding": Architecture(TiedEmbedding, tokens(), peer=()),
+    "frozen": Architecture(frozen),
     "Conv1d": convolution(nn.Conv1d, 2, 7, padding=1, bias=False),
     "Conv2d": convolution(nn.Conv2d, 2, 7, 7, stride=2, padding=(1, 2), dilation=(2, 1)),
     "Conv2d, one place": convolution(nn.Conv2d, 2, 3, 3),
@@ -137,7 +257,7 @@ ARCHITECTURES = {
         vectors(1, 5, 5),
     ),
     "LayerNorm": Architecture(
-        layers(lambda: nn.Linear(5, 6), lambda: nn.LayerNorm(6), nn.Tanh), vectors(3, 5)
+        layers(linear(5, 6), lambda: nn.LayerNorm(6), nn.Tanh), vectors(3, 5)
     ),
     "GroupNorm": Architecture(
         layers(lambda: nn.Conv2d(1, 4, 2), lambda: nn.GroupNorm(2, 4), nn.Tanh, nn.Flatten),
@@ -147,389 +267,188 @@ ARCHITECTURES = {
         layers(lambda: nn.Conv2d(1, 3, 2), lambda: nn.InstanceNorm2d(3, affine=True), nn.Tanh),
         vectors(1, 4, 4),
     ),
-    "RMSNorm": Architecture(layers(lambda: nn.Linear(5, 6), lambda: nn.RMSNorm(6)), vectors(5)),
-    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4), **ALONE),
-    "PReLU": Architecture(layers(lambda: nn.Linear(5, 4), lambda: nn.PReLU(4)), vectors()),
+    "RMSNorm": Architecture(layers(linear(5, 6), lambda: nn.RMSNorm(6))),
+    "BatchNorm in evaluation mode": Architecture(evaluated_batch_norm, vectors(2, 4, 4), peer=()),
+    "PReLU": Architecture(layers(linear(5, 4), lambda: nn.PReLU(4))),
     "embedding": Architecture(
         layers(lambda: nn.Embedding(7, 3, padding_idx=2), nn.Tanh, nn.Flatten), tokens()
     ),
     "bilinear": Architecture(lambda: nn.Bilinear(5, 5, 3), two()),
     "weight norm": Architecture(
-        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh),
-        vectors(),
-        **ALONE,
+        layers(lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 3)), nn.Tanh), peer=()
     ),
     "orthogonal weight": Architecture(
-        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh),
-        vectors(),
-        **ALONE,
+        layers(lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 3)), nn.Tanh), peer=()
+    ),
+    "nested containers": net(
+        nested_containers,
+        lambda: ({"a": [torch.randn(B, 5), {"b": torch.randn(B, 5)}]},),
+        kwargs=lambda: {"shift": torch.randn(B, 3), "factor": 3.0, "nothing": None},
+        output=lambda o: o["sum"][0] + o["rest"][0],
+        left=linear(5, 3),
+        right=linear(5, 3),
+    ),
+    "side effects": net(side_effects, peer=(), weight=weight(5, 3), calls=list),
+    "self-attention": net(
+        lambda m, x: m.attention(x, x, x)[0].sum(1), vectors(3, 4), attention=attention()
+    ),
+    "cross-attention with bias vectors": net(
+        cross_attention, two(3, 4), attention=attention(add_bias_kv=True)
+    ),
+    "cross-attention of other widths": net(
+        cross_attention,
+        lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
+        attention=attention(kdim=5, vdim=5),
+    ),
+    "RNN": recurrent(lambda: nn.RNN(3, 4, batch_first=True)),
+    "LSTM, both ways": recurrent(
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True)
+    ),
+    "residual of two inputs": net(residual, two(), first=linear(5, 5), second=linear(5, 5)),
+    "branches": net(branches, stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2)),
+    "parameter reused": net(lambda m, x: (x @ m.weight).tanh() @ m.weight.T, weight=weight(5, 4)),
+    # One operation takes the same parameter twice.
+    "parameter squared": net(
+        lambda m, x: x * (m.weight * m.weight) + torch.outer(x[:, 0], m.weight), weight=weight(5)
+    ),
+    "module reused": net(lambda m, x: m.linear(m.linear(x).tanh()), peer=(0,), linear=linear(5, 5)),
+    "child called and its parameter used": net(
+        lambda m, x: m.child(x).tanh() @ m.child.weight, peer=(), child=linear(5, 5)
+    ),
+    # Direct parameters before, between and behind children.
+    "own parameters and children": net(
+        lambda m, x: (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift,
+        scale=weight(5),
+        shift=weight(3),
+        child=linear(5, 3),
+    ),
+    "scalar parameter": net(
+        lambda m, x: m.linear(x) / m.factor,
+        factor=lambda: nn.Parameter(torch.tensor(0.7)),
+        linear=linear(5, 3),
+    ),
+    # Each sample has a row of the parameter to itself.
+    "parameter of the batch's shape": net(
+        lambda m, x: m.linear(x + m.rows), peer=(), rows=weight(B, 5), linear=linear(5, 3)
+    ),
+    # A parameter, a child and an output that nobody uses.
+    "unused": net(
+        lambda m, x: (m.used(x), m.ignored(x)),
+        output=lambda o: o[0],
+        weight=weight(3),
+        used=linear(5, 3),
+        unused=linear(5, 3),
+        ignored=linear(5, 3),
+    ),
+    # Draws inside the module that has the parameter: only this draw counts.
+    "random with parameters": net(
+        lambda m, x: F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0],
+        peer=(),
+        weight=weight(5, 4),
+    ),
+    "transformer, samples second": net(
+        lambda m, x: m.layer(x.transpose(0, 1)).sum(0),
+        vectors(3, 4),
+        peer=(),
+        layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0),
+    ),
+    "transformer": net(
+        lambda m, x, y: m.transformer(x, y).sum(1),
+        two(3, 4),
+        transformer=lambda: nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True),
+    ),
+    "token model": net(
+        token_model,
+        tokens(),
+        peer=(),
+        embedding=lambda: nn.Embedding(7, 4, padding_idx=0),
+        positions=weight(1, 7, 4),
+        token=weight(1, 1, 4),
+        layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True),
+        head=linear(4, 3),
+    ),
+    "relative positions": net(
+        relative_positions,
+        vectors(3, 4),
+        peer=(),
+        bias=lambda: nn.Embedding(5, 2),
+        linear=linear(4, 4),
+    ),
+    "loop over a cell": net(cell_loop, vectors(3, 3), peer=(0,), cell=lambda: nn.GRUCell(3, 4)),
+    "rolled windows": net(
+        windows, vectors(4, 4, 4), peer=(None,), attention=linear(4, 12), linear=linear(4, 4)
+    ),
+    "rearranged": net(
+        rearranged,
+        vectors(1, 3, 3),
+        first=lambda: nn.Conv2d(1, 4, 1),
+        second=lambda: nn.Conv2d(1, 2, 2),
+        last=linear(8, 2),
+    ),
+    # Several images a sample, folded into the first dimension.
+    "frames": net(
+        lambda m, x: m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3)),
+        vectors(3, 1, 4, 4),
+        peer=(),
+        layers=layers(lambda: nn.Conv2d(1, 2, 2), lambda: nn.GroupNorm(1, 2), nn.Tanh),
+    ),
+    "embedding bag": Architecture(lambda: nn.EmbeddingBag(7, 4, mode="sum"), tokens(), peer=()),
+    "user's function": net(
+        lambda m, x: Pointwise.apply(m.linear(x), m.scale),
+        peer=(),
+        scale=weight(4),
+        linear=linear(5, 4),
+    ),
+    # One of its outputs is used, then both.
+    "user's function of two outputs": net(
+        lambda m, x: torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1),
+        peer=(),
+        first=weight(5, 5),
+        linear=linear(5, 5),
+        second=weight(5, 4),
+    ),
+    # Casts it, as mixed precision does.
+    "copied parameter": net(
+        lambda m, x: F.linear(x, m.weight.to(torch.float64, copy=True)), weight=weight(3, 5)
+    ),
+    "operations without a rule": net(
+        lambda m, x: m.second(torch.fft.rfft(m.first(x)).abs().repeat(1, 2)[:, :6]),
+        first=linear(5, 6),
+        second=linear(6, 3),
+    ),
+    "einsum": net(
+        lambda m, x: torch.einsum("bi,ijk,bk->bj", x, m.weight, x[:, :2]), weight=weight(5, 3, 2)
+    ),
+    "in place": net(in_place, first=linear(5, 4), second=linear(4, 3)),
+    # In reverse order in the middle.
+    "samples turned": net(
+        lambda m, x: m.second(m.first(x.flip(0)).tanh().flip(0)),
+        peer=(),
+        first=linear(5, 4),
+        second=linear(4, 3),
+    ),
+    "samples as columns": net(
+        columns, peer=(), weight=weight(3, 5), shift=weight(3, 1), last=weight(2, 3)
+    ),
+    "routed samples": net(
+        routed,
+        peer=(),
+        gate=linear(5, 2),
+        experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
+    ),
+    "recomputed": net(
+        lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)),
+        peer=(),
+        inner=layers(linear(5, 4), nn.Tanh),
+        last=linear(4, 3),
+    ),
+    "detached": net(
+        lambda m, x: m.first(x) * m.second(x).detach(), first=linear(5, 3), second=linear(5, 3)
+    ),
+    # One entry of each sample.
+    "picked by index": net(
+        lambda m, x: m.linear(x).log_softmax(1)[torch.arange(len(x)), torch.arange(len(x)) % 3],
+        output=lambda o: o.unsqueeze(1),
+        linear=linear(5, 3),
     ),
 }
-
-
-class Net(nn.Module):
-    """Modules and parameters by name, and what is done with them."""
-
-    def __init__(self, forward, parts):
-        super().__init__()
-        for name, make in parts.items():
-            setattr(self, name, make())
-        self._forward = forward
-
-    def forward(self, *args, **kwargs):
-        return self._forward(self, *args, **kwargs)
-
-
-def linear(*sizes):
-    return lambda: nn.Linear(*sizes)
-
-
-def weight(*shape):
-    return lambda: nn.Parameter(torch.randn(*shape))
-
-
-def row(name, inputs, *, kwargs=dict, output=lambda found: found, peer=(None, 0), **parts):
-    """Make a function of a network and its inputs an architecture; ``parts`` make the network."""
-
-    def keep(forward):
-        make = partial(Net, forward, parts)
-        ARCHITECTURES[name] = Architecture(make, inputs, kwargs, output, peer)
-        return forward
-
-    return keep
-
-
-@row(
-    "nested containers",
-    lambda: ({"a": [torch.randn(B, 5), {"b": torch.randn(B, 5)}]},),
-    kwargs=lambda: {"shift": torch.randn(B, 3), "factor": 3.0, "nothing": None},
-    output=lambda o: o["sum"][0] + o["rest"][0],
-    left=linear(5, 3),
-    right=linear(5, 3),
-)
-def nested_containers(m, tree, *, shift, factor, nothing):
-    """Takes and returns them, and things that aren't tensors, by keyword."""
-    assert nothing is None
-    a = m.left(tree["a"][0]) + shift
-    return {"sum": [a + m.right(tree["a"][1]["b"]) * factor], "rest": (a, 7)}
-
-
-@row("side effects", vectors(), peer=(), weight=weight(5, 3), calls=lambda: [])
-def side_effects(m, x):
-    """Counts its calls, and its output depends on the count."""
-    m.calls.append(1)
-    return (x @ m.weight) ** (1 + len(m.calls))
-
-
-def attention(**options):
-    return lambda: nn.MultiheadAttention(4, 2, batch_first=True, **options)
-
-
-@row("self-attention", vectors(3, 4), attention=attention())
-def self_attention(m, x):
-    return m.attention(x, x, x)[0].sum(1)
-
-
-@row("cross-attention with bias vectors", two(3, 4), attention=attention(add_bias_kv=True))
-@row(
-    "cross-attention of other widths",
-    lambda: (torch.randn(B, 3, 4), torch.randn(B, 2, 5)),
-    attention=attention(kdim=5, vdim=5),
-)
-def cross_attention(m, x, y):
-    return m.attention(x, y, y, need_weights=False)[0].flatten(1)
-
-
-@row("RNN", vectors(3, 3), peer=(None,), recurrent=lambda: nn.RNN(3, 4, batch_first=True))
-@row(
-    "LSTM, both ways",
-    vectors(3, 3),
-    peer=(None,),
-    recurrent=lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True, batch_first=True),
-)
-def recurrent(m, x):
-    return m.recurrent(x)[0][:, -1]
-
-
-@row("residual of two inputs", two(), first=linear(5, 5), second=linear(5, 5))
-def residual(m, x, y):
-    x = x + m.first(x).tanh()
-    return x + m.second(y) * x
-
-
-@row("branches", vectors(), stem=linear(5, 4), left=linear(4, 3), right=linear(4, 2))
-def branches(m, x):
-    x = m.stem(x).sigmoid()
-    return torch.cat([m.left(x), m.right(x.square())], dim=1)
-
-
-@row("parameter reused", vectors(), weight=weight(5, 4))
-def reused_parameter(m, x):
-    return (x @ m.weight).tanh() @ m.weight.T
-
-
-@row("parameter squared", vectors(), weight=weight(5))
-def squared_parameter(m, x):
-    """One operation takes the same parameter twice."""
-    return x * (m.weight * m.weight) + torch.outer(x[:, 0], m.weight)
-
-
-@row("module reused", vectors(), peer=(0,), linear=linear(5, 5))
-def reused_module(m, x):
-    return m.linear(m.linear(x).tanh())
-
-
-@row("child called and its parameter used", vectors(), peer=(), child=linear(5, 5))
-def called_and_used(m, x):
-    """Calls a child and uses its parameter as well."""
-    return m.child(x).tanh() @ m.child.weight
-
-
-@row("own parameters and children", vectors(), scale=weight(5), shift=weight(3), child=linear(5, 3))
-def own_and_children(m, x):
-    """Direct parameters before, between and behind children."""
-    return (m.shift - m.child(x * m.scale)).tanh() - 2 * m.shift
-
-
-@row(
-    "scalar parameter",
-    vectors(),
-    factor=lambda: nn.Parameter(torch.tensor(0.7)),
-    linear=linear(5, 3),
-)
-def scalar_parameter(m, x):
-    return m.linear(x) / m.factor
-
-
-@row(
-    "parameter of the batch's shape",
-    vectors(),
-    peer=(),
-    rows=lambda: nn.Parameter(torch.randn(B, 5)),
-    linear=linear(5, 3),
-)
-def parameter_of_batch_shape(m, x):
-    """Each sample has a row of the parameter to itself."""
-    return m.linear(x + m.rows)
-
-
-@row(
-    "unused",
-    vectors(),
-    output=lambda o: o[0],
-    weight=weight(3),
-    used=linear(5, 3),
-    unused=linear(5, 3),
-    ignored=linear(5, 3),
-)
-def unused(m, x):
-    """A parameter, a child and an output that nobody uses."""
-    return m.used(x), m.ignored(x)
-
-
-@row("random with parameters", vectors(), peer=(), weight=weight(5, 4))
-def random_with_parameters(m, x):
-    """Draws inside the module that has the parameter: only this draw counts."""
-    return F.dropout(x @ m.weight, 0.5) + torch.randn(len(x), 4) * m.weight[0]
-
-
-@row(
-    "transformer, samples second",
-    vectors(3, 4),
-    peer=(),
-    layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0),
-)
-def samples_second(m, x):
-    """A transformer layer that wants time first."""
-    return m.layer(x.transpose(0, 1)).sum(0)
-
-
-@row(
-    "transformer",
-    two(3, 4),
-    transformer=lambda: nn.Transformer(4, 2, 1, 1, 6, dropout=0.0, batch_first=True),
-)
-def translation(m, x, y):
-    return m.transformer(x, y).sum(1)
-
-
-@row(
-    "token model",
-    tokens(),
-    peer=(),
-    embedding=lambda: nn.Embedding(7, 4, padding_idx=0),
-    positions=weight(1, 7, 4),
-    token=weight(1, 1, 4),
-    layer=lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.2, batch_first=True),
-    head=linear(4, 3),
-)
-def token_model(m, x):
-    """Class token, positions, attention."""
-    x = torch.cat([m.token.expand(len(x), -1, -1), m.embedding(x)], dim=1)
-    return m.head(m.layer(x + m.positions)[:, 0])
-
-
-@row(
-    "relative positions",
-    vectors(3, 4),
-    peer=(),
-    bias=lambda: nn.Embedding(5, 2),
-    linear=linear(4, 4),
-)
-def relative_positions(m, x):
-    """A bias that is looked up for pairs of places, the same for all samples."""
-    place = torch.arange(3)
-    bias = m.bias((place[:, None] - place).clamp(-2, 2) + 2).permute(2, 0, 1)
-    heads = m.linear(x).unflatten(2, (2, 2)).transpose(1, 2)
-    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias).flatten(1)
-
-
-@row("loop over a cell", vectors(3, 3), peer=(0,), cell=lambda: nn.GRUCell(3, 4))
-def cell_loop(m, x):
-    """One cell, once for each place."""
-    state = x.new_zeros(len(x), 4)
-    for place in x.unbind(1):
-        state = m.cell(place, state)
-    return state
-
-
-@row("rolled windows", vectors(4, 4, 4), peer=(None,), attention=linear(4, 12), linear=linear(4, 4))
-def windows(m, x):
-    """Attention within windows of a picture that was rolled on, as in Swin."""
-    x = x.roll((1, 1), (1, 2)).unflatten(2, (2, 2)).unflatten(1, (2, 2))
-    q, k, v = m.attention(x.transpose(2, 3).flatten(2, 4).flatten(0, 1)).split(4, dim=2)
-    x = (q @ k.mT).softmax(-1) @ v
-    return m.linear(x.unflatten(0, (-1, 2)).flatten(1, 2)).flip(1)
-
-
-@row(
-    "rearranged",
-    vectors(1, 3, 3),
-    first=lambda: nn.Conv2d(1, 4, 1),
-    second=lambda: nn.Conv2d(1, 2, 2),
-    last=linear(8, 2),
-)
-def rearranged(m, x):
-    """Pixels to channels and back, repeated, unfolded."""
-    x = F.pixel_shuffle(m.first(x), 2)
-    x = F.unfold(m.second(x).repeat(1, 1, 1, 2), 2, stride=2).transpose(1, 2)
-    return m.last(x).topk(2, dim=1).values.flatten(1).index_select(1, torch.arange(3))
-
-
-@row(
-    "frames",
-    vectors(3, 1, 4, 4),
-    peer=(),
-    layers=lambda: nn.Sequential(nn.Conv2d(1, 2, 2), nn.GroupNorm(1, 2), nn.Tanh()),
-)
-def frames(m, x):
-    """Several images a sample, folded into the first dimension."""
-    return m.layers(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean((1, 3))
-
-
-@row("embedding bag", tokens(), peer=(), bag=lambda: nn.EmbeddingBag(7, 4, mode="sum"))
-def embedding_bag(m, x):
-    return m.bag(x)
-
-
-@row("user's function", vectors(), peer=(), scale=weight(4), linear=linear(5, 4))
-def user_function(m, x):
-    """An operation with a backward pass of its own, which works for one row only."""
-    return Pointwise.apply(m.linear(x), m.scale)
-
-
-@row(
-    "user's function of two outputs",
-    vectors(),
-    peer=(),
-    first=weight(5, 5),
-    linear=linear(5, 5),
-    second=weight(5, 4),
-)
-def user_function_of_two(m, x):
-    """A user's operation of two outputs; one is used, both are used."""
-    return torch.cat(Both.apply(m.linear(Both.apply(x, m.first)[0]), m.second), dim=1)
-
-
-@row("copied parameter", vectors(), weight=weight(3, 5))
-def copied_parameter(m, x):
-    """Casts its parameter, as mixed precision does."""
-    return F.linear(x, m.weight.to(torch.float64, copy=True))
-
-
-@row("operations without a rule", vectors(), first=linear(5, 6), second=linear(6, 3))
-def fourier(m, x):
-    """Operations that the engine has no rule for."""
-    return m.second(torch.fft.rfft(m.first(x)).abs().repeat(1, 2)[:, :6])
-
-
-@row("einsum", vectors(), weight=weight(5, 3, 2))
-def einsum(m, x):
-    return torch.einsum("bi,ijk,bk->bj", x, m.weight, x[:, :2])
-
-
-@row("in place", vectors(), first=linear(5, 4), second=linear(4, 3))
-def in_place(m, x):
-    x = m.first(x)
-    x[:, 1] = 2 * x[:, 0]
-    x.tanh_()
-    return m.second(x).mul_(2)
-
-
-@row("samples turned", vectors(), peer=(), first=linear(5, 4), second=linear(4, 3))
-def turned(m, x):
-    """Samples in reverse order in the middle."""
-    return m.second(m.first(x.flip(0)).tanh().flip(0))
-
-
-@row(
-    "samples as columns",
-    vectors(),
-    peer=(),
-    weight=weight(3, 5),
-    shift=weight(3, 1),
-    last=weight(2, 3),
-)
-def columns(m, x):
-    """Samples are columns in the middle."""
-    hidden = torch.tanh(m.weight @ x.T + m.shift)
-    return torch.addmm(m.shift[:2], m.last, hidden, beta=0.5, alpha=2).T
-
-
-@row(
-    "routed samples",
-    vectors(),
-    peer=(),
-    gate=linear(5, 2),
-    experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
-)
-def routed(m, x):
-    """Samples go to one of two experts."""
-    weights = m.gate(x).softmax(1)
-    found = x.new_zeros(len(x), 3)
-    for i, expert in enumerate(m.experts):
-        rows = torch.arange(i, len(x), 2)
-        found = found.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
-    return found
-
-
-@row(
-    "recomputed",
-    vectors(),
-    peer=(),
-    inner=lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh()),
-    last=linear(4, 3),
-)
-def recomputed(m, x):
-    return m.last(checkpoint(m.inner, x, use_reentrant=False))
-
-
-@row("detached", vectors(), first=linear(5, 3), second=linear(5, 3))
-def detached(m, x):
-    return m.first(x) * m.second(x).detach()
-
-
-@row("picked by index", vectors(), output=lambda o: o.unsqueeze(1), linear=linear(5, 3))
-def picked(m, x):
-    """One entry of each sample, by index."""
-    return m.linear(x).log_softmax(1)[torch.arange(len(x)), torch.arange(len(x)) % 3]

@@ -57,19 +57,13 @@ def built_once(
 
 
 def train_and_score(folder: Path) -> Workspace:
-    """Three networks that the pipeline trains, two experiments."""
     study = Workspace.make(folder, "small_digits.py", copy.deepcopy(TRAINED))
-    assert study.run("all") == {
-        **scoring(3, 2),
-        "train_checkpoint": 3,
-        "draw_influences": 2,
-        "write_report": 1,
-    }
+    beside = {"train_checkpoint": 3, "draw_influences": 2, "write_report": 1}
+    assert study.run("all") == scoring(3, 2) | beside
     return study
 
 
 def evaluate(trained: Workspace, folder: Path) -> Workspace:
-    """Two of those networks and one experiment, with everything that an evaluation can have."""
     study = trained.copy(folder)
     del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
     study.config["evaluation"] = copy.deepcopy(EVALUATION)
@@ -94,14 +88,12 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
 
 
 def score_own(folder: Path) -> Workspace:
-    """A regression with three checkpoints of a user's own, two experiments."""
     study = own_study(folder)
     assert study.run() == scoring(3, 2)
     return study
 
 
 def undisturbed(folder: Path) -> Workspace:
-    """The small study of `running`, which nothing disturbed."""
     study = small_study(folder)
     study.run()
     return study

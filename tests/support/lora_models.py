@@ -2,33 +2,22 @@
 
 import warnings
 
+import texts as small
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, TOKENS = 20, 8
-NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
 
 
 def llama(tied=False):
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    return LlamaForCausalLM(
-        LlamaConfig(
-            **size,
-            **NO_ENDS,
-            num_attention_heads=2,
-            pad_token_id=None,
-            vocab_size=VOCABULARY,
-            tie_word_embeddings=tied,
-        )
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return small.llama(vocab_size=VOCABULARY, tie_word_embeddings=tied, **heads)
 
 
 def gpt2():
     torch.manual_seed(0)
-    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": TOKENS}
-    return GPT2LMHeadModel(GPT2Config(**size, **NO_ENDS, vocab_size=VOCABULARY))
+    return small.gpt2(vocab_size=VOCABULARY)
 
 
 def texts(n, first=0):

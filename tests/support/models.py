@@ -1,17 +1,12 @@
 """Architectures that people attribute, small and with random weights; nothing is downloaded."""
 
 import torch
+from texts import VOCABULARY
+from texts import gpt2 as gpt2
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    CLIPConfig,
-    CLIPModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import BertConfig, BertForSequenceClassification, CLIPConfig, CLIPModel
 
-VOCABULARY, TOKENS, CLASSES = 40, 12, 5
+TOKENS, CLASSES = 12, 5
 
 
 class Block(nn.Module):
@@ -104,14 +99,6 @@ def bert():
         num_labels=CLASSES,
     )
     return BertForSequenceClassification(config)
-
-
-def gpt2():
-    ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=2, **ids
-    )
-    return GPT2LMHeadModel(config)
 
 
 def clip():

@@ -31,7 +31,7 @@ def save_own_checkpoint(workspace, number, scale=1.0):
 
 def own_study(folder, n_checkpoints=3, experiments=("few", "one"), **more):
     """A study of the first checkpoints and some experiments; nothing has run."""
-    config = {**copy.deepcopy(OWN), **more}
+    config = copy.deepcopy({**OWN, **more})
     config["checkpoints"] = {f"c{i}": f"mine/c{i}.pt" for i in range(n_checkpoints)}
     config["experiments"] = {name: config["experiments"][name] for name in experiments}
     study = Workspace.make(folder, "diabetes.py", config)

@@ -32,31 +32,20 @@ def scores_spec(
     power: float = 1.0,
     normalize: bool = False,
     runs: dict[str, list[str]] | None = None,
-    parameters: list[str] | None = None,
-    dtype: str = "float32",
-    preconditioner: str | None = None,
-    study_digest: str = "digest",
-    targets_code: str | None = None,
+    **features,
 ) -> ScoresSpec:
     """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
-    features = FeaturesSpec(
-        model_output=model_output,
-        parameter_patterns=parameters,
-        projection=projection,
-        dtype=dtype,
-        preconditioner=preconditioner,
-        study_digest=study_digest,
-    )
     is_probability = TABLE[model_output].weight_is_probability
+    everywhere = {"projection": projection, "checkpoint": None, "split": None}
     return ScoresSpec(
-        features=features,
+        features=features_spec(model_output, **everywhere, **features),
         damping=damping,
         weighting=weighting,
         curvature_power=curvature_power(weighting, power, is_probability=is_probability),
         norm_power=power if combine == "unit_average" else None,
         normalize=normalize,
         experiment="mine",
-        targets_digest=targets_digest(targets, None, {"targets": targets_code}),
+        targets_digest=targets_digest(targets, None, {"targets": None}),
         runs=runs or {checkpoint: [checkpoint] for checkpoint in sorted(checkpoints)},
         combine=combine,
         loss_weight_power=power,
@@ -65,30 +54,25 @@ def scores_spec(
 
 def features_spec(
     model_output: str,
-    proj_dim: int,
+    proj_dim: int | None = None,
     *,
     kind: str = "rademacher",
-    parameters: list[str] | None = None,
-    dtype: str = "float32",
-    study_digest: str = "digest",
-    targets_code: str | None = None,
-    checkpoint: str = "c0",
-    split: str = "train",
     targets: list | None = None,
+    parameters: list[str] | None = None,
+    **more,
 ) -> FeaturesSpec:
     """What decides the features of one split under one checkpoint."""
-    return FeaturesSpec(
-        model_output=model_output,
-        parameter_patterns=parameters,
-        projection={"kind": kind, "proj_dim": proj_dim, "seed": 0},
-        dtype=dtype,
-        study_digest=study_digest,
-        checkpoint=checkpoint,
-        split=split,
-        targets_digest=(
-            None if targets is None else targets_digest(targets, None, {"targets": targets_code})
-        ),
-    )
+    return FeaturesSpec(**{
+        "model_output": model_output,
+        "parameter_patterns": parameters,
+        "projection": {"kind": kind, "proj_dim": proj_dim, "seed": 0},
+        "checkpoint": "c0",
+        "split": "train",
+        "dtype": "float32",
+        "study_digest": "digest",
+        "targets_digest": targets and targets_digest(targets, None, {"targets": None}),
+        **more,
+    })
 
 
 def run_stages(
@@ -110,59 +94,37 @@ def run_stages(
     **settings,
 ) -> Path:
     """Return the scores file; ``made`` is a run whose features are taken as they are."""
-    resources = ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb}
-    projection = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
-    spec = scores_spec(
-        checkpoints, targets, model_output=model_output, projection=projection, **settings
-    )
+    job = {"code": "code", "memory_mb": memory_mb}
+    settings["projection"] = {"kind": kind, "proj_dim": proj_dim, "seed": seed}
+    spec = scores_spec(checkpoints, targets, model_output=model_output, **settings)
     checkpoint_scores, train_features = [], []
     for checkpoint, path in sorted(checkpoints.items()):
-        own = spec.under(checkpoint)
-
-        def features(features_spec, ids, number=1, of=1, *, path=path):
-            split = features_spec.split
-            name = f"{split}.h5" if of == 1 else f"{split}-{number}.h5"
-            file = (made or results) / "features" / features_spec.checkpoint / name
-            if made is not None:
-                return file
-            compute_features(
-                features=file,
-                checkpoint=path,
-                study_file=study,
-                spec=features_spec,
-                targets=ids,
-                shard=number,
-                n_shards=of,
-                **resources,
-            )
-            return file
-
-        if shards == 1:
-            train = features(own.of_train(), None)
-        else:
-            train = results / "features" / checkpoint / "train.h5"
-            parts = [features(own.of_train(), None, i, shards) for i in range(1, shards + 1)]
+        own, folder = spec.under(checkpoint), (made or results) / "features" / checkpoint
+        train, target = folder / "train.h5", folder / "mine.h5"
+        numbers = range(1, shards + 1)
+        parts = [train] if shards == 1 else [folder / f"train-{i}.h5" for i in numbers]
+        files = [(part, own.of_train(), None, i) for i, part in enumerate(parts, start=1)]
+        if made is None:
+            for file, features_of, ids, number in [*files, (target, own.of_targets(), targets, 1)]:
+                compute_features(
+                    features=file,
+                    checkpoint=path,
+                    study_file=study,
+                    spec=features_of,
+                    targets=ids,
+                    shard=number,
+                    n_shards=1 if file == target else shards,
+                    **ON_CPU | job | {"batch_size": batch_size},
+                )
+        if shards > 1:
             join_shards(features=train, shards=parts, code="code")
-        target = features(own.of_targets(), targets)
         matrix = results / "normal_matrix" / f"{checkpoint}.h5"
         compute_normal_matrix(
-            normal_matrix=matrix,
-            features=train,
-            spec=own.of_normal_matrix(),
-            code="code",
-            memory_mb=memory_mb,
+            normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **job
         )
         scores = results / "scores/mine" / f"{checkpoint}.h5"
-        compute_scores(
-            scores=scores,
-            train_path=train,
-            targets_path=target,
-            normal_matrix=matrix,
-            spec=own,
-            keep=keep,
-            code="code",
-            memory_mb=memory_mb,
-        )
+        inputs = {"train_path": train, "targets_path": target, "normal_matrix": matrix}
+        compute_scores(scores=scores, **inputs, spec=own, keep=keep, **job)
         checkpoint_scores.append(scores)
         train_features.append(train)
     features = train_features if keep == "top_k" else []
@@ -175,41 +137,31 @@ def run_exact_stages(
     checkpoints: dict[str, Path],
     targets: list,
     *,
-    model_output: str,
     batch_size: int = 64,
     memory_mb: int = 500,
     made: Path | None = None,
     **settings,
 ) -> Path:
     """The same without a projection; ``made`` has the Gramians."""
-    settings = {"model_output": model_output, "projection": {"kind": EXACT}, **settings}
-    resources = ON_CPU | {"batch_size": batch_size, "memory_mb": memory_mb}
-    spec = scores_spec(checkpoints, targets, dtype="float64", **settings)
+    job = {"code": "code", "memory_mb": memory_mb}
+    settings = {"projection": {"kind": EXACT}, "dtype": "float64", **settings}
+    spec = scores_spec(checkpoints, targets, **settings)
     checkpoint_scores = []
     for checkpoint, path in sorted(checkpoints.items()):
-        own = spec.under(checkpoint)
-        gramians = {
-            split: (made or results) / "gramian" / checkpoint / f"{split}.h5"
-            for split in ("train", "mine")
-        }
-        for split, file in gramians.items() if made is None else ():
+        own, folder = spec.under(checkpoint), (made or results) / "gramian" / checkpoint
+        train, target = folder / "train.h5", folder / "mine.h5"
+        splits = (train, own.of_train(), None), (target, own.of_targets(), targets)
+        for file, gramian_of, ids in splits if made is None else ():
             compute_gramian(
                 gramian=file,
                 checkpoint=path,
                 study_file=study,
-                spec=own.of_train() if split == "train" else own.of_targets(),
-                targets=targets if split == "mine" else None,
-                **resources,
+                spec=gramian_of,
+                targets=ids,
+                **ON_CPU | job | {"batch_size": batch_size},
             )
         scores = results / "scores/mine" / f"{checkpoint}.h5"
-        compute_exact_scores(
-            scores=scores,
-            train_path=gramians["train"],
-            targets_path=gramians["mine"],
-            spec=own,
-            code="code",
-            memory_mb=memory_mb,
-        )
+        compute_exact_scores(scores=scores, train_path=train, targets_path=target, spec=own, **job)
         checkpoint_scores.append(scores)
     return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
 

@@ -1,6 +1,5 @@
 """Snakemake left running, so that a test can hurt it or its jobs."""
 
-import copy
 import os
 import re
 import signal
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import yaml
-from own_checkpoints import save_own_checkpoint
+from own_checkpoints import own_study
 from workspace import Workspace
 
 # Training samples that take their time, so that a job can be hurt in the middle of its work.
@@ -31,22 +30,15 @@ class Slowly(torch.utils.data.Dataset):
 def train_data():
     return Slowly()
 """
-# One checkpoint, one experiment: features of 700 KB, a sample at a time.
-SMALL = {
-    "model_output": "regression",
-    "checkpoints": {"c0": "mine/c0.pt"},
-    "experiments": {"few": {"targets": ["patient-342", "patient-400"]}},
-    "projection": {"proj_dim": 512},
-    "compute": {"batch_size": 1},
-}
+# Features of 700 KB, a sample at a time.
+SMALL = {"projection": {"proj_dim": 512}, "compute": {"batch_size": 1}}
 
 
 def small_study(folder: Path) -> Workspace:
-    """Make the study with its checkpoint; nothing has run."""
-    study = Workspace.make(folder, "diabetes.py", copy.deepcopy(SMALL))
+    """Make a study of one checkpoint and one experiment; nothing has run."""
+    study = own_study(folder, 1, ["few"], **SMALL)
     file = study.path("diabetes.py")
     file.write_text(f"import time\n{file.read_text()}{SLOWLY}")
-    save_own_checkpoint(study, 0)
     return study
 
 
@@ -88,9 +80,8 @@ class Running:
     def wait_for(self, condition: Callable[[], object]) -> object:
         """Look every few milliseconds, and return the first answer that is true."""
         for _ in range(60_000):
-            found = condition()
-            if found:
-                return found
+            if answer := condition():
+                return answer
             assert self.process.poll() is None, self.output
             time.sleep(0.003)
         raise AssertionError(self.output)
@@ -105,9 +96,9 @@ class Running:
                     return child
             return None
 
-        found = self.wait_for(new)
-        assert isinstance(found, psutil.Process)
-        return found
+        process = self.wait_for(new)
+        assert isinstance(process, psutil.Process)
+        return process
 
     def terminate_all(self) -> None:
         """SIGTERM to Snakemake and all that it started."""

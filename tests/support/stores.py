@@ -1,14 +1,11 @@
 """An S3 on loopback, and nodes that share no disk."""
 
 import contextlib
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
 import boto3
+from moto.server import ThreadedMotoServer
 from workspace import forked_python
 
 KEYS = ("mine", "secret")
@@ -41,13 +38,8 @@ class S3:
             "SNAKEMAKE_STORAGE_S3_SECRET_KEY": KEYS[1],
             "SNAKEMAKE_STORAGE_S3_REGION": "us-east-1",
         }
-        self._client = boto3.client(
-            "s3",
-            endpoint_url=url,
-            aws_access_key_id=KEYS[0],
-            aws_secret_access_key=KEYS[1],
-            region_name="us-east-1",
-        )
+        keys = {"aws_access_key_id": KEYS[0], "aws_secret_access_key": KEYS[1]}
+        self._client = boto3.client("s3", endpoint_url=url, region_name="us-east-1", **keys)
         self._client.create_bucket(Bucket=bucket)
 
     def put(self, path: Path, key: str) -> None:
@@ -58,36 +50,21 @@ class S3:
 
     def files(self, prefix: str) -> dict[str, bytes]:
         """Return what is stored, by its name behind the prefix."""
-        found = self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix)
-        return {
-            entry["Key"].removeprefix(prefix): self._client.get_object(
-                Bucket=self.bucket, Key=entry["Key"]
-            )["Body"].read()
-            for entry in found["Contents"]
-        }
+        listed = self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix)["Contents"]
+        keys = [entry["Key"] for entry in listed]
+        objects = {key: self._client.get_object(Bucket=self.bucket, Key=key) for key in keys}
+        return {key.removeprefix(prefix): entry["Body"].read() for key, entry in objects.items()}
 
 
 @contextlib.contextmanager
 def s3_server(bucket: str) -> Generator[S3, None, None]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        (sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
     try:
-        for _ in range(600):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert server.poll() is None
-            time.sleep(0.1)
-        yield S3(f"http://127.0.0.1:{port}", bucket)
+        yield S3(f"http://{host}:{port}", bucket)
     finally:
-        server.terminate()
-        server.wait()
+        server.stop()
 
 
 def write_scheduler(folder: Path) -> Path:
@@ -95,10 +72,8 @@ def write_scheduler(folder: Path) -> Path:
     nodes = folder / "nodes"
     nodes.mkdir()
     python = Path(forked_python()).parent
-    for name, text in (
-        ("submit.sh", SUBMIT.format(nodes=nodes, python=python)),
-        ("status.sh", STATUS),
-    ):
+    submit = SUBMIT.format(nodes=nodes, python=python)
+    for name, text in (("submit.sh", submit), ("status.sh", STATUS)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     return nodes

@@ -14,6 +14,7 @@ from transformers import (
 
 VOCABULARY, POSITIONS = 40, 30
 NO_IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+CAUSAL = {"vocab_size": VOCABULARY, "loss_type": "ForCausalLM", **NO_IDS}
 SIZE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 
 STUDY = """
@@ -57,14 +58,14 @@ def looks_ahead():
     return Plain(causal=False)
 
 
-def gpt2():
+def gpt2(**settings):
     size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **size, **NO_IDS))
+    return GPT2LMHeadModel(GPT2Config(**size | CAUSAL | settings))
 
 
-def llama():
+def llama(**settings):
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **SIZE, **heads, **NO_IDS))
+    return LlamaForCausalLM(LlamaConfig(**SIZE | heads | CAUSAL | settings))
 
 
 def bert():

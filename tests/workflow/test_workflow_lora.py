@@ -56,7 +56,8 @@ def study(tmp_path_factory):
     study = Workspace.make(tmp_path_factory.mktemp("lora") / "study", "diabetes.py", {**CONFIG})
     study.path("study.py").write_text(STUDY)
     study.config["study"] = "study.py"
-    shutil.copy2(lora.__file__, study.path("lora_models.py"))
+    for module in (lora, lora.small):
+        shutil.copy2(module.__file__, study.path(f"{module.__name__}.py"))
     base = lora.llama()
     base.save_pretrained(study.path("base"), max_shard_size="4KB")
     assert study.path("base/model.safetensors.index.json").exists()
