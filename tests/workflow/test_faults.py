@@ -130,13 +130,8 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
     assert shards() == [done]
     assert state(done) == before
 
-    assert study.run() == {
-        "compute_features_shard": 2,
-        "join_shards": 1,
-        "compute_normal_matrix": 1,
-        "compute_scores": 1,
-        "average_scores": 1,
-    }
+    once = ("join_shards", "compute_normal_matrix", "compute_scores", "average_scores")
+    assert study.run() == {"compute_features_shard": 2, **dict.fromkeys(once, 1)}
     check_same_scores(study, finished)
 
 

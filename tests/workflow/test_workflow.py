@@ -51,14 +51,9 @@ def test_a_trained_checkpoint_that_changed(study):
     time.sleep(0.01)
     torch.save({k: v * 2 for k, v in state.items()}, path)
     assert study.would_write() == {
-        "features/c1/train.h5",
-        "features/c1/few.h5",
-        "features/c1/one.h5",
+        *(f"features/c1/{split}.h5" for split in ("train", "few", "one")),
         "normal_matrix/c1.h5",
-        "scores/few/c1.h5",
-        "scores/one/c1.h5",
-        "scores/few.h5",
-        "scores/one.h5",
+        *(f"scores/{name}.h5" for name in ("few/c1", "one/c1", "few", "one")),
     }
 
 
@@ -91,11 +86,6 @@ def test_what_a_change_of_the_config_runs_again(study, name):
     path, value, rules = CHANGES[name]
     set_key(study.config, path, value)
     assert study.would_run() == rules
-
-
-def test_figures_and_report_are_made_again_from_new_scores(study):
-    study.config["scoring"]["top"] = 2
-    assert study.would_run("all") == {"average_scores": 2, **SHOWN}
 
 
 @pytest.mark.parametrize(
@@ -155,34 +145,15 @@ def test_shards_give_the_same_scores(trained, tmp_path):
     study.config["checkpoints"] = {"c0": {"seed": 0}}
     del study.config["experiments"]["one"]
     study.config["experiments"]["few"]["shards"] = 2
-    assert study.run() == {
-        "compute_features_shard": 5,
-        "join_shards": 2,
-        "compute_normal_matrix": 1,
-        "compute_scores": 1,
-        "average_scores": 1,
-    }
+    solved = {"compute_normal_matrix": 1, "compute_scores": 1, "average_scores": 1}
+    assert study.run() == {"compute_features_shard": 5, "join_shards": 2, **solved}
     assert not list(study.path("results/shards").rglob("*.h5"))
-    scores = [w.path("results/scores/few/c0.h5") for w in (trained, study)]
-    pair = [pd.read_hdf(path, "similarities") for path in scores]
-    assert pair[0].index.equals(pair[1].index)
-    expected, found = (frame.to_numpy() for frame in pair)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    expected, sharded = (
+        pd.read_hdf(w.path("results/scores/few/c0.h5"), "similarities") for w in (trained, study)
+    )
+    assert sharded.index.equals(expected.index)
+    assert np.abs(sharded - expected).to_numpy().max() < 1e-5 * np.abs(expected).to_numpy().max()
     assert study.would_run() == {}
-
-
-def test_every_stage_opens_in_pandas(trained):
-    results = trained.path("results")
-    frames = {
-        "features/c0/train.h5": ("features", (150, 32)),
-        "features/c0/few.h5": ("features", (6, 32)),
-        "normal_matrix/c0.h5": ("normal_matrix", (32, 32)),
-        "scores/few/c0.h5": ("similarities", (150, 6)),
-        "scores/few.h5": ("scores", (150, 6)),
-    }
-    for name, (key, shape) in frames.items():
-        assert pd.read_hdf(results / name, key).shape == shape
-    assert pd.read_hdf(results / "scores/few.h5", "scores", start=10, stop=12).shape == (2, 6)
 
 
 def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
