@@ -9,7 +9,7 @@ WITH_GPU = {
     *("compute_features", "compute_features_shard", "compute_features_flipped"),
     *("compute_gramian", "compute_distortion", "compute_embeddings"),
 }
-# Minutes to hours a job, or one for the whole study; the report comes after jobs that no group holds.
+# Minutes to hours a job, or one for the whole study; a report comes after what no group holds.
 APART = WITH_GPU | {
     *("train_checkpoint", "train_checkpoint_flipped", "retrain_subsets", "retrain_without_random"),
     *("retrain_without_top", "evaluate_scores", "compute_self_influence", "find_flipped"),

@@ -7,7 +7,6 @@ on one core, and shards.
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,8 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from base_studies import TRAINED
+from running import Running
 from workspace import Workspace, scoring, set_key
 
 
@@ -65,6 +64,7 @@ CHANGES = {
     "a checkpoint added": ("checkpoints.c3", {"seed": 3}, {"train_checkpoint": 1, **scoring(1, 2)}),
     "a checkpoint removed": ("checkpoints.c2", None, {"average_scores": 2}),
     "damping": ("scoring.damping", 1.5, SCORES),
+    "top influences": ("scoring.top", 2, {"average_scores": 2}),
     "combination": (
         "scoring",
         {**TRAINED["scoring"], "combine": "average_of_products", "loss_weight_power": 0.5},
@@ -162,21 +162,11 @@ def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
     It began on two cores and goes on on one, to the bytes of a run that nothing disturbed.
     """
     study = Workspace.make(tmp_path / "killed", "small_digits.py", TRAINED)
-    study.path("study.yaml").write_text(yaml.safe_dump(study.config))
-    command = (sys.executable, "-m", "snakemake", "--snakefile", study.snakefile)
-    process = subprocess.Popen(
-        [*command, "--configfile", "study.yaml", "--cores", "2", "all"],
-        cwd=study.folder,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    running = Running(study, "--cores", "2", "all")
     # The last one or two may not be in the records yet; those run again, to the same bytes.
-    while len(list(study.path("results").glob("features/*/*.h5"))) < 4:
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    running.wait_for(lambda: len(list(study.path("results").glob("features/*/*.h5"))) >= 4)
+    os.killpg(running.process.pid, signal.SIGKILL)
+    running.finish()
     finished = study.artifacts()
     assert 0 < len(finished) < 22
 
