@@ -61,10 +61,6 @@ def local(tmp_path_factory):
     return study
 
 
-def artifacts(files):
-    return {name: text for name, text in files.items() if name.endswith(".h5")}
-
-
 @pytest.mark.skipif(shutil.which("rsync") is None, reason="runs where rsync is installed")
 def test_a_folder_as_a_store(local, tmp_path):
     study = two_checkpoints(tmp_path / "study")
@@ -166,7 +162,7 @@ def test_nodes_that_share_no_disk(s3, in_environment, tmp_path):
     assert found == {**scoring(2, 1), "draw_influences": 1, "write_report": 1}
     assert len(list(nodes.iterdir())) == sum(found.values())
     stored = s3.files("my-study/results/")
-    assert artifacts(stored) == local
+    assert {name: text for name, text in stored.items() if name.endswith(".h5")} == local
     # Its jobs' times come along: four of compute_features.
     page = stored["report.html"].decode()
     assert re.search(r"compute_features\s*</th>\s*<td[^>]*>\s*4\s*</td>", page)
@@ -226,10 +222,8 @@ def test_what_cannot_come_along(tmp_path, monkeypatch):
     shutil.copy(study.path("diabetes.py"), tmp_path / "elsewhere.py")
     study.config["study"] = "../elsewhere.py"
     arguments = ("--dry-run", *options("--executor"))
-    assert re.search(
-        r"each must lie in the working folder\. Found \.\./elsewhere\.py\. .* fetch",
-        study.fail(*arguments),
-    )
+    refusal = r"each must lie in the working folder\. Found \.\./elsewhere\.py\. .* fetch"
+    assert re.search(refusal, study.fail(*arguments))
     monkeypatch.chdir(study.folder)
     with Path("large.bin").open("wb") as file:
         file.truncate(10_000_001)

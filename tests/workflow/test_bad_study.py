@@ -3,12 +3,10 @@
 import re
 
 import pytest
-import yaml
-from refusals import GOOD, STUDY, message, refuse
+from refusals import GOOD, STUDY, as_text, message, preflight, refuse
 from workspace import Workspace
 
 from trak_core.errors import InputError
-from trak_core.stages.preflight_study import preflight_study
 
 DATA = "return TensorDataset(x[:342], y[:342])"
 ENDS = r"must end without an error\. Found"
@@ -105,15 +103,7 @@ def test_bad_study(workspace, name):
     old, new, expected = STUDIES[name]
     path = edited(workspace, name, old, new)
     with pytest.raises(InputError) as error:
-        preflight_study(
-            study_file=path,
-            model_output="regression",
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"train": None, "mine": ["patient-342"]},
-            shards={"train": 1, "mine": 1},
-        )
+        preflight(path, {"train": None, "mine": ["patient-342"]})
     found = " ".join(str(error.value).split())
     assert re.search(expected, found)
     assert str(path) in found
@@ -153,7 +143,7 @@ def test_a_study_that_prints(workspace):
     noise = "\nimport atexit\nprint('loading')\natexit.register(print, 'the end')\n"
     try:
         path.write_text(good + noise)
-        status, output = workspace.snakemake("-n", text=yaml.safe_dump({"study": STUDY, **GOOD}))
+        status, output = workspace.snakemake("-n", text=as_text({}))
     finally:
         path.write_text(good)
     assert status == 0, output

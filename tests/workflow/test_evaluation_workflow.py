@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 import yaml
 from base_studies import EVALUATION, TRAINED
+from lds import features_of, lds_of
 from refusals import check
 from refused import refused
-from scipy.stats import spearmanr
 from workspace import REPOSITORY, forked_python, set_key
 
 from trak_core.config.rules import check_evaluation, check_sizes
@@ -203,26 +203,14 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
     stored = pd.read_hdf(results / "evaluation/few.h5", "summary").set_index("method")
     for column, found in zip(("lds", "low", "high"), rows["scores"][3:6], strict=True):
         assert float(found) == pytest.approx(stored.loc["scores", column], abs=6e-4)
-    masks, outputs = (
-        pd.concat([
-            pd.read_hdf(results / f"retrained/{part}.h5", key) for part in ("0-24", "25-26")
-        ])
-        for key in ("masks", "outputs")
-    )
     scores, weights = 0, 0
     for c in ("c0", "c1"):
-        phi, targets = (
-            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
-            for split in ("train", "few")
-        )
+        phi, targets = features_of(results, c)
         inverse = np.linalg.inv(phi.T @ phi)
         scores = scores + phi @ (inverse / np.abs(inverse).mean()) @ targets.T
         with h5py.File(results / f"scores/few/{c}.h5") as file:
             weights = weights + file["loss_weights"][:][:, None]
-    sums = masks.to_numpy() @ (scores * weights)
-    targets = pd.read_hdf(results / "scores/few.h5", "scores").columns.tolist()
-    mean = outputs[targets].groupby(level=0).mean().to_numpy()
-    lds = np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
+    lds = lds_of(results, scores * weights, "0-24", "25-26")
     assert float(rows["trak_0.3.2"][3]) == pytest.approx(lds, abs=6e-4)
     short = piped((*command, "64"), check=False)
     assert "64 columns of rademacher with 32 are no projection" in short.stderr

@@ -6,11 +6,10 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import message
+from refusals import message, preflight
 from workspace import REPOSITORY
 
 from trak_core.errors import InputError
-from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 
@@ -129,16 +128,7 @@ def test_bad_questions_are_refused_by_the_look_beforehand(tmp_path, text, name, 
     study.write_text((REPOSITORY / "tests/studies/diabetes.py").read_text() + STUDY)
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=re.escape(words)):
-        preflight_study(
-            study_file=study,
-            model_output="regression",
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"asked": None},
-            shards={"asked": 1},
-            questions={"asked": str(tmp_path / name)},
-        )
+        preflight(study, {"asked": None}, questions={"asked": str(tmp_path / name)})
 
 
 def test_a_bad_question_is_refused_before_any_job(study):

@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from lds import features_of, lds_of
 from own_checkpoints import OWN
 from refusals import check
 from refused import refused
-from scipy.stats import spearmanr
 from workspace import Workspace, scoring
 
 STUDY = """
@@ -145,30 +145,20 @@ def test_an_evaluation_says_what_being_along_gains(along):
     # The first three are one of each run, of different times.
     results = along.path("results")
     first = np.mean([term(results, c) for c in ("a-5", "b-3", "c-5")], axis=0)
-    assert abs(curve["lds"][2] - lds_of(results, first)) < 1e-9
-    assert abs(lds["ends_of_runs"] - lds_of_ends(along.path("results"))) < 1e-9
+    assert abs(curve["lds"][2] - lds_of(results, first, "0-3")) < 1e-9
+    assert abs(lds["ends_of_runs"] - lds_of_ends(results)) < 1e-9
 
 
 def lds_of_ends(results):
     """Of the last checkpoints, by TRAK's average, damped: dense matrices and ranks of SciPy."""
     similarities, weights = 0, 0
     for c in ("a-5", "b-5", "c-5"):
-        phi, targets = (
-            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
-            for split in ("train", "few")
-        )
+        phi, targets = features_of(results, c)
         shift = 2 * np.mean((phi**2).sum(1)) * np.eye(32)
         similarities = similarities + phi @ np.linalg.solve(phi.T @ phi + shift, targets.T)
         with h5py.File(results / f"scores/few/{c}.h5") as file:
             weights = weights + file["loss_weights"][:].astype(float)[:, None] ** 0.5
-    return lds_of(results, similarities * weights)
-
-
-def lds_of(results, scores):
-    masks, outputs = (pd.read_hdf(results / "retrained/0-3.h5", k) for k in ("masks", "outputs"))
-    sums = masks.to_numpy() @ scores
-    mean = outputs[CONFIG["experiments"]["few"]["targets"]].groupby(level=0).mean().to_numpy()
-    return np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
+    return lds_of(results, similarities * weights, "0-3")
 
 
 def test_another_time_trains_its_run_alone(study):
