@@ -103,17 +103,11 @@ def test_two_modules_with_and_without_a_prefix(local, tmp_path):
     assert run(study.folder, "--dry-run", "--rerun-triggers", "mtime", "params", "input")[0] == ran
 
 
-def git(folder, *arguments):
-    who = ("-c", "user.name=me", "-c", "user.email=me@example.org")
-    subprocess.run(("git", *who, *arguments), cwd=folder, check=True, capture_output=True)
-
-
 def test_deployed_and_pinned_to_a_tag(local, tmp_path):
     code = clone(tmp_path / "trak-core")
-    git(code, "init")
-    git(code, "add", ".")
-    git(code, "commit", "-m", "as it is")
-    git(code, "tag", "v0.1.0")
+    git = ("git", "-c", "user.name=me", "-c", "user.email=me@example.org")
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "as it is"), ("tag", "v0.1.0")):
+        subprocess.run((*git, *arguments), cwd=code, check=True, capture_output=True)
     program = Path(sys.executable).with_name("snakedeploy")
     run_deploy = (program, "deploy-workflow", "trak-core", "mine", "--tag", "v0.1.0")
     subprocess.run(run_deploy, cwd=tmp_path, check=True, capture_output=True)

@@ -5,8 +5,6 @@ import re
 from workspace import REPOSITORY
 
 PAGE = (REPOSITORY / "CONTRIBUTING.md").read_text()
-# Made by make, and no part of the repository.
-ENVIRONMENT = ".venv/"
 
 
 def named():
@@ -15,7 +13,7 @@ def named():
     words = {word for code in re.findall(r"`([^`\n]+)`", text) for word in code.split()}
     words |= {word for line in re.findall(r"^\$ (.*)", PAGE, flags=re.M) for word in line.split()}
     files = {word for word in words if "/" in word or (REPOSITORY / word).exists()}
-    return {file for file in files if not file.startswith(ENVIRONMENT)}
+    return {file for file in files if not file.startswith(".venv/")}  # which make makes
 
 
 def test_every_path_exists():
@@ -27,11 +25,9 @@ def test_every_path_exists():
 
 
 def test_every_room_and_every_lane_is_on_the_map():
-    rooms = (REPOSITORY / "trak_core").iterdir()
-    lanes = (REPOSITORY / "tests").iterdir()
     folders = {
         f"{path.relative_to(REPOSITORY)}/"
-        for path in (*rooms, *lanes)
+        for path in (*REPOSITORY.glob("trak_core/*/"), *REPOSITORY.glob("tests/*/"))
         if path.is_dir() and path.name not in {"__pycache__", "data"}
     }
     assert folders - named() == set()

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -119,9 +118,6 @@ def test_links_lead_to_what_exists():
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), (page, link)
-
-
-def test_paths_in_the_readme_exist():
     for path in ("config/digits.py", "config/config.yaml", "config/smoke.yaml"):
         assert path in PAGES[0].read_text()
-        assert Path(REPOSITORY, path).exists()
+        assert (REPOSITORY / path).exists()

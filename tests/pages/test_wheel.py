@@ -119,9 +119,7 @@ def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
     )
 
 
-@pytest.mark.skipif(
-    not (REPOSITORY / ".git").exists(), reason="runs in a checkout, which git knows"
-)
+@pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="runs in a checkout of git")
 def test_the_source_distribution_is_the_repository(tmp_path):
     """Without the network; what git doesn't know here is left out of the copy."""
     tracked = run("git", "ls-files", cwd=REPOSITORY).splitlines()

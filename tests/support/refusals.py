@@ -15,6 +15,7 @@ from workspace import REPOSITORY, Workspace, forked_python
 from trak_core.config.preflight import run_preflight
 from trak_core.config.schema import check_config, check_unique_keys
 from trak_core.config.specs import specs_of
+from trak_core.stages.preflight_study import preflight_study
 
 GOOD = {
     "model_output": "regression",
@@ -67,6 +68,20 @@ def check(workspace, config):
         validate(values, schema=SCHEMA)
         results = Path(values["results"])
         run_preflight(specs_of(values, results), results, is_stored=False)
+
+
+def preflight(study_file, splits, **more):
+    """Look at a study before any job, in this process, with the settings of a regression."""
+    preflight_study(
+        study_file=study_file,
+        model_output="regression",
+        weighting="plain",
+        parameter_patterns=None,
+        training=None,
+        splits=splits,
+        shards=dict.fromkeys(splits, 1),
+        **more,
+    )
 
 
 def refuse(workspace, config):

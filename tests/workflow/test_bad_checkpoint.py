@@ -4,6 +4,7 @@ import argparse
 import pickle
 import re
 import zipfile
+from functools import partial
 
 import pytest
 import torch
@@ -31,23 +32,22 @@ def net():
     return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def changed(**values):
-    state = {key: value.clone() for key, value in net().state_dict().items()}
-    return {**state, **{key.replace("_", "."): value for key, value in values.items()}}
+def save(path, state=None):
+    torch.save(net().state_dict() if state is None else state, path)
 
 
-def saved(path, state):
-    torch.save(state, path)
+def save_changed(path, key, value):
+    save(path, net().state_dict() | {key: value})
 
 
 def cut(path):
-    saved(path, changed())
+    save(path)
     path.write_bytes(path.read_bytes()[:-300])
 
 
 def flipped(path):
-    state = changed()
-    saved(path, state)
+    state = net().state_dict()
+    save(path, state)
     data = bytearray(path.read_bytes())
     data[data.index(state["0.weight"].numpy().tobytes())] ^= 1
     path.write_bytes(data)
@@ -55,7 +55,7 @@ def flipped(path):
 
 def marked_as_folder(path):
     """torch alone returns memory that nothing was read into."""
-    saved(path, changed())
+    save(path)
     data = bytearray(path.read_bytes())
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0"))
     data[entry + 38] ^= 0x10
@@ -63,7 +63,7 @@ def marked_as_folder(path):
 
 
 def bomb(path):
-    saved(path, changed())
+    save(path)
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a/data/9", bytes(2**24))
 
@@ -79,21 +79,21 @@ def empty_folder(path):
 
 
 def cut_safetensors(path):
-    save_file(changed(), path)
+    save_file(net().state_dict(), path)
     path.write_bytes(path.read_bytes()[:-10])
 
 
 def cut_wide_safetensors(path):
     """The first bytes of 2,600, of a header's length, are a bracket and an end of a line."""
-    save_file(changed(), path, metadata={"note": ""})
+    save_file(net().state_dict(), path, metadata={"note": ""})
     short = int.from_bytes(path.read_bytes()[:8], "little")
-    save_file(changed(), path, metadata={"note": "-" * (2600 - short)})
+    save_file(net().state_dict(), path, metadata={"note": "-" * (2600 - short)})
     assert path.read_bytes().startswith(b"(\n")
     path.write_bytes(path.read_bytes()[:-2])
 
 
 def cut_old(path):
-    torch.save(changed(), path, _use_new_zipfile_serialization=False)
+    torch.save(net().state_dict(), path, _use_new_zipfile_serialization=False)
     path.write_bytes(path.read_bytes()[:-10])
 
 
@@ -104,23 +104,67 @@ def other_zip(path):
 
 def scripted(path):
     """What torch knows an archive of TorchScript by."""
-    saved(path, changed())
+    save(path)
     with zipfile.ZipFile(path, "a") as file:
         file.writestr(f"{path.stem}/constants.pkl", b"")
 
 
 def damaged_list(path):
-    saved(path, changed())
+    save(path)
     data = bytearray(path.read_bytes())
     data[data.index(b"PK\x01\x02")] ^= 1
     path.write_bytes(data)
 
 
-NO_STATE = (
-    r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it fa"
-)
+NO_STATE = r"a checkpoint must be a state dict saved by torch\.save, or safetensors; .* Reading it"
+NOT_FINITE = r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take"
+CUT = r"Reading it failed: it was cut off, or is damaged\. Copy it again\.$"
+
+# States that torch.save writes as they are; weights take the place of those of the model.
+STATES = {
+    "a whole model": (net(), r"it holds torch\.nn\.modules\.container\.Sequential\. Save `model\."),
+    "arguments beside the weights": (
+        {"model": net().state_dict(), "args": argparse.Namespace(lr=0.1)},
+        r"Reading it failed: it holds argparse\.Namespace\. Save `model\.state_dict\(\)` and use",
+    ),
+    "a list of tensors": ([torch.zeros(1)], r"state dict \(names to .* Found list with no keys"),
+    "keys that are numbers": ({1: torch.zeros(1)}, r"state dict \(names to .* Found dict with 1"),
+    "keys missing, keys unknown": (
+        {"old.bias": torch.zeros(3)},
+        r"missing in the checkpoint: 0\.weight, .*; unknown to the model: old\.bias",
+    ),
+}
+WEIGHTS = {
+    "another shape": (
+        *("0.weight", torch.zeros(32, 9)),
+        r"of another shape: 0\.weight \(32, 9\) for \(32, 10\)",
+    ),
+    "quantized weights": (
+        *("0.weight", torch.ones(32, 10, dtype=torch.int8)),
+        r"of another type: 0\.weight torch\.int8, torch\.strided for torch\.float32",
+    ),
+    "sparse weights": (
+        *("2.weight", torch.ones(1, 32).to_sparse()),
+        r"of another type: 2\.weight torch\.float32, torch\.sparse_coo for torch\.float32",
+    ),
+    "complex weights": (
+        *("2.bias", torch.ones(1, dtype=torch.complex64)),
+        r"of another type: 2\.bias torch\.complex64",
+    ),
+    "NaN in the weights": ("2.bias", torch.tensor([float("nan")]), NOT_FINITE),
+    "infinity in the weights": ("2.bias", torch.tensor([float("inf")]), NOT_FINITE),
+    "gradients that overflow": (
+        *("2.weight", torch.full((1, 32), 3e38)),
+        r"Per-sample gradients must be finite\. Found NaN or infinity for the samples",
+    ),
+}
 
 CHECKPOINTS = {
+    **{name: (partial(save, state=state), words) for name, (state, words) in STATES.items()},
+    **{
+        name: (partial(save_changed, key=key, value=value), words)
+        for name, (key, value, words) in WEIGHTS.items()
+    },
     "no file": (lambda path: None, r"a checkpoint must exist\. Found nothing there"),
     "an empty file": (lambda path: path.write_bytes(b""), r"it is empty\. Copy it again\.$"),
     "zeros": (lambda path: path.write_bytes(bytes(999)), r"it begins with zeros alone\. Copy it"),
@@ -137,16 +181,10 @@ CHECKPOINTS = {
         r"it begins with b'\\x93NUMPY', as neither torch\.save's files nor safetensors do\. Save",
     ),
     "a cut file": (cut, r"as a zip file and doesn't end as one: it was cut off\. Copy it again\.$"),
-    "a cut file of an old torch": (
-        cut_old,
-        r"Reading it failed: it was cut off, or is damaged\. Copy it again\.$",
-    ),
+    "a cut file of an old torch": (cut_old, CUT),
     "a damaged list of parts": (damaged_list, r"the list of its parts is damaged: .*\. Copy it"),
-    "a cut safetensors file": (cut_safetensors, r"failed: it was cut off, or is damaged\. Copy it"),
-    "a cut safetensors file whose header's length is that of a text": (
-        cut_wide_safetensors,
-        r"failed: it was cut off, or is damaged\. Copy it",
-    ),
+    "a cut safetensors file": (cut_safetensors, CUT),
+    "a cut safetensors file whose header's length is that of a text": (cut_wide_safetensors, CUT),
     "a zip file of something else": (other_zip, NO_STATE),
     "TorchScript": (
         scripted,
@@ -155,61 +193,13 @@ CHECKPOINTS = {
     "a flipped bit": (flipped, r"the checksum of its part \S*/data/0 differs: the file is damaged"),
     "a part marked as a folder": (marked_as_folder, r"a part is a folder: the file is damaged"),
     "a bomb": (bomb, r"its parts are larger than the file: torch\.save never compresses"),
-    "a whole model": (
-        lambda path: saved(path, net()),
-        r"failed: it holds torch\.nn\.modules\.container\.Sequential\. Save `model\.state_dict",
-    ),
-    "arguments beside the weights": (
-        lambda path: saved(path, {"model": changed(), "args": argparse.Namespace(lr=0.1)}),
-        r"Reading it failed: it holds argparse\.Namespace\. Save `model\.state_dict\(\)` and use",
-    ),
     "a pickle that runs code": (
-        lambda path: saved(path, Evil(path.with_name("ran"))),
+        lambda path: save(path, Evil(path.with_name("ran"))),
         r"Reading it failed: it holds (_?io|builtins)\.open\. ",
     ),
     "a bare pickle that runs code": (
         lambda path: path.write_bytes(pickle.dumps({"0.weight": Evil(path.with_name("ran"))})),
         NO_STATE,
-    ),
-    "a list of tensors": (
-        lambda path: saved(path, list(changed().values())),
-        r"must be a state dict \(names to tensors\).* Found list with no keys",
-    ),
-    "keys that are numbers": (
-        lambda path: saved(path, {1: torch.zeros(1)}),
-        r"must be a state dict \(names to tensors\).* Found dict with 1",
-    ),
-    "keys missing, keys unknown": (
-        lambda path: saved(path, {"old.bias": torch.zeros(3)}),
-        r"missing in the checkpoint: 0\.weight, .*; unknown to the model: old\.bias",
-    ),
-    "another shape": (
-        lambda path: saved(path, changed(**{"0_weight": torch.zeros(32, 9)})),
-        r"of another shape: 0\.weight \(32, 9\) for \(32, 10\)",
-    ),
-    "quantized weights": (
-        lambda path: saved(path, changed(**{"0_weight": torch.ones(32, 10, dtype=torch.int8)})),
-        r"of another type: 0\.weight torch\.int8, torch\.strided for torch\.float32",
-    ),
-    "sparse weights": (
-        lambda path: saved(path, changed(**{"2_weight": torch.ones(1, 32).to_sparse()})),
-        r"of another type: 2\.weight torch\.float32, torch\.sparse_coo for torch\.float32",
-    ),
-    "complex weights": (
-        lambda path: saved(path, changed(**{"2_bias": torch.ones(1, dtype=torch.complex64)})),
-        r"of another type: 2\.bias torch\.complex64",
-    ),
-    "NaN in the weights": (
-        lambda path: saved(path, changed(**{"2_bias": torch.tensor([float("nan")])})),
-        r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take",
-    ),
-    "infinity in the weights": (
-        lambda path: saved(path, changed(**{"2_bias": torch.tensor([float("inf")])})),
-        r"a checkpoint's weights must be finite\. Found NaN or infinity in 2\.bias\. Take",
-    ),
-    "gradients that overflow": (
-        lambda path: saved(path, changed(**{"2_weight": torch.full((1, 32), 3e38)})),
-        r"Per-sample gradients must be finite\. Found NaN or infinity for the samples",
     ),
     "an empty folder": (empty_folder, r"must hold one of model\.safetensors.* Found notes\.txt"),
     "an index that leaves its folder": (
@@ -258,7 +248,7 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     paths = {"good": "c0.pt", **{name: f"all/{name}.pt" for name in ("cut", "old", "misfit")}}
     workspace.path("all").mkdir()
     cut(workspace.path(paths["cut"]))
-    saved(workspace.path(paths["misfit"]), changed(**{"0_weight": torch.zeros(32, 9)}))
+    save_changed(workspace.path(paths["misfit"]), "0.weight", torch.zeros(32, 9))
     save_weights(workspace.path(paths["old"]))
     config = {"study": STUDY, **GOOD, "checkpoints": paths}
     found = message(refuse(workspace, config))
@@ -267,11 +257,9 @@ def test_all_bad_checkpoints_are_told_of_before_any_job(workspace):
     del config["checkpoints"]["cut"], config["checkpoints"]["misfit"]
     workspace.config = config
     assert workspace.would_run()
-    saved(workspace.path(paths["old"]), {"net": changed()})
+    save(workspace.path(paths["old"]), {"net": net().state_dict()})
     found = message(refuse(workspace, config))
-    assert re.match(
-        r"all/old\.pt: a checkpoint must be .* Found dict with net\. Save the part", found
-    )
+    assert re.match(r"all/old\.pt: a checkpoint must .* Found dict with net\. Save the part", found)
 
 
 def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):

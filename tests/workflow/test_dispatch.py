@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from refusals import save_weights
+from refusals import GOOD, save_weights
 from workspace import REPOSITORY, forked_python
 
 from trak_core.provenance import code_digest
@@ -21,9 +21,7 @@ STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} -
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
 TRIGGERS = {"code", "signature", "digest"}
 EXACT = {
-    "model_output": "regression",
-    "checkpoints": {"c0": "c0.pt"},
-    "experiments": {"mine": {"targets": ["patient-342"]}},
+    **GOOD,
     "projection": "exact",
     "evaluation": {"ground_truth": "mine.h5"},
     "compute": {"conda": "mine/environment.yaml"},
@@ -109,10 +107,8 @@ def test_everything_reaches_the_stage_as_what_it_takes(jobs):
             for name, value in job[group].items():
                 if name not in hints:
                     continue
-                made, kinds = (
-                    convert_param(value, hints[name]),
-                    (hints[name], *typing.get_args(hints[name])),
-                )
+                made = convert_param(value, hints[name])
+                kinds = (hints[name], *typing.get_args(hints[name]))
                 specs = [k for k in SPECS if k in kinds]
                 if made is None:
                     assert type(None) in kinds, (rule, name)
@@ -136,10 +132,8 @@ def test_a_name_that_the_stage_does_not_take():
     """Not that a stage's default count in its place."""
     job = SimpleNamespace(
         **{key: {} for key in ("wildcards", "resources", "input", "output")},
-        rule="train_checkpoint",
-        threads=1,
+        **{"rule": "train_checkpoint", "threads": 1, "log": ["log"]},
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
-        log=["log"],
     )
     with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
         run(describe_job(job))
@@ -147,8 +141,7 @@ def test_a_name_that_the_stage_does_not_take():
 
 def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
     """A checkpoint's id and its file have one name."""
-    given = {}
-
+    given = []
     job = SimpleNamespace(
         rule="my_train_checkpoint",
         threads=3,
@@ -161,13 +154,8 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
     )
 
     def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
-        given.update(checkpoint=checkpoint, study=study_file, arguments=arguments, threads=threads)
+        given.append((checkpoint, study_file, arguments, threads))
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
     run(describe_job(job))
-    assert given == {
-        "checkpoint": Path("results/c0.pt"),
-        "study": Path("study.py"),
-        "arguments": {"seed": 1},
-        "threads": 3,
-    }
+    assert given == [(Path("results/c0.pt"), Path("study.py"), {"seed": 1}, 3)]

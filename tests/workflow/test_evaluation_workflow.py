@@ -4,6 +4,7 @@ import copy
 import re
 import shutil
 import subprocess
+from functools import partial
 
 import h5py
 import numpy as np
@@ -11,9 +12,9 @@ import pandas as pd
 import pytest
 import yaml
 from base_studies import EVALUATION, TRAINED
+from lds import features_of, lds_of
 from refusals import check
 from refused import refused
-from scipy.stats import spearmanr
 from workspace import REPOSITORY, forked_python, set_key
 
 from trak_core.config.rules import check_evaluation, check_sizes
@@ -57,23 +58,19 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
     assert pd.read_hdf(results / "retrained/25-26.h5", "masks").shape == (2, 150)
 
 
+FLIPPED = {
+    f"{rule}_flipped": 2
+    for rule in ("train_checkpoint", "compute_features", "compute_normal_matrix")
+}
 CHANGES = {
     "nothing": ({}, {}),
+    # 25-26 becomes 25-49.
     "more halves": (
         {"subsets": {"count": 52, "seeds": 2}},
-        # 25-26 becomes 25-49.
         {"retrain_subsets": 2, "evaluate_scores": 1},
     ),
     "another sweep": ({"sweep": {"damping": [1, 5]}}, {"evaluate_scores": 1}),
-    "other flips": (
-        {"flipped": {"fraction": 0.2}},
-        {
-            "train_checkpoint_flipped": 2,
-            "compute_features_flipped": 2,
-            "compute_normal_matrix_flipped": 2,
-            "find_flipped": 1,
-        },
-    ),
+    "other flips": ({"flipped": {"fraction": 0.2}}, {**FLIPPED, "find_flipped": 1}),
     "other removals": (
         {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
         {"retrain_without_random": 1, "retrain_without_top": 2, "compare_removals": 1},
@@ -119,53 +116,43 @@ def test_a_study_whose_training_takes_no_data(study):
         check(study, yaml.safe_dump(study.config).encode())
 
 
+UNKNOWN = ("config.unknown_experiment", "few", "'many'")
+COLUMNS = ("config.sweep_columns", "rademacher and normal", 32)
 BAD = {
-    "both": ({"evaluation.ground_truth": "x.h5"}, ("config.two_truths",)),
+    "both": ({"evaluation.ground_truth": "x.h5"}, "config.two_truths"),
     "settings without models": (
         {"evaluation.subsets": None, "evaluation.sweep": None, "evaluation.experiments": ["few"]},
-        ("config.no_truth", "evaluation.experiments"),
+        *("config.no_truth", "evaluation.experiments"),
     ),
     "a sweep without models": (
         {"evaluation.subsets": None, "evaluation.sweep": {}},
-        ("config.no_truth", "evaluation.sweep"),
+        *("config.no_truth", "evaluation.sweep"),
     ),
-    "unknown experiment": (
-        {"evaluation.experiments": ["many"]},
-        ("config.unknown_experiment", "few", "'many'"),
-    ),
-    "unknown removals experiment": (
-        {"evaluation.removals": {"experiment": "many"}},
-        ("config.unknown_experiment", "few", "'many'"),
-    ),
+    "unknown experiment": ({"evaluation.experiments": ["many"]}, *UNKNOWN),
+    "unknown removals experiment": ({"evaluation.removals": {"experiment": "many"}}, *UNKNOWN),
     "a question": (
         {"experiments.asked": {"data": "asked.tsv"}, "evaluation.experiments": ["asked"]},
-        ("config.evaluated_question", "asked"),
+        *("config.evaluated_question", "asked"),
     ),
     "questions alone": (
         {"experiments": {"asked": {"data": "asked.tsv"}}, "evaluation.removals": None},
-        ("config.no_own_targets",),
+        "config.no_own_targets",
     ),
-    "no training": ({"training": None}, ("config.no_training", "evaluation.subsets")),
-    "top_k": ({"scoring.keep": "top_k"}, ("config.incomplete_scores", "top_k")),
+    "no training": ({"training": None}, "config.no_training", "evaluation.subsets"),
+    "top_k": ({"scoring.keep": "top_k"}, "config.incomplete_scores", "top_k"),
     "no classes": (
         {"model_output": "regression"},
-        ("config.no_classes", "evaluation.flipped", "regression"),
+        *("config.no_classes", "evaluation.flipped", "regression"),
     ),
-    "exact": ({"projection": "exact"}, ("config.evaluation_of_features", "evaluation.sweep")),
-    "columns of another kind": (
-        {"projection.kind": "sjlt"},
-        ("config.sweep_columns", "rademacher and normal", 32, 16, "sjlt"),
-    ),
-    "too many columns": (
-        {"evaluation.sweep": {"proj_dim": [33]}},
-        ("config.sweep_columns", "rademacher and normal", 32, 33, "with rademacher"),
-    ),
+    "exact": ({"projection": "exact"}, "config.evaluation_of_features", "evaluation.sweep"),
+    "columns of another kind": ({"projection.kind": "sjlt"}, *COLUMNS, 16, "sjlt"),
+    "too many columns": ({"evaluation.sweep": {"proj_dim": [33]}}, *COLUMNS, 33, "with rademacher"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_evaluations_that_cannot_be(name):
-    change, (code, *values) = BAD[name]
+    change, code, *values = BAD[name]
     config = copy.deepcopy(FULL)
     check_evaluation(config)
     for path, value in change.items():
@@ -192,8 +179,7 @@ def test_any_part_will_do_alone():
 def test_the_default_study_is_measured():
     for name in ("config", "smoke"):
         config = yaml.safe_load((REPOSITORY / f"config/{name}.yaml").read_text())
-        asked = config["evaluation"]
-        assert {"subsets", "sweep", "flipped", "removals"} <= set(asked)
+        assert {"subsets", "sweep", "flipped", "removals"} <= set(config["evaluation"])
 
 
 def test_models_without_other_samples_are_refused(study):
@@ -210,41 +196,21 @@ def test_the_formula_of_trak_is_measured_beside_the_scores(evaluated, tmp_path):
     # A leftover of other settings.
     shutil.copy(results / "retrained/random.h5", results / "retrained/0-99.h5")
     program = REPOSITORY / "benchmarks/trak_formula.py"
-    run = subprocess.run(
-        [forked_python(), program, results, "few", "--dims", "16", "32"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    command = (forked_python(), program, results, "few", "--dims")
+    piped = partial(subprocess.run, capture_output=True, text=True)
+    run = piped((*command, "16", "32"), check=True)
     rows = {line.split()[0]: line.split() for line in run.stdout.splitlines()[2:]}
     stored = pd.read_hdf(results / "evaluation/few.h5", "summary").set_index("method")
     for column, found in zip(("lds", "low", "high"), rows["scores"][3:6], strict=True):
         assert float(found) == pytest.approx(stored.loc["scores", column], abs=6e-4)
-    masks, outputs = (
-        pd.concat([
-            pd.read_hdf(results / f"retrained/{part}.h5", key) for part in ("0-24", "25-26")
-        ])
-        for key in ("masks", "outputs")
-    )
     scores, weights = 0, 0
     for c in ("c0", "c1"):
-        phi, targets = (
-            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
-            for split in ("train", "few")
-        )
+        phi, targets = features_of(results, c)
         inverse = np.linalg.inv(phi.T @ phi)
         scores = scores + phi @ (inverse / np.abs(inverse).mean()) @ targets.T
         with h5py.File(results / f"scores/few/{c}.h5") as file:
             weights = weights + file["loss_weights"][:][:, None]
-    sums = masks.to_numpy() @ (scores * weights)
-    targets = pd.read_hdf(results / "scores/few.h5", "scores").columns.tolist()
-    mean = outputs[targets].groupby(level=0).mean().to_numpy()
-    lds = np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
+    lds = lds_of(results, scores * weights, "0-24", "25-26")
     assert float(rows["trak_0.3.2"][3]) == pytest.approx(lds, abs=6e-4)
-    short = subprocess.run(
-        [forked_python(), program, results, "few", "--dims", "64"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    short = piped((*command, "64"), check=False)
     assert "64 columns of rademacher with 32 are no projection" in short.stderr

@@ -130,13 +130,8 @@ def test_shards_that_are_done_stay_when_snakemake_or_a_job_is_told_to_stop(study
     assert shards() == [done]
     assert state(done) == before
 
-    assert study.run() == {
-        "compute_features_shard": 2,
-        "join_shards": 1,
-        "compute_normal_matrix": 1,
-        "compute_scores": 1,
-        "average_scores": 1,
-    }
+    once = ("join_shards", "compute_normal_matrix", "compute_scores", "average_scores")
+    assert study.run() == {"compute_features_shard": 2, **dict.fromkeys(once, 1)}
     check_same_scores(study, finished)
 
 
@@ -150,12 +145,11 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     before = state(done)
     os.killpg(running.process.pid, signal.SIGINT)
     assert running.finish() != 0
-    *_, said, last = running.output.splitlines()
-    assert said == "Stopping by Ctrl-C: waiting for running jobs to clear up."
-    assert last == (
+    assert running.output.splitlines()[-2:] == [
+        "Stopping by Ctrl-C: waiting for running jobs to clear up.",
         "Stopped by Ctrl-C. What is finished stays in results, and nothing there is half-written. "
-        "To go on, run the same command again."
-    )
+        "To go on, run the same command again.",
+    ]
     assert "Traceback" not in running.output
     assert "Error" not in running.output
     check_told_to_stop(study, begun[0], "(SIGINT), by Ctrl-C")

@@ -97,10 +97,7 @@ def run_job(body, folder, kilobytes=None):
     result = subprocess.run(
         (forked_python(), program),
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "check": False},
     )
     return result.returncode, (folder / "log").read_text(), result.stdout
 
@@ -132,11 +129,7 @@ def test_a_log_that_does_not_fit_sends_its_error_to_the_terminal(tmp_path):
 
 @pytest.mark.parametrize(
     "body",
-    [
-        "bytearray(1 << 60)",
-        "import numpy; numpy.empty(1 << 55)",
-        "import torch; torch.empty(1 << 55)",
-    ],
+    ["bytearray(1 << 60)", *(f"import {lib}; {lib}.empty(1 << 55)" for lib in ("numpy", "torch"))],
 )
 def test_every_library_s_lack_of_memory_is_explained(tmp_path, body):
     status, log, _ = run_job(body, tmp_path)

@@ -6,26 +6,14 @@ import yaml
 from workspace import REPOSITORY
 
 WITH_GPU = {
-    "compute_features",
-    "compute_features_shard",
-    "compute_gramian",
-    "compute_distortion",
-    "compute_embeddings",
-    "compute_features_flipped",
+    *("compute_features", "compute_features_shard", "compute_features_flipped"),
+    *("compute_gramian", "compute_distortion", "compute_embeddings"),
 }
-# Minutes to hours a job, or one for the whole study.
+# Minutes to hours a job, or one for the whole study; a report comes after what no group holds.
 APART = WITH_GPU | {
-    "train_checkpoint",
-    "train_checkpoint_flipped",
-    "retrain_subsets",
-    "retrain_without_random",
-    "retrain_without_top",
-    "evaluate_scores",
-    "compute_self_influence",
-    "find_flipped",
-    "compare_removals",
-    # After jobs that a group could not hold.
-    "write_report",
+    *("train_checkpoint", "train_checkpoint_flipped", "retrain_subsets", "retrain_without_random"),
+    *("retrain_without_top", "evaluate_scores", "compute_self_influence", "find_flipped"),
+    *("compare_removals", "write_report"),
 }
 
 

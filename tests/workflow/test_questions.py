@@ -6,11 +6,10 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from refusals import message
-from workspace import REPOSITORY, jobs
+from refusals import message, preflight
+from workspace import REPOSITORY
 
 from trak_core.errors import InputError
-from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 
@@ -70,19 +69,15 @@ def test_a_question_costs_its_own_gradient_and_scores(study):
     lines(study, [int(name.removeprefix("patient-")) for name in names], names)
     kept = {name: b for name, b in study.artifacts().items() if "train.h5" in name}
     question = 'experiments={"asked": {"data": "asked.jsonl"}}'
-    status, output = study.snakemake(
-        "results/answers/asked.html", "--cores", "2", "--config", question
-    )
-    assert status == 0, output
-    assert jobs(output) == {**ONE, "draw_influences": 1}
+    ran = study.run("results/answers/asked.html", "--config", question)
+    assert ran == {**ONE, "draw_influences": 1}
     assert {name: study.artifacts()[name] for name in kept} == kept
     asked, own = (
         pd.read_hdf(study.path(f"results/scores/{name}.h5"), "scores") for name in ("asked", "few")
     )
     assert list(asked.columns) == names
     np.testing.assert_array_equal(asked.to_numpy(), own.to_numpy())
-    page = study.path("results/answers/asked.html").read_text()
-    assert "progress " in page
+    assert "progress " in study.path("results/answers/asked.html").read_text()
     # Another question under the same name is another experiment's.
     lines(study, [341])
     assert study.would_run("results/scores/asked.h5", "--config", question) == ONE
@@ -105,17 +100,13 @@ def test_questions_in_python_and_in_a_table(study):
     }
     scores = [f"results/scores/{name}.h5" for name in ("code", "lines", "table")]
     assert study.run(*scores) == {rule: 3 * n for rule, n in ONE.items()}
-    found = {
-        name: pd.read_hdf(study.path(f"results/scores/{name}.h5"), "scores")
-        for name in ("code", "lines", "table")
-    }
-    assert list(found["code"].columns) == list(found["table"].columns) == ["first", "second"]
-    np.testing.assert_allclose(found["code"], found["table"], rtol=1e-5, atol=1e-12)
-    np.testing.assert_array_equal(found["lines"]["second"], found["table"]["second"])
+    code, rows, table = (pd.read_hdf(study.path(path), "scores") for path in scores)
+    assert list(code.columns) == list(table.columns) == ["first", "second"]
+    np.testing.assert_allclose(code, table, rtol=1e-5, atol=1e-12)
+    np.testing.assert_array_equal(rows["second"], table["second"])
     # What a question says counts for it alone.
-    study.path("asked.py").write_text(
-        QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
-    )
+    question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
+    study.path("asked.py").write_text(question)
     assert study.would_run(*scores) == ONE
 
 
@@ -137,16 +128,7 @@ def test_bad_questions_are_refused_by_the_look_beforehand(tmp_path, text, name, 
     study.write_text((REPOSITORY / "tests/studies/diabetes.py").read_text() + STUDY)
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=re.escape(words)):
-        preflight_study(
-            study_file=study,
-            model_output="regression",
-            weighting="plain",
-            parameter_patterns=None,
-            training=None,
-            splits={"asked": None},
-            shards={"asked": 1},
-            questions={"asked": str(tmp_path / name)},
-        )
+        preflight(study, {"asked": None}, questions={"asked": str(tmp_path / name)})
 
 
 def test_a_bad_question_is_refused_before_any_job(study):
@@ -155,15 +137,14 @@ def test_a_bad_question_is_refused_before_any_job(study):
     assert "every line must fill the same fields" in message(study.fail("--dry-run"))
 
 
+SEPARATORS = "one\u2028line, \u0085 too"
+
+
 @pytest.mark.parametrize(
     ("name", "written", "text"),
     [
-        (
-            "asked.jsonl",
-            '{"id": "a", "text": "one\u2028line, \u0085 too"}\n',
-            "one\u2028line, \u0085 too",
-        ),
-        ("asked.tsv", 'id\ttext\na\t"one\u2028line, \u0085 too"\n', "one\u2028line, \u0085 too"),
+        ("asked.jsonl", f'{{"id": "a", "text": "{SEPARATORS}"}}\n', SEPARATORS),
+        ("asked.tsv", f'id\ttext\na\t"{SEPARATORS}"\n', SEPARATORS),
         ("asked.tsv", 'id\ttext\na\t"a\nb"\n', "a\nb"),
     ],
 )

@@ -7,7 +7,6 @@ on one core, and shards.
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 
@@ -15,8 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import yaml
 from base_studies import TRAINED
+from running import Running
 from workspace import Workspace, scoring, set_key
 
 
@@ -51,14 +50,9 @@ def test_a_trained_checkpoint_that_changed(study):
     time.sleep(0.01)
     torch.save({k: v * 2 for k, v in state.items()}, path)
     assert study.would_write() == {
-        "features/c1/train.h5",
-        "features/c1/few.h5",
-        "features/c1/one.h5",
+        *(f"features/c1/{split}.h5" for split in ("train", "few", "one")),
         "normal_matrix/c1.h5",
-        "scores/few/c1.h5",
-        "scores/one/c1.h5",
-        "scores/few.h5",
-        "scores/one.h5",
+        *(f"scores/{name}.h5" for name in ("few/c1", "one/c1", "few", "one")),
     }
 
 
@@ -70,6 +64,7 @@ CHANGES = {
     "a checkpoint added": ("checkpoints.c3", {"seed": 3}, {"train_checkpoint": 1, **scoring(1, 2)}),
     "a checkpoint removed": ("checkpoints.c2", None, {"average_scores": 2}),
     "damping": ("scoring.damping", 1.5, SCORES),
+    "top influences": ("scoring.top", 2, {"average_scores": 2}),
     "combination": (
         "scoring",
         {**TRAINED["scoring"], "combine": "average_of_products", "loss_weight_power": 0.5},
@@ -91,11 +86,6 @@ def test_what_a_change_of_the_config_runs_again(study, name):
     path, value, rules = CHANGES[name]
     set_key(study.config, path, value)
     assert study.would_run() == rules
-
-
-def test_figures_and_report_are_made_again_from_new_scores(study):
-    study.config["scoring"]["top"] = 2
-    assert study.would_run("all") == {"average_scores": 2, **SHOWN}
 
 
 @pytest.mark.parametrize(
@@ -155,34 +145,15 @@ def test_shards_give_the_same_scores(trained, tmp_path):
     study.config["checkpoints"] = {"c0": {"seed": 0}}
     del study.config["experiments"]["one"]
     study.config["experiments"]["few"]["shards"] = 2
-    assert study.run() == {
-        "compute_features_shard": 5,
-        "join_shards": 2,
-        "compute_normal_matrix": 1,
-        "compute_scores": 1,
-        "average_scores": 1,
-    }
+    solved = {"compute_normal_matrix": 1, "compute_scores": 1, "average_scores": 1}
+    assert study.run() == {"compute_features_shard": 5, "join_shards": 2, **solved}
     assert not list(study.path("results/shards").rglob("*.h5"))
-    scores = [w.path("results/scores/few/c0.h5") for w in (trained, study)]
-    pair = [pd.read_hdf(path, "similarities") for path in scores]
-    assert pair[0].index.equals(pair[1].index)
-    expected, found = (frame.to_numpy() for frame in pair)
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+    expected, sharded = (
+        pd.read_hdf(w.path("results/scores/few/c0.h5"), "similarities") for w in (trained, study)
+    )
+    assert sharded.index.equals(expected.index)
+    assert np.abs(sharded - expected).to_numpy().max() < 1e-5 * np.abs(expected).to_numpy().max()
     assert study.would_run() == {}
-
-
-def test_every_stage_opens_in_pandas(trained):
-    results = trained.path("results")
-    frames = {
-        "features/c0/train.h5": ("features", (150, 32)),
-        "features/c0/few.h5": ("features", (6, 32)),
-        "normal_matrix/c0.h5": ("normal_matrix", (32, 32)),
-        "scores/few/c0.h5": ("similarities", (150, 6)),
-        "scores/few.h5": ("scores", (150, 6)),
-    }
-    for name, (key, shape) in frames.items():
-        assert pd.read_hdf(results / name, key).shape == shape
-    assert pd.read_hdf(results / "scores/few.h5", "scores", start=10, stop=12).shape == (2, 6)
 
 
 def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
@@ -191,21 +162,11 @@ def test_a_killed_run_goes_on_after_unlock(trained, tmp_path):
     It began on two cores and goes on on one, to the bytes of a run that nothing disturbed.
     """
     study = Workspace.make(tmp_path / "killed", "small_digits.py", TRAINED)
-    study.path("study.yaml").write_text(yaml.safe_dump(study.config))
-    command = (sys.executable, "-m", "snakemake", "--snakefile", study.snakefile)
-    process = subprocess.Popen(
-        [*command, "--configfile", "study.yaml", "--cores", "2", "all"],
-        cwd=study.folder,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    running = Running(study, "--cores", "2", "all")
     # The last one or two may not be in the records yet; those run again, to the same bytes.
-    while len(list(study.path("results").glob("features/*/*.h5"))) < 4:
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    running.wait_for(lambda: len(list(study.path("results").glob("features/*/*.h5"))) >= 4)
+    os.killpg(running.process.pid, signal.SIGKILL)
+    running.finish()
     finished = study.artifacts()
     assert 0 < len(finished) < 22
 

@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from lds import features_of, lds_of
 from own_checkpoints import OWN
 from refusals import check
 from refused import refused
-from scipy.stats import spearmanr
-from workspace import Workspace
+from workspace import Workspace, scoring
 
 STUDY = """
 from small_digits import *
@@ -54,26 +54,18 @@ def train_along(folder):
     study = Workspace.make(folder, "small_digits.py", copy.deepcopy(CONFIG))
     study.path("along.py").write_text(STUDY)
     study.config["study"] = "along.py"
+    once = (
+        *("retrain_subsets", "compute_self_influence", "find_flipped", "average_scores"),
+        *("evaluate_scores", "draw_influences", "write_report_first", "write_report"),
+    )
     assert study.run("all") == {
         # Runs with the same times share a rule; each is one job.
-        "train_checkpoint": 2,
-        "train_checkpoint_2": 1,
-        "train_checkpoint_flipped": 2,
-        "train_checkpoint_flipped_2": 1,
-        "compute_features": 14,
-        "compute_features_flipped": 7,
-        "compute_normal_matrix": 7,
-        "compute_normal_matrix_flipped": 7,
-        "compute_scores": 7,
+        **{"train_checkpoint": 2, "train_checkpoint_2": 1},
+        **{"train_checkpoint_flipped": 2, "train_checkpoint_flipped_2": 1},
+        **{"compute_features": 14, "compute_features_flipped": 7, "compute_scores": 7},
+        **{"compute_normal_matrix": 7, "compute_normal_matrix_flipped": 7},
         "compute_embeddings": 3,
-        "retrain_subsets": 1,
-        "compute_self_influence": 1,
-        "find_flipped": 1,
-        "average_scores": 1,
-        "evaluate_scores": 1,
-        "draw_influences": 1,
-        "write_report_first": 1,
-        "write_report": 1,
+        **dict.fromkeys(once, 1),
     }
     return study
 
@@ -143,13 +135,9 @@ def test_an_evaluation_says_what_being_along_gains(along):
     summary = pd.read_hdf(along.path("results/evaluation/few.h5"), "summary").set_index("method")
     curve = pd.read_hdf(along.path("results/evaluation/few.h5"), "checkpoints")
     assert curve["n_checkpoints"].tolist() == [1, 2, 3, 5, 7]
-    assert summary["kind"].to_dict() == {
-        "scores": "scores",
-        "ends_of_runs": "baseline",
-        "gradient_dot": "baseline",
-        "embedding_cosine": "baseline",
-        "noise_ceiling": "ceiling",
-    }
+    baselines = dict.fromkeys(("ends_of_runs", "gradient_dot", "embedding_cosine"), "baseline")
+    kinds = {"scores": "scores", **baselines, "noise_ceiling": "ceiling"}
+    assert summary["kind"].to_dict() == kinds
     assert summary.loc["scores", "behind"] == 0
     lds = summary["lds"]
     np.testing.assert_allclose(summary["behind"], lds["scores"] - lds, atol=1e-12)
@@ -157,44 +145,28 @@ def test_an_evaluation_says_what_being_along_gains(along):
     # The first three are one of each run, of different times.
     results = along.path("results")
     first = np.mean([term(results, c) for c in ("a-5", "b-3", "c-5")], axis=0)
-    assert abs(curve["lds"][2] - lds_of(results, first)) < 1e-9
-    assert abs(lds["ends_of_runs"] - lds_of_ends(along.path("results"))) < 1e-9
+    assert abs(curve["lds"][2] - lds_of(results, first, "0-3")) < 1e-9
+    assert abs(lds["ends_of_runs"] - lds_of_ends(results)) < 1e-9
 
 
 def lds_of_ends(results):
     """Of the last checkpoints, by TRAK's average, damped: dense matrices and ranks of SciPy."""
     similarities, weights = 0, 0
     for c in ("a-5", "b-5", "c-5"):
-        phi, targets = (
-            pd.read_hdf(results / f"features/{c}/{split}.h5", "features").to_numpy(float)
-            for split in ("train", "few")
-        )
+        phi, targets = features_of(results, c)
         shift = 2 * np.mean((phi**2).sum(1)) * np.eye(32)
         similarities = similarities + phi @ np.linalg.solve(phi.T @ phi + shift, targets.T)
         with h5py.File(results / f"scores/few/{c}.h5") as file:
             weights = weights + file["loss_weights"][:].astype(float)[:, None] ** 0.5
-    return lds_of(results, similarities * weights)
-
-
-def lds_of(results, scores):
-    masks, outputs = (pd.read_hdf(results / "retrained/0-3.h5", k) for k in ("masks", "outputs"))
-    sums = masks.to_numpy() @ scores
-    mean = outputs[CONFIG["experiments"]["few"]["targets"]].groupby(level=0).mean().to_numpy()
-    return np.mean([spearmanr(*pair).statistic for pair in zip(sums.T, mean.T, strict=True)])
+    return lds_of(results, similarities * weights, "0-3")
 
 
 def test_another_time_trains_its_run_alone(study):
     study.config["checkpoints"]["c"]["at"] = [2, 4, 5]
     planned = study.would_run()
-    # a and c are no longer asked for the same times: a rule of its own, but no job of a's.
-    trained = sum(n for rule, n in planned.items() if rule.startswith("train_checkpoint"))
-    assert trained == 1
-    assert {k: n for k, n in planned.items() if not k.startswith("train")} == {
-        "compute_features": 6,
-        "compute_normal_matrix": 3,
-        "compute_scores": 3,
-        "average_scores": 1,
-    }
+    # a and c no longer have the same times: a rule of its own, but no job of a's.
+    assert sum(n for rule, n in planned.items() if rule.startswith("train_checkpoint")) == 1
+    assert {k: n for k, n in planned.items() if not k.startswith("train")} == scoring(3, 1)
     assert study.run() == planned
     assert study.would_run() == {}
 

@@ -51,7 +51,7 @@ FOLDERS = {"run-2": "out/checkpoint-2", "run-4": "out/checkpoint-4", "other": "o
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory):
+def scored(tmp_path_factory):
     """Scored: a run with two checkpoints in a Trainer's folder, and one by itself."""
     study = Workspace.make(tmp_path_factory.mktemp("lora") / "study", "diabetes.py", {**CONFIG})
     study.path("study.py").write_text(STUDY)
@@ -70,6 +70,11 @@ def study(tmp_path_factory):
     return study
 
 
+@pytest.fixture
+def study(scored, tmp_path):
+    return scored.copy(tmp_path / "study")
+
+
 def expected(folder, checkpoint, ids):
     """Return projected gradients of log-odds by a loop, float64, on the model by peft itself."""
     model = lora.loaded(lora.llama(), folder, is_trainable=True).double()
@@ -82,37 +87,29 @@ def expected(folder, checkpoint, ids):
         log_odds = log_p - torch.log1p(-log_p.exp())
         gradients = torch.autograd.grad(log_odds, parameters)
         rows.append(torch.cat([gradient.flatten() for gradient in gradients]))
-    spec = ProjectionSpec(
-        kind="rademacher",
-        n_params=len(rows[0]),
-        proj_dim=PROJ_DIM,
-        seed=0,
-        stream=stream_of(checkpoint),
-    )
+    shape = {"n_params": len(rows[0]), "proj_dim": PROJ_DIM}
+    spec = ProjectionSpec(kind="rademacher", **shape, seed=0, stream=stream_of(checkpoint))
     return torch.stack(rows).numpy() @ projection_matrix(spec).astype(float) * spec.scale
 
 
 @pytest.mark.parametrize("checkpoint", FOLDERS)
-def test_features_are_those_of_a_loop_over_the_model_by_peft(study, checkpoint):
+def test_features_are_those_of_a_loop_over_the_model_by_peft(scored, checkpoint):
     ids = lora.texts(N_TRAIN + N_TARGETS)
     for split, chosen in (("train", ids[:N_TRAIN]), ("few", ids[[N_TRAIN, N_TRAIN + 2]])):
-        wanted = expected(study.path(FOLDERS[checkpoint]), checkpoint, chosen)
-        with open_artifact(
-            study.path(f"results/features/{checkpoint}/{split}.h5"), FEATURES
-        ) as file:
+        wanted = expected(scored.path(FOLDERS[checkpoint]), checkpoint, chosen)
+        path = scored.path(f"results/features/{checkpoint}/{split}.h5")
+        with open_artifact(path, FEATURES) as file:
             found = file.matrix("features")[:]
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * abs(wanted).max())
 
 
-def test_a_trainer_that_goes_on(study, tmp_path):
-    study = study.copy(tmp_path / "study")
+def test_a_trainer_that_goes_on(study):
     shutil.copytree(study.path("out/checkpoint-4"), study.path("out/checkpoint-10"))
-    (study.path("out/checkpoint-10/trainer_state.json")).write_text('{"global_step": 10}')
+    study.path("out/checkpoint-10/trainer_state.json").write_text('{"global_step": 10}')
     assert study.would_run() == scoring(1, 1)
 
 
-def test_an_adapter_of_other_settings_is_refused_before_any_job(study, tmp_path):
-    study = study.copy(tmp_path / "study")
+def test_an_adapter_of_other_settings_is_refused_before_any_job(study):
     config = study.path("out/checkpoint-4/adapter_config.json")
     config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 32'))
     output = study.fail()
@@ -121,9 +118,8 @@ def test_an_adapter_of_other_settings_is_refused_before_any_job(study, tmp_path)
     assert "Found of another setting: lora_alpha 32 for 8." in output
 
 
-def test_features_on_another_base_are_never_taken_together(study, tmp_path):
+def test_features_on_another_base_are_never_taken_together(study):
     """Snakemake doesn't look at the base, unless `data_files` says so; the files do."""
-    study = study.copy(tmp_path / "study")
     shard = min(study.path("base").glob("model-*.safetensors"))
     weights = {name: weight + 0.1 for name, weight in load_file(shard).items()}
     save_file(weights, shard, metadata={"format": "pt"})
@@ -137,8 +133,7 @@ def test_features_on_another_base_are_never_taken_together(study, tmp_path):
     assert study.run("results/scores/few/other.h5")["compute_features"] == 2
 
 
-def test_a_model_without_the_adapter_is_refused(study, tmp_path):
-    study = study.copy(tmp_path / "study")
+def test_a_model_without_the_adapter_is_refused(study):
     text = study.path("study.py").read_text()
     study.path("study.py").write_text(
         text.replace("return PeftModel.from_pretrained(", "return (").replace(', "other")', ")")
@@ -151,8 +146,7 @@ def test_a_model_without_the_adapter_is_refused(study, tmp_path):
     assert "Found LlamaForCausalLM. Return `PeftModel.from_pretrained(base, folder)`" in output
 
 
-def test_of_a_frozen_model_all_is_refused_before_any_job(study, tmp_path):
-    study = study.copy(tmp_path / "study")
+def test_of_a_frozen_model_all_is_refused_before_any_job(study):
     study.config["parameters"] = "all"
     output = study.fail()
     assert "The model must have a parameter with requires_grad. Found none of 29" in output
