@@ -158,8 +158,8 @@ def main() -> None:
             cost = measured(
                 "compute_scores",
                 scores=scores,
-                train=train,
-                targets=target,
+                train_path=train,
+                targets_path=target,
                 normal_matrix=matrix,
                 spec=own,
                 keep=options.keep,
