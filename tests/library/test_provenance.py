@@ -10,7 +10,7 @@ import pytest
 from refused import refused
 
 from trak_core import provenance
-from trak_core.config.specs import study_digests
+from trak_core.config.job_specs import study_digests
 from trak_core.provenance import code_digest, content_digest, study_digest
 
 PACKAGE = Path(provenance.__file__).parent

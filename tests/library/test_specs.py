@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trak_core.config.specs import specs_of
+from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
 from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, parse_spec, projection_of, usual_kind

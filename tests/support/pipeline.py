@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trak_core.config.specs import targets_digest
+from trak_core.config.job_specs import targets_digest
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores

@@ -1,4 +1,4 @@
-"""To refuse files that don't belong together, or that were made for another config."""
+"""Refuse files that don't belong together, or that were made for another config."""
 
 from collections.abc import Sequence
 from pathlib import Path

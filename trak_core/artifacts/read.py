@@ -1,4 +1,4 @@
-"""To read artifacts, after making sure of all of them, and frames that users wrote with pandas.
+"""Read artifacts, after making sure of all of them, and frames that users wrote with pandas.
 
 Nothing is unpickled. Few files are open at a time, because one job may read thousands: an open HDF5
 file takes 0.8 MB, and on most systems a process may have 1,024 files open.

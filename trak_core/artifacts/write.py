@@ -1,4 +1,4 @@
-"""To write artifacts: whole under their final names, or not at all."""
+"""Write artifacts: whole under their final names, or not at all."""
 
 import contextlib
 import json

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trak_core.autograd.backward import backward, hooked, show, take_rows
+from trak_core.autograd.batched_backward import backward, hooked, show, take_rows
 from trak_core.autograd.closed_forms import closed_form, has_form
 from trak_core.autograd.contributions import Consumer, Contribution, Dense, transposed
 from trak_core.autograd.graph import (

@@ -1,4 +1,4 @@
-"""Measures how well scores predict retraining, and how well two sets agree; NumPy only.
+"""Measure how well scores predict retraining, and how well two sets agree; NumPy only.
 
 A *subset sum* is the sum of a target's scores over a subset of the training samples. The linear
 datamodeling score (LDS) of a target is the Spearman correlation, over subsets, between the outputs

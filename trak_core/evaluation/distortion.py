@@ -1,4 +1,4 @@
-"""Predicts how far a projection keeps norms and inner products, and measures it; NumPy only.
+"""Predict how far a projection keeps norms and inner products, and measure it; NumPy only.
 
 Every kind of projection is unbiased. Most keep some of the coordinates exactly where they are
 alone: a single one (``rademacher``, ``sjlt``: its entries square to one number), or each block of

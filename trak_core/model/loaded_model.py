@@ -18,8 +18,8 @@ from trak_core.gradients import (
     memory_by_length,
     select_parameters,
 )
+from trak_core.model.length_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
-from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import parameters_digest

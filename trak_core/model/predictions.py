@@ -18,8 +18,8 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
+from trak_core.model.length_order import order_samples
 from trak_core.model.named_output import model_output
-from trak_core.model.sample_order import order_samples
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.split import Split

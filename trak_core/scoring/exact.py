@@ -1,4 +1,4 @@
-"""Solves TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
+"""Solve TRAK's formula in its dual form, for Gramians of n x n; NumPy and SciPy only."""
 
 from dataclasses import dataclass
 from typing import Self

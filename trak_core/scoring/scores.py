@@ -1,4 +1,4 @@
-"""Turns features into scores, block by block; NumPy only."""
+"""Turn features into scores, block by block; NumPy only."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sums the normal matrix and solves with it, damped; NumPy and SciPy only, sums in float64."""
+"""Sum the normal matrix and solve with it, damped; NumPy and SciPy only, sums in float64."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reads what retrained models say, of the pipeline's own retraining or of a user's."""
+"""Read what retrained models say, of the pipeline's own retraining or of a user's."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Reads and writes what several stages share of features, normal matrices and scores."""
+"""Read and write what several stages share of features, normal matrices and scores."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

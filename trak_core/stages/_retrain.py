@@ -1,4 +1,4 @@
-"""Retrains models on parts of the training data, and keeps what they make of all targets.
+"""Retrain models on parts of the training data, and keep what they make of all targets.
 
 A file of retrained models holds three frames:
 

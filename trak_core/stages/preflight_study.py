@@ -28,8 +28,8 @@ from trak_core.gradients import (
     select_parameters,
     shapes_of,
 )
+from trak_core.model.length_order import naming_text
 from trak_core.model.named_output import model_output as named_output
-from trak_core.model.sample_order import naming_text
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, Weighting
 from trak_core.study.checkpoints import check_checkpoint

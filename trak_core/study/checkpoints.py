@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.study.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
-from trak_core.study.tensor_files import read_shapes, read_tensors
+from trak_core.study.read_tensors import read_shapes, read_tensors
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (

@@ -14,7 +14,7 @@ from snakemake.utils import validate
 import trak_core
 from trak_core.config.preflight import check_sources, run_preflight
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
-from trak_core.config.specs import specs_of
+from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature, study_imports
 from trak_core.system.fork_server import can_fork, start_fork_server

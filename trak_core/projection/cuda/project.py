@@ -1,4 +1,4 @@
-"""The door to the kernels: checks that they can run here and that they make the right matrix."""
+"""Project on a GPU, once kernels can run there and are known to make the right matrix."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
