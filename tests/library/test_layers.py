@@ -107,7 +107,7 @@ LIGHT = [
         ("trak_core.model_outputs.table", HEAVY),
         ("trak_core.spec", HEAVY),
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_budget", "tables", "schema")),
-        *((f"trak_core.config.{name}", HEAVY) for name in ("rules", "specs", "preflight")),
+        *((f"trak_core.config.{name}", HEAVY) for name in ("rules", "job_specs", "preflight")),
         ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.exact", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
