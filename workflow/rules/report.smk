@@ -54,17 +54,3 @@ if measured_files:
             config=specs.reported_first,
         message:
             "Writing the first report: {output.report}"
-
-
-def name_results():
-    """Say where a run has put what its user wants to read."""
-    jobs = list(workflow.dag.jobs)
-    scores = {
-        f"{folder}/scores/{job.wildcards.experiment}.h5"
-        for job in jobs
-        if job.rule.name in ("average_scores", "compute_exact_scores")
-    }
-    if scores:
-        logger.info(f"Scores: {', '.join(sorted(scores))}")
-    if any(job.rule.name == "write_report" for job in jobs):
-        logger.info(f"Report: {folder}/report.html")
