@@ -74,8 +74,11 @@ def test_a_state_dict_under_another_key_is_saved_again_without_a_model(
     state, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    torch.save({"epoch": 3, "opt": {}, "net": state}, path := Path("a.pt"))
-    with refused("study.state_dict", path, "dict with epoch, opt, net") as error:
+    kept = {"epoch": 3, "losses": torch.ones(2), "opt": {}, "net": state}
+    torch.save(kept, path := Path("a.pt"))
+    with refused("study.state_dict", path, "dict with epoch, losses, opt, net"):
+        check_checkpoint(net(), path)
+    with refused("study.state_dict", path, "dict with epoch, losses, opt, net") as error:
         load_checkpoint(net(), path)
     call = str(error.value).split("`")[-2]
     assert call == "torch.save(torch.load('a.pt')['net'], 'a-weights.pt')"

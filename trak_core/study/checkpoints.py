@@ -99,7 +99,9 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
     if _is_state_dict(saved):
         return saved
     entries = saved if isinstance(saved, dict) else {}
-    within = [key for key, value in entries.items() if value and _is_state_dict(value)]
+    # Not `if value`: a tensor has no truth.
+    parts = {key: value for key, value in entries.items() if isinstance(value, dict) and value}
+    within = [key for key, value in parts.items() if _is_state_dict(value)]
     remedy = _REMEDY
     if within:
         name = path.with_stem(f"{path.stem}-weights").name
