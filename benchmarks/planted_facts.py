@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 
 from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
 from trak_core.evaluation.lds import GroundTruth
-from trak_core.model.predictions import outputs_and_predictions
+from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages.retrain_subsets import retrain_subsets

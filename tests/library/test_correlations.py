@@ -13,7 +13,7 @@ from trak_core.evaluation.correlations import (
     rank_correlations,
     reliability,
 )
-from trak_core.study.draws import (
+from trak_core.study.retraining_draws import (
     flipped_labels,
     flipped_samples,
     random_half,

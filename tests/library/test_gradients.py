@@ -13,8 +13,7 @@ from architectures import Net
 from refused import refused
 from torch import nn
 
-from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method
-from trak_core.gradients import batch as batch_module
+from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method, model_inputs
 from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
 from trak_core.gradients.checks import (
     check_finite,
@@ -294,8 +293,8 @@ def test_what_is_computed_in_half_precision_may_differ_by_as_much():
     wide = nn.Sequential(nn.Linear(40, 200), nn.ReLU(), nn.Linear(200, 5))
     model, batch = Net(autocast, {"net": lambda: wide}), (torch.randn(8, 40), torch.arange(8) % 5)
     check_samples_apart(model, CLASSIFICATION, batch)
-    assert batch_module.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
-    assert batch_module.rounding(wide, as_batch(batch, CLASSIFICATION)) == 2**-11.5
+    assert model_inputs.rounding(model, as_batch(batch, CLASSIFICATION)) == 2**-3.5
+    assert model_inputs.rounding(wide, as_batch(batch, CLASSIFICATION)) == 2**-11.5
     assert chosen(model, batch) is gradients_at_once
 
 

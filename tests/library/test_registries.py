@@ -13,8 +13,8 @@ from refused import FOLDER, refused, wordings
 from trak_core import provenance
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
-from trak_core.projection.cpu import slices
-from trak_core.projection.cuda import method
+from trak_core.projection.cpu import project
+from trak_core.projection.cuda import choose_kernel
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionKind, ProjectionSpec
 
@@ -83,15 +83,15 @@ def test_tags_are_told_apart_and_fit_the_counter():
 def test_each_kind_has_a_definition_and_a_kernel(kind):
     spec = of_kind(kind)
     assert projection_matrix(spec).shape == (16, 8)
-    assert slices.slice_length(spec) >= 8
-    assert kind in slices._KERNELS
+    assert project.slice_length(spec) >= 8
+    assert kind in project._KERNELS
 
 
 def test_a_kind_without_a_kernel_for_gpus_is_refused(monkeypatch):
-    monkeypatch.setattr(method, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(choose_kernel, "capability_of", lambda _: (9, 0))
     spec = ProjectionSpec(kind="identity", n_params=8, proj_dim=8, seed=0, stream=0)
     with refused("projection.gpu_kind", "identity"):
-        method.choose(spec, torch.float32, torch.device("cpu"))
+        choose_kernel.choose(spec, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

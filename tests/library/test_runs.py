@@ -4,7 +4,12 @@ import json
 
 import pytest
 
-from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.checkpoint_list import (
+    Checkpoint,
+    checkpoint_table,
+    come_from_along_runs,
+    runs_of,
+)
 from trak_core.errors import InputError
 from trak_core.spec import FeaturesSpec, ScoresSpec
 

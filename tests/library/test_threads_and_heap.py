@@ -45,7 +45,7 @@ worker.join()
 assert worker.exitcode == 0, worker.exitcode
 
 # Threads of OpenMP end and come back. A fork has ended those of other libraries.
-from trak_core.projection.cpu.slices import pause_openmp
+from trak_core.projection.cpu.project import pause_openmp
 spun = running()
 pause_openmp()
 until = time.monotonic() + 10

@@ -15,7 +15,7 @@ from projections import KINDS, SEED, real_gradients, spec_of
 
 import trak_core
 from trak_core.projection import project
-from trak_core.projection.cpu.slices import slice_length
+from trak_core.projection.cpu.project import slice_length
 from trak_core.projection.reference import (
     philox4x32_reference,
     project_reference,

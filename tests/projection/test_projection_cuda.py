@@ -13,16 +13,16 @@ from refused import refused
 from trak_core.projection import project
 from trak_core.projection.cpu.normal import normal_entry
 from trak_core.projection.cuda import (
-    device,
+    availability,
+    choose_kernel,
+    device_functions,
     hadamard,
-    machine,
     portable,
     project_cuda,
     sjlt,
     slices,
     tensor_core,
 )
-from trak_core.projection.cuda import method as method_module
 from trak_core.projection.cuda import project as project_module
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec
@@ -60,7 +60,7 @@ def small_and_poisoned(monkeypatch):
     monkeypatch.setattr(hadamard, "INNER", 128)
     monkeypatch.setattr(hadamard, "FLUSH", 4)
     monkeypatch.setattr(sjlt, "MOST_COLUMNS", 8)
-    monkeypatch.setattr(method_module, "require_right_matrix", lambda *_: None)
+    monkeypatch.setattr(choose_kernel, "require_right_matrix", lambda *_: None)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
 
@@ -86,10 +86,10 @@ def use(monkeypatch):
         if HAS_GPU and has_tensor_cores and torch.cuda.get_device_capability() < (8, 0):
             pytest.skip("runs where the GPU has compute capability 8.0")
         capability = (8, 0) if has_tensor_cores else (7, 5)
-        monkeypatch.setattr(method_module, "capability_of", lambda _: capability)
+        monkeypatch.setattr(choose_kernel, "capability_of", lambda _: capability)
         fields = {**fields, **changes}
         spec = ProjectionSpec(n_params=n_params, seed=seed, stream=stream, **fields)
-        assert method_module.choose(spec, torch.float32, DEVICE).name == kernel
+        assert choose_kernel.choose(spec, torch.float32, DEVICE).name == kernel
         return spec
 
     return use_case
@@ -266,7 +266,7 @@ def test_every_level_of_normal_is_the_cpus():
         [sum(min(max(s - 255 * i, 0), 255) << (8 * i) for i in range(4)) for s in range(1021)],
         np.uint32,
     )
-    levels = [device.normal_of(word) for word in words]
+    levels = [device_functions.normal_of(word) for word in words]
     np.testing.assert_array_equal(levels, [normal_entry.py_func(word) for word in words])
     assert len(set(levels)) == 1021
 
@@ -330,9 +330,9 @@ def test_runs_cover_every_slice_once():
     ],
 )
 def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, monkeypatch):
-    monkeypatch.setattr(method_module, "capability_of", lambda _: capability)
+    monkeypatch.setattr(choose_kernel, "capability_of", lambda _: capability)
     spec = ProjectionSpec(kind=kind, n_params=9, proj_dim=4, seed=0, stream=0)
-    method = method_module.choose(spec, dtype, DEVICE)
+    method = choose_kernel.choose(spec, dtype, DEVICE)
     assert method.name == name
     assert (method.n_planes == 2) == (name == "tensor_core" and dtype is torch.float32)
 
@@ -345,37 +345,37 @@ WHERE = re.compile(r"(?<=Found on ).* wrong of .* coordinate .*(?= Project on th
 class TestSelfTest:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(method_module, "_passed", set())
-        monkeypatch.setattr(method_module, "COLUMNS", 35)
-        monkeypatch.setattr(method_module, "STEP", 23)
+        monkeypatch.setattr(choose_kernel, "_passed", set())
+        monkeypatch.setattr(choose_kernel, "COLUMNS", 35)
+        monkeypatch.setattr(choose_kernel, "STEP", 23)
 
     # From before the fixture that spares the other tests the self-test.
-    run = staticmethod(method_module.require_right_matrix)
+    run = staticmethod(choose_kernel.require_right_matrix)
 
     def check(self, spec, dtype, n_samples):
-        method = method_module.choose(spec, dtype, DEVICE)
+        method = choose_kernel.choose(spec, dtype, DEVICE)
         self.run(method, spec, dtype, DEVICE, n_samples)
 
     @pytest.mark.parametrize(("name", "dtype"), list(zip(CASES, DTYPES * 3, strict=False)), ids=str)
     def test_right_kernels_pass_once(self, name, dtype, use, monkeypatch):
         spec = use(name, 100)
         self.check(spec, dtype, 3)
-        monkeypatch.setattr(method_module, "projection_matrix", None)  # not called again
+        monkeypatch.setattr(choose_kernel, "projection_matrix", None)  # not called again
         self.check(spec, dtype, 3)
 
     def test_each_variant_is_tested(self, use):
         for n_samples in (2, 3):
             self.check(use("portable-normal", 100), torch.float32, n_samples)
-        assert len(method_module._passed) == 2
+        assert len(choose_kernel._passed) == 2
 
     def test_comes_before_the_first_projection(self, use, monkeypatch):
-        monkeypatch.setattr(method_module, "require_right_matrix", self.run)
-        monkeypatch.setattr(method_module, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
+        monkeypatch.setattr(choose_kernel, "require_right_matrix", self.run)
+        monkeypatch.setattr(choose_kernel, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
         with refused("projection.kernel_differs", "kernel portable", WHERE):
             projected(torch.ones((1, 100)), use("portable-rademacher", 100), 0)
 
     def test_wrong_kernel_is_an_error(self, use, monkeypatch):
-        @device.device_function
+        @device_functions.device_function
         def never_negative(word, bit):
             del word, bit
             return np.float32(1)
@@ -399,9 +399,12 @@ class TestSelfTest:
 
 def test_what_a_machine_lacks_is_named(monkeypatch):
     """A package, then a driver, then its libraries, then a GPU that is not too old."""
-    monkeypatch.setattr(machine, "is_simulated", lambda: False)
-    monkeypatch.setattr(machine, "require_numba_cuda", machine.require_numba_cuda.__wrapped__)
-    monkeypatch.setattr(project_module, "require_numba_cuda", machine.require_numba_cuda)
+    monkeypatch.setattr(availability, "is_simulated", lambda: False)
+    require = availability.require_numba_cuda.__wrapped__
+    monkeypatch.setattr(availability, "require_numba_cuda", require)
+        availability, "require_numba_cuda", availability.require_numba_cuda.__wrapped__
+    )
+    monkeypatch.setattr(project_module, "require_numba_cuda", require)
     spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
 
     def check(code, *values):
@@ -423,13 +426,13 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
     with refused("projection.capability", "7.0", "6.1 (P40)"):
-        machine.capability_of(torch.device("cuda", 0))
+        availability.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")
 def test_the_simulator_takes_no_gpu():
     with refused("projection.simulated"):
-        machine.capability_of(torch.device("cuda", 0))
+        availability.capability_of(torch.device("cuda", 0))
 
 
 def test_hadamard_says_its_limit(use, monkeypatch):

@@ -11,8 +11,9 @@ import pytest
 from projections import KINDS, real_gradients, spec_of
 
 from trak_core.projection import project
-from trak_core.projection.cpu import rademacher, slices
-from trak_core.projection.cpu.slices import slice_length
+from trak_core.projection.cpu import project as slicing
+from trak_core.projection.cpu import rademacher
+from trak_core.projection.cpu.project import slice_length
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,13 +33,13 @@ def test_blocks_batches_and_threads_change_no_bit(kind):
 def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
     """Fewer slices than keep the threads busy, and samples enough for more than one share."""
     cut = []
-    shares = slices._shares
-    kernel = slices._KERNELS[kind]
+    shares = slicing._shares
+    kernel = slicing._KERNELS[kind]
     n_samples = max(2 * kernel.share, kernel.most if kernel.most < 100 else 0) + 5
     gradients, spec = real_gradients(n_samples, 700), spec_of(kind, 700 + 77, 17)
-    monkeypatch.setattr(slices, "_shares", lambda n, *_: [slice(0, n)])
+    monkeypatch.setattr(slicing, "_shares", lambda n, *_: [slice(0, n)])
     whole = project(gradients, spec, offset=77)
-    monkeypatch.setattr(slices, "_shares", lambda *what: cut.append(shares(*what)) or cut[-1])
+    monkeypatch.setattr(slicing, "_shares", lambda *what: cut.append(shares(*what)) or cut[-1])
     blocks = np.split(gradients, [1, 1, 130, 697], axis=1)
     for threads in (1, 2, 3):
         np.testing.assert_array_equal(project(blocks, spec, offset=77, threads=threads), whole)
@@ -48,9 +49,9 @@ def test_shares_of_the_samples_change_no_bit(kind, monkeypatch):
 
 @pytest.mark.parametrize("threads", [1, 2, 16])
 def test_shares_are_all_samples_and_enough_for_the_threads(threads):
-    kernel = slices._Kernel(print, 1, share=16, most=128)
+    kernel = slicing._Kernel(print, 1, share=16, most=128)
     for n_samples, n_slices in product([1, 16, 33, 64, 128, 129, 400], [1, 3, 5, 20]):
-        shares = slices._shares(n_samples, kernel, n_slices, threads)
+        shares = slicing._shares(n_samples, kernel, n_slices, threads)
         samples = [i for share in shares for i in range(share.start, min(share.stop, n_samples))]
         assert samples == list(range(n_samples))
         assert all(share.start % 16 == 0 and share.stop - share.start <= 128 for share in shares)
@@ -74,9 +75,9 @@ def test_waves_change_no_bit(monkeypatch):
     spec = spec_of("rademacher", gradients.shape[1], 8)
     expected = project(gradients, spec)
     for wave in (1, 2, 100):
-        monkeypatch.setattr(slices, "_WAVE", wave)
+        monkeypatch.setattr(slicing, "_WAVE", wave)
         np.testing.assert_array_equal(project(gradients, spec, threads=2), expected)
-    monkeypatch.setattr(slices, "_WAVE_BYTES", 0)  # one result a thread
+    monkeypatch.setattr(slicing, "_WAVE_BYTES", 0)  # one result a thread
     np.testing.assert_array_equal(project(gradients, spec, threads=3), expected)
 
 
@@ -91,7 +92,7 @@ def test_an_error_in_one_slice_ends_all(bad):
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        list(slices._in_order(map(partial, repeat(call), range(100)), 3, 100))
+        list(slicing._in_order(map(partial, repeat(call), range(100)), 3, 100))
     before = len(done)
     assert before <= bad + 5
     time.sleep(0.05)

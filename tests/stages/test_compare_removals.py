@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from trak_core.artifacts import ArtifactError
 from trak_core.stages.compare_removals import compare_removals, mean_interval
 from trak_core.stages.retrain_without import retrain_without
-from trak_core.study.draws import training_seed
+from trak_core.study.retraining_draws import training_seed
 
 
 def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):

@@ -12,9 +12,9 @@ from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 from trak_core.artifacts import verify
 from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
-from trak_core.report.format import signed
+from trak_core.report.describe_samples import EACH, find_examples
+from trak_core.report.number_formats import signed
 from trak_core.report.read import read_experiment
-from trak_core.report.samples import EACH, find_examples
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
@@ -146,7 +146,7 @@ def test_odd_texts_are_read_as_they_are(results, shown_as):
 
 
 def test_targets_left_out_of_an_answer_are_said_to_be(results, tmp_path, monkeypatch):
-    monkeypatch.setattr("trak_core.report.samples._TARGETS", 1)
+    monkeypatch.setattr("trak_core.report.describe_samples._TARGETS", 1)
     _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DESCRIBE))
     page = Page(answer.read_text())
     assert "3 more targets are not shown here: scores/mine.h5" in page.text

@@ -12,7 +12,7 @@ from trak_core.stages.compute_normal_matrix import compute_normal_matrix
 from trak_core.stages.compute_self_influence import compute_self_influence
 from trak_core.stages.find_flipped import find_flipped
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.study.draws import flipped_labels
+from trak_core.study.retraining_draws import flipped_labels
 
 JOB = {"code": "code", "memory_mb": 300}
 

@@ -9,7 +9,7 @@ import pytest
 from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, create
-from trak_core.config.memory_budget import (
+from trak_core.config.memory_needs import (
     Need,
     average_need,
     check_memory,

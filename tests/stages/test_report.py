@@ -44,9 +44,9 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.report.format import number
+from trak_core.report.describe_samples import EACH
+from trak_core.report.number_formats import number
 from trak_core.report.render import rendered
-from trak_core.report.samples import EACH
 from trak_core.report.warnings import study_warnings
 
 ERRORS = ["measured", "standard_error", "predicted"]

@@ -10,9 +10,9 @@ import torch
 from matplotlib.pyplot import imread
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.format import number, of_target, of_training_sample, plural, signed
+from trak_core.report.describe_samples import drawn, printed, readable, targets_shown
+from trak_core.report.number_formats import number, of_target, of_training_sample, plural, signed
 from trak_core.report.read import read_timings
-from trak_core.report.samples import drawn, printed, readable, targets_shown
 
 
 def decoded(picture):

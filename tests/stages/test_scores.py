@@ -13,8 +13,8 @@ from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
 from trak_core.model.device import find_device
 from trak_core.model.features import projecting_device
-from trak_core.model.predictions import warn_of_saturation
-from trak_core.projection.cuda import machine
+from trak_core.model.sample_outputs import warn_of_saturation
+from trak_core.projection.cuda import availability
 from trak_core.stages import compute_features as features
 
 
@@ -267,8 +267,8 @@ def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypat
 
 def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(machine, "is_simulated", lambda: False)
+    monkeypatch.setattr(availability, "is_simulated", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    machine.require_numba_cuda.cache_clear()
+    availability.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="needs the package numba-cuda"):
         projecting_device("cuda")

@@ -13,7 +13,7 @@ from refused import refused
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, open_artifact
 from trak_core.errors import InputError
 from trak_core.model.length_order import order_samples
-from trak_core.model.predictions import outputs_and_predictions
+from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of

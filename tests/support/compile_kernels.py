@@ -19,8 +19,7 @@ from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
-from trak_core.projection.cuda import method as method_module
-from trak_core.projection.cuda import slices
+from trak_core.projection.cuda import choose_kernel, slices
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -161,11 +160,11 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
     for kernel_name, kind, proj_dim, rows, dtype in cases:
         # The portable kernel is for GPUs whose tensor cores don't know m16n8k16.
         assumed = (7, 5) if kernel_name == "portable" else (8, 0)
-        method_module.capability_of = lambda _, assumed=assumed: assumed
+        choose_kernel.capability_of = lambda _, assumed=assumed: assumed
         label = f"{kind}-{proj_dim}-{rows}-{str(dtype).removeprefix('torch.')}"
         spec = ProjectionSpec(kind=kind, n_params=300, proj_dim=proj_dim, seed=0, stream=0)
         gradients, out = torch.zeros((rows, 300), dtype=dtype), torch.zeros((rows, proj_dim))
-        method = method_module.choose(spec, dtype, out.device)
+        method = choose_kernel.choose(spec, dtype, out.device)
         if method.name != kernel_name:
             raise ValueError(f"{label} is projected by {method.name}")
         slices.project_slices([gradients], spec, 0, out, method)

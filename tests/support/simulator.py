@@ -17,10 +17,11 @@ from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel as simulator_kernel
 from numba.cuda.simulator import kernelapi
 
-from trak_core.projection.cuda import device, portable, tensor_core
+from trak_core.projection.cuda import device_functions, portable, tensor_core
 
 # Functions of their arguments alone, which most time goes into; many threads make the same calls.
-_philox, _normal_of = lru_cache(2**16)(device.philox), lru_cache(2**16)(device.normal_of)
+_philox = lru_cache(2**16)(device_functions.philox)
+_normal_of = lru_cache(2**16)(device_functions.normal_of)
 
 
 class _Thread(greenlet):
@@ -113,5 +114,5 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
     monkeypatch.setattr(tensor_core, "ptx", ptx_simulated)
     monkeypatch.setattr(portable, "normal_of", _normal_of)
-    for module in (device, tensor_core):
+    for module in (device_functions, tensor_core):
         monkeypatch.setattr(module, "philox", _philox)

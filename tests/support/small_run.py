@@ -15,7 +15,7 @@ from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import evaluate_scores
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.study.draws import random_half, training_seed
+from trak_core.study.retraining_draws import random_half, training_seed
 from trak_core.study.study import Study
 
 STUDY = REPOSITORY / "tests/studies/small_digits.py"

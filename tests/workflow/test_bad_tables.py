@@ -8,7 +8,7 @@ from test_bad_checkpoint import CHECKPOINTS
 from test_bad_config import CONFIGS, TEXTS, UNREADABLE
 from test_bad_study import STUDIES, TEXTS_OF_A_STUDY
 
-from trak_core.config.runs import checkpoint_table
+from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.errors import InputError
 
 HEADER = b"checkpoint\tpath\n"

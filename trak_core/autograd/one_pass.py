@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from trak_core.autograd.batched_backward import backward, hooked, show, take_rows
+from trak_core.autograd.backward_by_rows import backward, hooked, show, take_rows
+from trak_core.autograd.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
 from trak_core.autograd.closed_forms import closed_form, has_form
 from trak_core.autograd.contributions import Consumer, Contribution, Dense, transposed
 from trak_core.autograd.graph import (
@@ -21,7 +22,6 @@ from trak_core.autograd.graph import (
     shape_of,
     trace,
 )
-from trak_core.autograd.plan import MOVES, Plan, Region, keeps_order, make_plan
 
 
 class GraphNeededError(Exception):

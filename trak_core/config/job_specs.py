@@ -6,13 +6,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.rules import (
+from trak_core.config.check_keys import (
     check_evaluation,
     check_exact,
     check_preconditioner,
     fill_in_scoring,
 )
-from trak_core.config.runs import Checkpoint, checkpoint_table, come_from_along_runs, runs_of
+from trak_core.config.checkpoint_list import (
+    Checkpoint,
+    checkpoint_table,
+    come_from_along_runs,
+    runs_of,
+)
 from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trak_core.config.check_keys import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
-from trak_core.config.memory_budget import check_memory, evaluation_need
-from trak_core.config.rules import check_columns, check_sizes
+from trak_core.config.memory_needs import check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of

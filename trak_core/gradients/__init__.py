@@ -10,7 +10,6 @@ it was; the ``parameters`` to differentiate, from ``select_parameters``; the mod
 ``samples`` as ``as_batch`` takes them; and ``sample_ids``, which messages name.
 """
 
-from trak_core.gradients.batch import Batch, Samples, Shapes, as_batch, call, joined, shapes_of
 from trak_core.gradients.batch_size import (
     MemoryByLength,
     Room,
@@ -36,6 +35,15 @@ from trak_core.gradients.methods import (
     gradients_at_once,
     gradients_one_by_one,
     why_not_at_once,
+)
+from trak_core.gradients.model_inputs import (
+    Batch,
+    Samples,
+    Shapes,
+    as_batch,
+    call,
+    joined,
+    shapes_of,
 )
 from trak_core.gradients.per_sample import (
     PerSample,

@@ -10,8 +10,8 @@ from trak_core.autograd.contributions import Dense
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.errors import InputError
-from trak_core.gradients.batch import Batch, Samples, as_batch, rounding
 from trak_core.gradients.consumers import Digest, Formed, SampleConsumer
+from trak_core.gradients.model_inputs import Batch, Samples, as_batch, rounding
 from trak_core.gradients.per_sample import (
     PerSample,
     beside_gradient,
@@ -22,7 +22,7 @@ from trak_core.gradients.per_sample import (
     per_sample,
 )
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.system.job import is_out_of_memory
+from trak_core.system.out_of_memory import is_out_of_memory
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]

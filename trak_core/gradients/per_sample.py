@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.gradients.batch import Samples, as_batch
+from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.model_outputs.model_output import ModelOutput
 
 

@@ -13,15 +13,22 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.evaluation.distortion import spread_norm_sd
 from trak_core.model_outputs.table import TABLE
-from trak_core.report import charts, format, warnings
+from trak_core.report import charts, number_formats, warnings
+from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
-from trak_core.report.samples import EACH, Examples
 
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.
 _FILTERS = (
-    *(format.number, format.signed, format.fixed, format.percent, format.thousands),
-    *(format.plural, format.label, format.of_target, format.of_training_sample),
+    number_formats.number,
+    number_formats.signed,
+    number_formats.fixed,
+    number_formats.percent,
+    number_formats.thousands,
+    number_formats.plural,
+    number_formats.label,
+    number_formats.of_target,
+    number_formats.of_training_sample,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.

@@ -37,9 +37,9 @@ class ProjectionKind(StrEnum):
     """The kinds of projection, one row each.
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
-    ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/slices.py``, and its name in the
-    config's schema and in ``config/README.md``. ``projection/cuda/method.py`` refuses it until
-    there is a kernel for GPUs. ``tests/library/test_registries.py`` says what is missing.
+    ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/project.py``, and its name in the
+    config's schema and in ``config/README.md``. ``projection/cuda/choose_kernel.py`` refuses it
+    until there is a kernel for GPUs. ``tests/library/test_registries.py`` says what is missing.
     """
 
     about: Kind

@@ -18,7 +18,7 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
-from trak_core.config.memory_budget import scores_need
+from trak_core.config.memory_needs import scores_need
 from trak_core.errors import InputError
 from trak_core.scoring.scores import combined, most_frequent, powered, unit_rows
 from trak_core.scoring.solve import damped_factor, damped_squares, train_norm

@@ -18,7 +18,7 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.memory_budget import average_need
+from trak_core.config.memory_needs import average_need
 from trak_core.scoring.scores import Extremes, largest, most_frequent, similarities
 from trak_core.spec import EXACT, Combine, ScoresSpec
 from trak_core.stages._inputs import ReadRows, read_rows, score_rows

@@ -10,7 +10,7 @@ import pandas as pd
 
 from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_retrained, create, open_artifact
 from trak_core.spec import RetrainedSpec
-from trak_core.study.draws import random_removals, top_removals
+from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.progress import software
 
 CONFIDENCE = 0.95

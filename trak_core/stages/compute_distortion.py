@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.artifacts import DISTORTION, create
-from trak_core.config.memory_budget import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
+from trak_core.config.memory_needs import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (

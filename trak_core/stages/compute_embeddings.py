@@ -10,7 +10,7 @@ from trak_core.gradients import in_chunks
 from trak_core.model.device import device_name, find_device
 from trak_core.model.length_order import OrderedSamples
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.predictions import embed_samples
+from trak_core.model.sample_outputs import embed_samples
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.system.progress import software, with_progress
 

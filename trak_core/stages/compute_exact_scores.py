@@ -12,7 +12,7 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.memory_budget import exact_need
+from trak_core.config.memory_needs import exact_need
 from trak_core.scoring.exact import DampedGramian, divide_by_lengths
 from trak_core.scoring.scores import powered
 from trak_core.spec import ScoresSpec

@@ -14,7 +14,7 @@ from trak_core.model.device import device_name
 from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.length_order import subset
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.predictions import write_columns
+from trak_core.model.sample_outputs import write_columns
 from trak_core.projection import NotFiniteError
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels

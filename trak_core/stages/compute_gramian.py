@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trak_core.artifacts import GRAMIAN, create
-from trak_core.config.memory_budget import gramian_need
+from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     Room,
     check_finite_gramian,
@@ -23,7 +23,7 @@ from trak_core.gramian import cross_gramian, train_gramian
 from trak_core.model.device import device_name, find_device, full_precision
 from trak_core.model.length_order import OrderedSamples, StoredSamples
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.predictions import write_columns
+from trak_core.model.sample_outputs import write_columns
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
-from trak_core.config.memory_budget import normal_matrix_need
+from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import (
     Spectrum,

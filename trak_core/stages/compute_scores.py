@@ -12,7 +12,7 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.memory_budget import scores_need
+from trak_core.config.memory_needs import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import ScoresSpec

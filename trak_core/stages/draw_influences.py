@@ -8,9 +8,7 @@ import pandas as pd
 
 from trak_core.artifacts import ANSWERS, create
 from trak_core.report.charts import influences_figure
-from trak_core.report.read import read_experiment
-from trak_core.report.render import answer as answer_page
-from trak_core.report.samples import (
+from trak_core.report.describe_samples import (
     BEGINNING,
     EACH,
     Examples,
@@ -19,6 +17,8 @@ from trak_core.report.samples import (
     readable,
     targets_shown,
 )
+from trak_core.report.read import read_experiment
+from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study

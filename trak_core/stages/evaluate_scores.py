@@ -26,8 +26,8 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.config.memory_budget import evaluation_need
-from trak_core.config.rules import usual_combine, usual_power, usual_weighting
+from trak_core.config.check_keys import usual_combine, usual_power, usual_weighting
+from trak_core.config.memory_needs import evaluation_need
 from trak_core.evaluation.baselines import (
     CheckpointRows,
     FeaturePass,

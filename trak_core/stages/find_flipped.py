@@ -10,7 +10,7 @@ from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_arti
 from trak_core.evaluation.correlations import auc
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import self_influences
-from trak_core.study.draws import flipped_samples
+from trak_core.study.retraining_draws import flipped_samples
 from trak_core.system.progress import software
 
 

@@ -7,7 +7,7 @@ import torch
 
 from trak_core.spec import TRAIN, RetrainedSpec
 from trak_core.stages._retrain import retrain
-from trak_core.study.draws import random_half, training_seed
+from trak_core.study.retraining_draws import random_half, training_seed
 from trak_core.study.study import Study
 
 

@@ -14,7 +14,12 @@ import torch
 from trak_core.artifacts import SCORES, Artifact, check_made_for, check_same, open_artifact
 from trak_core.spec import TRAIN, RetrainedSpec, ScoresSpec
 from trak_core.stages._retrain import retrain
-from trak_core.study.draws import random_removal, random_removals, top_removals, training_seed
+from trak_core.study.retraining_draws import (
+    random_removal,
+    random_removals,
+    top_removals,
+    training_seed,
+)
 from trak_core.study.study import Study
 
 

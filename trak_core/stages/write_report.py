@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.report.describe_samples import EACH, find_examples, targets_shown
 from trak_core.report.read import (
     File,
     Results,
@@ -18,7 +19,6 @@ from trak_core.report.read import (
     read_timings,
 )
 from trak_core.report.render import report as report_page
-from trak_core.report.samples import EACH, find_examples, targets_shown
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study

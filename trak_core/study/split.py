@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
 from trak_core.errors import InputError, ToldToStopError
-from trak_core.study.draws import flipped_labels
-from trak_core.system.job import came_from_no_memory, no_room
+from trak_core.study.retraining_draws import flipped_labels
+from trak_core.system.out_of_memory import came_from_no_memory, no_room
 
 _MAX_ID = 64
 

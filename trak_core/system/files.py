@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.system.job import no_room
+from trak_core.system.out_of_memory import no_room
 
 
 def _is_running(process: int) -> bool:

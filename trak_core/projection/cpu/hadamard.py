@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 
 from trak_core.projection.cpu.kernel import compiled, fill_words
-from trak_core.projection.cpu.lanes import (
+from trak_core.projection.cpu.sample_lanes import (
     LANES,
     LaneArrays,
     fill_from_lanes,

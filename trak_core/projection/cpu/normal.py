@@ -6,7 +6,7 @@ from numba import njit, types
 from numba.core import cgutils
 
 from trak_core.projection.cpu.kernel import compiled, fill_words
-from trak_core.projection.cpu.lanes import (
+from trak_core.projection.cpu.sample_lanes import (
     LANES,
     LaneArrays,
     fill_from_lanes,

@@ -6,7 +6,13 @@ from typing import NamedTuple
 import numpy as np
 
 from trak_core.projection.cpu.kernel import compiled, fill_words
-from trak_core.projection.cpu.lanes import LANES, fill_from_lanes, fill_lanes, flush, tiles_of
+from trak_core.projection.cpu.sample_lanes import (
+    LANES,
+    fill_from_lanes,
+    fill_lanes,
+    flush,
+    tiles_of,
+)
 from trak_core.projection.cpu.sjlt import add_signed
 from trak_core.spec import ProjectionKind, ProjectionSpec
 

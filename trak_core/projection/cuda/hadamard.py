@@ -13,7 +13,7 @@ Each z has a block of threads of its own, which adds up those k / n inputs while
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda.device import (
+from trak_core.projection.cuda.device_functions import (
     cuda,
     device_function,
     flip,

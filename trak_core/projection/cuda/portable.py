@@ -9,7 +9,7 @@ warps. Sums of 128 products are added up apart, which keeps rounding errors belo
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda.device import (
+from trak_core.projection.cuda.device_functions import (
     cuda,
     device_function,
     float32,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.projection.cuda.machine import is_simulated, require_numba_cuda
+from trak_core.projection.cuda.availability import is_simulated, require_numba_cuda
 from trak_core.spec import ProjectionSpec
 
 
@@ -17,7 +17,7 @@ def _on(device: torch.device) -> Generator[None]:
     if is_simulated():
         yield
         return
-    from trak_core.projection.cuda.device import cuda
+    from trak_core.projection.cuda.device_functions import cuda
 
     with torch.cuda.device(device), cuda.gpus[torch.cuda.current_device()]:
         yield
@@ -49,7 +49,7 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
     """
     require_numba_cuda()
     # Only now: they need what was just looked for.
-    from trak_core.projection.cuda.method import choose, require_right_matrix
+    from trak_core.projection.cuda.choose_kernel import choose, require_right_matrix
     from trak_core.projection.cuda.slices import project_slices
 
     blocks = [block.detach() for block in blocks if block.shape[1]]

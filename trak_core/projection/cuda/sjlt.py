@@ -9,7 +9,7 @@ sums are fetched together: a sum that an earlier one of the four has changed is 
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda.device import (
+from trak_core.projection.cuda.device_functions import (
     cuda,
     device_function,
     flip,

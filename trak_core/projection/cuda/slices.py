@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trak_core.projection.cuda.device import (
+from trak_core.projection.cuda.device_functions import (
     SIMULATED,
     cuda,
     float32,

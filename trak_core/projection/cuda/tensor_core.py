@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from trak_core.projection.cuda.device import (
+from trak_core.projection.cuda.device_functions import (
     SIMULATED,
     cuda,
     float32,

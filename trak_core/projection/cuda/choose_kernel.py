@@ -9,7 +9,7 @@ import torch
 
 from trak_core.errors import InputError
 from trak_core.projection.cuda import hadamard, portable, sjlt, slices, tensor_core
-from trak_core.projection.cuda.machine import INSTEAD, capability_of, name_of
+from trak_core.projection.cuda.availability import INSTEAD, capability_of, name_of
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
