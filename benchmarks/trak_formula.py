@@ -8,7 +8,7 @@ which the tests compare with the package ``traker``: (G^T G)^-1 divided by the m
 sizes, for each checkpoint, averaged over checkpoints, times average loss weights. The first columns
 of rademacher and normal projections are projections of their own. It takes the last checkpoint of
 every run, as TRAK's users do, and where there are others also all (``trak_along``). Prints the
-table ``summary`` of ``docs/evaluation.md``, with its bootstrap intervals.
+table ``summary`` of ``docs/reference/evaluation-files.md``, with its bootstrap intervals.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""docs/projects.md: one workflow for many projects, from other folders, and as a module."""
+"""docs/how-to/module.md: one workflow for many projects, from other folders, and as a module."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from workspace import REPOSITORY, artifacts_in, scoring, snakemake
 from workspace import jobs as jobs_in
 
 CLONED = ("Snakefile", "workflow", "profiles", "config", "LICENSE")
-AS_A_MODULE, FROM_GIT = (text for info, text in blocks("docs/projects.md") if info == "python")
+AS_A_MODULE, FROM_GIT = (text for info, text in blocks("docs/how-to/module.md") if info == "python")
 SCORED = scoring(1, 1)
 
 
@@ -55,7 +55,7 @@ def test_a_folder_of_its_own_from_either_door(local, tmp_path):
     study.path("mine.yaml").write_text(yaml.safe_dump(study.config))
     (command,) = (
         re.findall(r"snakemake (--snakefile .*) --cores 2", text)[0].split()
-        for info, text in blocks("docs/projects.md")
+        for info, text in blocks("docs/how-to/module.md")
         if info == "console" and "--directory" in text
     )
     assert run(tmp_path, "scores", *command)[0] == SCORED

@@ -1,4 +1,4 @@
-"""docs/clusters.md: files in a store, and nodes that share no disk with Snakemake."""
+"""docs/how-to/clusters.md: files in a store, and nodes that share no disk with Snakemake."""
 
 import os
 import re
@@ -23,7 +23,7 @@ from trak_core.config.preflight import check_sources
 # The page's commands, each by an option that it alone has.
 COMMANDS = [
     shlex.split(line)
-    for language, text in blocks("docs/clusters.md")
+    for language, text in blocks("docs/how-to/clusters.md")
     if language == "console"
     for line in re.findall(r"^\$ \.venv/bin/snakemake (.*)", text, flags=re.M)
 ]

@@ -6,7 +6,7 @@ import re
 
 from workspace import REPOSITORY
 
-PAGE = (REPOSITORY / "docs/migration.md").read_text()
+PAGE = (REPOSITORY / "docs/how-to/from-trak.md").read_text()
 
 
 def blocks(info):

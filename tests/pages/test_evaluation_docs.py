@@ -1,4 +1,4 @@
-"""The code of docs/evaluation.md and docs/scores.md."""
+"""The code of docs/reference/evaluation-files.md and docs/explanation/scores.md."""
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch):
         (tmp_path / folder / "scores").mkdir(parents=True)
         frame.to_hdf(tmp_path / folder / "scores/mix.h5", key="scores")
     monkeypatch.chdir(tmp_path)
-    ((_, code),) = blocks("docs/evaluation.md", "Two runs side by side")
+    ((_, code),) = blocks("docs/reference/evaluation-files.md", "Two runs side by side")
     exec(code, names := {})
     compared = names["compared"]
     assert compared.index.tolist() == targets
@@ -31,4 +31,4 @@ def test_two_runs_side_by_side(tmp_path, monkeypatch):
 
 
 def test_the_formula_is_what_the_package_computes(tmp_path, monkeypatch):
-    assert follow("docs/scores.md", tmp_path, monkeypatch) == ["True\n"]
+    assert follow("docs/explanation/scores.md", tmp_path, monkeypatch) == ["True\n"]

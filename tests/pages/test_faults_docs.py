@@ -1,10 +1,10 @@
-"""Every fault of docs/faults.md names tests that exist."""
+"""Every fault of docs/how-to/faults.md names tests that exist."""
 
 import re
 from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
-PAGE = (TESTS.parent / "docs/faults.md").read_text()
+PAGE = (TESTS.parent / "docs/how-to/faults.md").read_text()
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and "| fault |" not in line]
 
 

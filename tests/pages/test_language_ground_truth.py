@@ -25,7 +25,7 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     workspace.path("config").mkdir()
     for name in ("facts.py", "facts.yaml", "facts.tsv"):
         shutil.copy2(REPOSITORY / "config" / name, workspace.path("config"))
-    page = "docs/language-ground-truth.md"
+    page = "docs/explanation/planted-facts.md"
     ranks, texts = follow(page, workspace.folder, monkeypatch)
     rows = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)
     shown = next(text for info, text in blocks(page) if info == "text")

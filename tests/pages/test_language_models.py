@@ -17,7 +17,7 @@ def featured(results):
 
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
-    page = "docs/language-models.md"
+    page = "docs/how-to/language-models.md"
     printed, attributes = follow(page, workspace.folder, monkeypatch)
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3

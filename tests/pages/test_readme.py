@@ -47,7 +47,7 @@ def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
     study = diabetes.copy(tmp_path / "study")
     features = study.path("results-diabetes/features/run1/train.h5")
     before = features.stat().st_mtime_ns
-    (printed,) = follow("docs/many-targets.md", study.folder, monkeypatch)
+    (printed,) = follow("docs/how-to/many-targets.md", study.folder, monkeypatch)
     assert len(printed.splitlines()) == 7  # five training samples, a line above and one below
     assert features.stat().st_mtime_ns == before
     assert study.path("results-diabetes/scores/two-patients.h5").exists()

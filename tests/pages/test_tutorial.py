@@ -8,7 +8,7 @@ import pytest
 from pages import blocks, commands, follow
 from workspace import REPOSITORY, Workspace, snakemake
 
-PAGE = "docs/tutorial.md"
+PAGE = "docs/tutorial/first-study.md"
 
 
 def test_the_tutorial(tmp_path, monkeypatch):
@@ -33,7 +33,7 @@ def test_the_page_on_clusters_plans_a_study(tmp_path):
     files = dict(blocks(PAGE))
     study.path("tumours.py").write_text(files["python tumours.py"])
     study.path("mine.yaml").write_text(files["yaml trust.yaml"])
-    for program, *arguments in commands("docs/slurm.md"):
+    for program, *arguments in commands("docs/how-to/slurm.md"):
         assert program == ".venv/bin/snakemake"
         status, planned = snakemake(study.folder, *arguments, "--dry-run")
         assert status == 0, planned
@@ -42,7 +42,7 @@ def test_the_page_on_clusters_plans_a_study(tmp_path):
 
 @pytest.mark.skipif("TRAK_CORE_GATE" not in os.environ, reason="needs a network: the gate's")
 def test_what_the_page_on_gpus_installs_can_be_had():
-    for program, *arguments in commands("docs/gpu.md"):
+    for program, *arguments in commands("docs/how-to/gpu.md"):
         assert program == ".venv/bin/python"
         planned = subprocess.run(
             [sys.executable, *arguments, "--dry-run"],

@@ -402,8 +402,6 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(availability, "is_simulated", lambda: False)
     require = availability.require_numba_cuda.__wrapped__
     monkeypatch.setattr(availability, "require_numba_cuda", require)
-        availability, "require_numba_cuda", availability.require_numba_cuda.__wrapped__
-    )
     monkeypatch.setattr(project_module, "require_numba_cuda", require)
     spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
 

@@ -226,7 +226,7 @@ def test_pandas_alone_notices_a_flipped_bit_in_data(copy, key):
 
 
 def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
-    """Why docs/faults.md names a function for files that only pandas reads."""
+    """Why docs/how-to/faults.md names a function for files that only pandas reads."""
     path = copy(FILES["SCORES"])
     data = path.read_bytes()
     name = b"prediction"
@@ -238,7 +238,7 @@ def test_pandas_alone_does_not_notice_a_flipped_bit_elsewhere(copy):
 
 
 def test_the_page_makes_sure_of_all_results(results, tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs/faults.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/how-to/faults.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]
     shutil.copytree(results, tmp_path / "results")
     monkeypatch.chdir(tmp_path)

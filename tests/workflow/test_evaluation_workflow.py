@@ -35,7 +35,7 @@ def study(evaluated, tmp_path):
 
 
 def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
-    page = (REPOSITORY / "docs/evaluation.md").read_text()
+    page = (REPOSITORY / "docs/reference/evaluation-files.md").read_text()
     results = evaluated.path("results")
     for name, tables in {
         "evaluation/few.h5": ["summary", "targets", "checkpoints", "sweep", "best"],

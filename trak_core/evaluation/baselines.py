@@ -149,7 +149,7 @@ def setting_sums(
     Returns:
         Shape (S, m), float64, for each setting.
 
-    Source: docs/scores.md, "The formula".
+    Source: docs/explanation/scores.md, "The formula".
     """
     q = checkpoint.loss_weights
     powers = sorted({setting.loss_weight_power for setting in settings})
@@ -236,7 +236,7 @@ def damped_sums(
     Returns:
         Shape (len(ridges), W, S, m), float64.
 
-    Source: docs/scores.md, "The formula".
+    Source: docs/explanation/scores.md, "The formula".
     """
     rotated, rotated_targets = sums @ spectrum.vectors, targets @ spectrum.vectors
     return np.stack([

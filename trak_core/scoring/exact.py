@@ -85,7 +85,7 @@ class DampedGramian:
         0. Without damping it is W^-1 K^-1 K_t, for Gramians that have an inverse. Both K_t and the
         result have shape (n, m), float64.
 
-        Source: Woodbury's identity; docs/scores.md, "Exact scores".
+        Source: Woodbury's identity; docs/explanation/scores.md, "Exact scores".
         """
         solved = scipy.linalg.cho_solve((self.factor, True), self.root[:, None] * cross)
         if self.ridge == 0:

@@ -31,7 +31,7 @@ def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray
     Features, rows of Phi_c, have shape (rows, k); solved targets, what they are multiplied with,
     (k, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/scores.md, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 16; docs/explanation/scores.md, "The formula".
     """
     return features.astype(np.float64, copy=False) @ solved_targets
 
@@ -49,7 +49,7 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     Returns:
         Rows of the scores, shape (rows, m), float64.
 
-    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/scores.md, "The formula".
+    Source: Park et al., "TRAK", ICML 2023, equation 17; docs/explanation/scores.md, "The formula".
     """
     total, weight, n_checkpoints = np.zeros(()), np.zeros(()), 0
     for block, weights, norm in parts:

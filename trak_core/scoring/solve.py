@@ -27,7 +27,7 @@ def weighted_gramians(
     Returns:
         A matrix for each set of weights, shape (k, k), float64, exactly symmetric.
 
-    Source: docs/scores.md, "The formula".
+    Source: docs/explanation/scores.md, "The formula".
     """
     totals: list[np.ndarray] = []
     n_rows = 0
@@ -92,7 +92,7 @@ def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> f
     Phi^T W Phi have shape (k,), float64; products are those of ``Spectrum.norm_products``. N_c must
     be above 0, which loss weights or features that are all 0 don't allow.
 
-    Source: docs/scores.md, "The formula".
+    Source: docs/explanation/scores.md, "The formula".
     """
     shares = np.divide(1, eigenvalues + ridge, where=eigenvalues + ridge > 0, out=0 * eigenvalues)
     return positive_root(float(shares @ products @ shares))

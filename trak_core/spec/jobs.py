@@ -31,7 +31,7 @@ class Weighting(StrEnum):
 
 
 class Combine(StrEnum):
-    """How checkpoints and loss weights come together (docs/scores.md, "The formula")."""
+    """How checkpoints and loss weights come together (docs/explanation/scores.md, "The formula")."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
@@ -48,7 +48,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
     It is the power of the loss weights where these are probabilities, and 1 elsewhere.
 
-    Source: docs/scores.md, "The formula".
+    Source: docs/explanation/scores.md, "The formula".
     """
     if Weighting(weighting) is Weighting.PLAIN:
         return None
@@ -57,7 +57,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """One way from features to scores (docs/scores.md), which an evaluation measures."""
+    """One way from features to scores (docs/explanation/scores.md), which an evaluation measures."""
 
     damping: float
     loss_weight_power: float

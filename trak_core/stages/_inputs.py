@@ -120,7 +120,7 @@ def self_influences(
     self_influence; loss weights averaged over ends of runs, shape (n,); and a file's spec.
 
     Source: Koh and Liang, "Understanding Black-box Predictions via Influence Functions", ICML 2017,
-        section 5.4 (self-influence); docs/scores.md, "What a score says".
+        section 5.4 (self-influence); docs/explanation/scores.md, "What a score says".
     """
     assert spec.loss_weight_power is not None
     similarities, loss_weights, norms = [], [], []

@@ -97,7 +97,7 @@ def _influences(
 
 
 def _unit(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (docs/scores.md, "What a score says")."""
+    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
     is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
     if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
         return f"that of the model output ({spec.features.model_output})"

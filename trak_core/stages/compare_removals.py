@@ -103,7 +103,7 @@ def compare_removals(
 
     ``random`` are models trained on everything and without random samples; ``top`` those without
     the samples that ``scores`` call most helpful for a group of targets, a file for each of
-    ``groups``. Except for its draws ``spec`` decides both kinds. ``docs/evaluation.md`` describes
+    ``groups``. Except for its draws ``spec`` decides both kinds. ``docs/reference/evaluation-files.md`` describes
     the tables.
     """
     targets = [target for group in groups for target in group]

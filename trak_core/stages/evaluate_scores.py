@@ -1,6 +1,6 @@
 """Measure an experiment's scores against retrained models: LDS, its ceiling, and baselines.
 
-``docs/evaluation.md`` describes the tables of the file that is written.
+``docs/reference/evaluation-files.md`` describes the tables of the file that is written.
 """
 
 from collections.abc import Mapping, Sequence
