@@ -1,7 +1,7 @@
 """Offer the Python interface of TRAK (the package ``trak``, version 0.3.2) over this library.
 
-``import trak_core.compat as trak`` moves a notebook here, and docs/how-to/from-trak.md says what differs.
-Names, arguments, files and formulas are those of the original. Its scale differs from the
+``import trak_core.compat as trak`` moves a notebook here. ``docs/how-to/from-trak.md`` says what
+differs. Names, arguments, files and formulas are those of the original. Its scale differs from the
 pipeline's: projections are unscaled, and features are gradients over sqrt(p).
 """
 

@@ -31,7 +31,7 @@ class Weighting(StrEnum):
 
 
 class Combine(StrEnum):
-    """How checkpoints and loss weights come together (docs/explanation/scores.md, "The formula")."""
+    """How checkpoints and loss weights come together (docs/explanation/scores.md)."""
 
     PRODUCT_OF_AVERAGES = "product_of_averages"
     AVERAGE_OF_PRODUCTS = "average_of_products"
@@ -57,7 +57,7 @@ def curvature_power(weighting: str, power: float, *, is_probability: bool) -> fl
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """One way from features to scores (docs/explanation/scores.md), which an evaluation measures."""
+    """One way from features to scores, measured by an evaluation (explanation/scores.md)."""
 
     damping: float
     loss_weight_power: float

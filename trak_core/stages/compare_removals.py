@@ -103,8 +103,8 @@ def compare_removals(
 
     ``random`` are models trained on everything and without random samples; ``top`` those without
     the samples that ``scores`` call most helpful for a group of targets, a file for each of
-    ``groups``. Except for its draws ``spec`` decides both kinds. ``docs/reference/evaluation-files.md`` describes
-    the tables.
+    ``groups``. Except for its draws ``spec`` decides both kinds.
+    ``docs/reference/evaluation-files.md`` describes the tables.
     """
     targets = [target for group in groups for target in group]
     outputs, predictions, hash_ = _models(random, targets, spec, "retrain_without_random")
