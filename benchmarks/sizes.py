@@ -4,7 +4,7 @@
 
 Each stage runs in a process of its own, like a job, one after the other. The artifacts go to a
 temporary folder (--folder to choose) and are deleted. Prints a table of seconds, peak resident
-memory and file sizes, beside the README's formulas for disk.
+memory and file sizes, beside the formulas for disk of docs/explanation/memory-and-speed.md.
 """
 
 import argparse

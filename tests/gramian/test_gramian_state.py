@@ -187,9 +187,9 @@ def test_graphs_deeper_than_the_stack():
     assert Engine(layer, batch_dim=0).compute_gramian(x.sum(1)).shape == (3, 3)
 
 
-def test_the_example_of_the_readme():
-    readme = (REPOSITORY / "README.md").read_text()
-    (code,) = re.findall(r"^```python gramian\.py\n(.*?)^```", readme, flags=re.S | re.M)
+def test_the_example_of_its_page():
+    page = (REPOSITORY / "docs/how-to/gramian.md").read_text()
+    (code,) = re.findall(r"^```python gramian\.py\n(.*?)^```", page, flags=re.S | re.M)
     names = {}
     exec(code, names)
     assert names["gramian"].shape == (16, 16)

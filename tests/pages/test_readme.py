@@ -10,7 +10,8 @@ from pages import blocks, follow, run_code
 from workspace import REPOSITORY, Workspace
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "config/README.md"]
-OWN = dict(blocks("README.md", "Your own model"))
+OWN_PAGE = "docs/how-to/own-model.md"
+OWN = dict(blocks(OWN_PAGE))
 
 
 def test_the_study_shown_is_the_one_that_is_tested():
@@ -22,10 +23,19 @@ def test_the_study_shown_is_the_one_that_is_tested():
     assert len(study.splitlines()) <= 30
 
 
+def test_the_readme_is_short_and_shows_the_same_study():
+    shown = dict(blocks("README.md"))
+    for name in ("python diabetes.py", "yaml diabetes.yaml"):
+        assert shown[name] == OWN[name]
+    lines = PAGES[0].read_text().splitlines()
+    assert len(lines) <= 150
+    assert f'description = "{" ".join(lines[2:4])}"' in (REPOSITORY / "pyproject.toml").read_text()
+
+
 def follow_own_model(folder):
     folder.mkdir()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        follow("README.md", folder, monkeypatch, "Your own model")
+        follow(OWN_PAGE, folder, monkeypatch)
     return Workspace(folder, yaml.safe_load(OWN["yaml diabetes.yaml"]))
 
 
@@ -34,13 +44,16 @@ def diabetes(built_once):
     return built_once("diabetes", follow_own_model)
 
 
-def test_the_own_study_gives_scores_and_a_figure(diabetes):
+def test_the_own_study_gives_scores_and_a_figure(diabetes, monkeypatch):
     results = diabetes.path("results-diabetes")
     scores = pd.read_hdf(results / "scores/two-patients.h5", "scores")
     assert scores.shape == (342, 2)
     assert scores.columns.tolist() == ["patient-342", "patient-400"]
     assert (results / "figures/two-patients.png").read_bytes().startswith(b"\x89PNG")
     assert "patient-342" in (results / "report.html").read_text()
+    code = dict(blocks("README.md", "Read the scores"))["python"]
+    monkeypatch.chdir(diabetes.folder)
+    assert len(run_code(code).splitlines()) == 7  # three of either sign, and a line above
 
 
 def test_the_page_on_many_targets(diabetes, tmp_path, monkeypatch):
@@ -84,7 +97,7 @@ def test_reading_the_results(tmp_path, monkeypatch):
     }
     Workspace(tmp_path, config).run()
     monkeypatch.chdir(tmp_path)
-    (_, code), (_, shown), *_ = blocks("README.md", "Reading the results")
+    (_, code), (_, shown), *_ = blocks("docs/how-to/read-results.md", "Scores with pandas")
     lines = [line.split() for line in run_code(code).splitlines()]
     assert ["1573", "1662", "678"] in lines
     assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in lines
@@ -114,10 +127,7 @@ def test_every_key_of_the_config_is_described():
 
 
 def test_links_lead_to_what_exists():
-    for page in [*PAGES, *sorted((REPOSITORY / "docs").glob("*.md"))]:
+    for page in [*PAGES, *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), (page, link)
-    for path in ("config/digits.py", "config/config.yaml", "config/smoke.yaml"):
-        assert path in PAGES[0].read_text()
-        assert (REPOSITORY / path).exists()

@@ -8,13 +8,15 @@ import pytest
 from pages import blocks, commands, follow
 from workspace import REPOSITORY, Workspace, snakemake
 
-PAGE = "docs/tutorial/first-study.md"
+FIRST, TRUST = "docs/tutorial/first-study.md", "docs/tutorial/trust.md"
+SUSPECTS = "docs/how-to/clean-data.md"
 
 
 def test_the_tutorial(tmp_path, monkeypatch):
     study = Workspace.make(tmp_path / "study", "diabetes.py", {})
-    printed = follow(PAGE, study.folder, monkeypatch)
-    shown = [text for info, text in blocks(PAGE) if info == "text"]
+    pages = (FIRST, TRUST)
+    printed = [text for page in pages for text in follow(page, study.folder, monkeypatch)]
+    shown = [text for page in pages for info, text in blocks(page) if info == "text"]
     targets, influences, summary, along = zip(printed, shown, strict=True)
     assert targets[0] == targets[1]
     assert [len(text.splitlines()) for text in influences] == [5, 5]
@@ -25,12 +27,14 @@ def test_the_tutorial(tmp_path, monkeypatch):
     assert lds["random"] < lds["scores"] < lds["noise_ceiling"]
     for results in ("results-tumours", "results-trust", "results-along"):
         assert "tumour-213" in study.path(f"{results}/report.html").read_text()
+    (suspects,) = follow(SUSPECTS, study.folder, monkeypatch)
+    assert len(suspects.splitlines()) == 10  # two tables of three, and two lines above each
 
 
 def test_the_page_on_clusters_plans_a_study(tmp_path):
     study = Workspace.make(tmp_path / "study", "diabetes.py", {})
     study.take_code()  # the profiles, where the page names them
-    files = dict(blocks(PAGE))
+    files = dict(blocks(FIRST) + blocks(TRUST))
     study.path("tumours.py").write_text(files["python tumours.py"])
     study.path("mine.yaml").write_text(files["yaml trust.yaml"])
     for program, *arguments in commands("docs/how-to/slurm.md"):

@@ -37,7 +37,7 @@ def test_four_changes_at_once_end_where_a_fresh_start_does(own, study, tmp_path)
         "normal_matrix/c1.h5",
         *(f"scores/{name}{part}.h5" for name in ("few", "one") for part in ("/c0", "/c1", "")),
     }
-    # A removed checkpoint's files stay, and do no harm; the README says how to find them.
+    # A removed checkpoint's files stay, and do no harm; reference/reruns.md says how to find them.
     assert "features/c2/train.h5" in after
     fresh = Workspace.make(tmp_path / "fresh", "diabetes.py", study.config)
     shutil.copytree(study.path("mine"), fresh.path("mine"))
