@@ -2,6 +2,8 @@ import hashlib
 import json
 import pickle
 import re
+import subprocess
+import sys
 import warnings
 import zipfile
 from functools import partial
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from refused import refused
 from safetensors.torch import save_file
 from torch import nn
@@ -258,3 +261,27 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
             assert read.keys() == state.keys(), position
             assert all(torch.equal(read[key], state[key]) for key in state), position
     assert n_found > 100
+
+
+def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(tmp_path):
+    """FSDP's format, as torch.distributed writes it from one process."""
+    model = nn.Linear(3, 2)
+    with warnings.catch_warnings(action="ignore"):  # torch warns of a single process
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "c0/shards")
+    with refused("study.checkpoint_pieces", tmp_path / "c0", "FSDP") as error:
+        read_state_dict(tmp_path / "c0")
+    command = re.search(r"`python (.*?)`", str(error.value))[1].split()
+    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
+    state, _ = read_state_dict(tmp_path / "weights.pt")
+    assert state.keys() == model.state_dict().keys()
+    assert torch.equal(state["weight"], model.weight)
+
+
+def test_folders_of_deepspeed_and_quantized_weights(tmp_path):
+    for name in ("zero_to_fp32.py", "global_step4/x.pt", "q/model.safetensors", "q/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"quantization_config": {"load_in_8bit": true}}')
+    with refused("study.checkpoint_pieces", "DeepSpeed", tmp_path / "zero_to_fp32.py"):
+        read_state_dict(tmp_path)
+    with refused("study.checkpoint_quantized", tmp_path / "q"):
+        read_state_dict(tmp_path / "q")

@@ -18,9 +18,11 @@ from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
-from trak_core.spec import OPTIMIZER_FILE, TRAIN, projection_of
+from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.system.files import read_record, write_record
 
+# Bytes of a checkpoint from which on its model is worth building without numbers.
+_LARGE_BYTES = 2**28
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
@@ -139,6 +141,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
         "shards": shards,
         "checkpoints": changed,
         "questions": specs.questions,
+        "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
     }
     sizes = _preflight_in_a_process(request)
     read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
@@ -147,6 +150,15 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }
+
+
+def _is_large(checkpoint: Path) -> bool:
+    """Return whether a checkpoint's model takes long to build, as an adapter's base may."""
+    if not checkpoint.is_dir():
+        return checkpoint.stat().st_size >= _LARGE_BYTES
+    files = [path for path in checkpoint.iterdir() if path.is_file()]
+    is_adapter = any(path.name == ADAPTER_CONFIG for path in files)
+    return is_adapter or sum(path.stat().st_size for path in files) >= _LARGE_BYTES
 
 
 def _key(decisive: list[Any]) -> str:

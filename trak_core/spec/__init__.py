@@ -1,6 +1,7 @@
 """Frozen descriptions of what to compute; they hold no arrays and import no backend."""
 
 from trak_core.spec.jobs import (
+    ADAPTER_CONFIG,
     EXACT,
     OPTIMIZER_FILE,
     TRAIN,
@@ -26,6 +27,7 @@ from trak_core.spec.projection import (
 )
 
 __all__ = [
+    "ADAPTER_CONFIG",
     "EXACT",
     "OPTIMIZER_FILE",
     "TRAIN",

@@ -21,6 +21,8 @@ EXACT = "exact"
 TRAIN = "train"
 # The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.
 OPTIMIZER_FILE = "optimizer.pt"
+# The settings in the folder of an adapter, as PEFT calls them.
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class Weighting(StrEnum):

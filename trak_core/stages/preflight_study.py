@@ -23,13 +23,13 @@ from trak_core.gradients import (
     Batch,
     as_batch,
     check_labels,
-    count_classes,
     n_params,
     select_parameters,
     shapes_of,
 )
 from trak_core.model.length_order import naming_text
 from trak_core.model.named_output import model_output as named_output
+from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, Weighting
 from trak_core.study.checkpoints import check_checkpoint
@@ -43,7 +43,7 @@ _SHOWN = 8  # bad checkpoints whose messages are shown in full
 
 
 def _check_split(
-    split: Split, model: nn.Module, output: ModelOutput, n_classes: int | None
+    split: Split, model: StudyModel, output: ModelOutput, n_classes: int | None
 ) -> None:
     """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
 
@@ -68,7 +68,7 @@ def _check_split(
     if shapes_of(checked_samples(), output).differ and longest:
         sample_id, sample = longest
         with naming_text(sample_id, sample.labels.shape[1]):
-            count_classes(model, output, sample, torch.device("cpu"))
+            model.count_classes(output, sample)
 
 
 def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
@@ -154,6 +154,7 @@ def preflight_study(
     questions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
     checkpoints: Sequence[str] = (),
+    without_numbers: bool = False,
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with the config.
 
@@ -161,7 +162,8 @@ def preflight_study(
     there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
-    retrained. Keys and shapes of ``checkpoints`` are read, no numbers.
+    retrained. Keys and shapes of ``checkpoints`` are read, no numbers. ``without_numbers`` builds
+    the model so too, if it can be.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.
@@ -176,21 +178,22 @@ def preflight_study(
         _check_yields(study)
     if retraining is not None:
         _check_retraining(study, retraining)
-    model = study.make_model().eval()
-    device = torch.device("cpu")
-    size = n_params(select_parameters(model, parameter_patterns))
+    model = StudyModel(study, model_output, without_numbers=without_numbers)
+    size = n_params(select_parameters(model.module, parameter_patterns))
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if name == TRAIN else f"experiment {name}"
         question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
-            output = named_output(model_output, model, split, device, n_others=1)
+            output = named_output(
+                model_output, model.module, split, torch.device("cpu"), n_others=1
+            )
             _check_weighting(weighting, model_output, output)
             first = as_batch(split.batch(0, 1), output)
             is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
             with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
-                n_classes = count_classes(model, output, first, device)
+                n_classes = model.count_classes(output, first)
             _check_split(split, model, output, n_classes)
             if study.has("describe"):
                 with users_code(f"reading sample {split.ids[0]}"):
@@ -204,7 +207,7 @@ def preflight_study(
                 f"{len(split.ids)} samples."
             )
         n_samples[name] = len(split.ids)
-    _check_checkpoints(model, checkpoints)
+    _check_checkpoints(model.module, checkpoints)
     return {"n_params": size, "n_samples": n_samples}
 
 

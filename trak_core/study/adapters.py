@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 # Settings that say where an adapter comes from and how it was trained. No number depends on them.
 _TRAINING_SETTINGS = frozenset({

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.study.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
+from trak_core.spec import ADAPTER_CONFIG
+from trak_core.study.adapters import ADAPTER_WEIGHTS, Adapter
 from trak_core.study.read_tensors import read_shapes, read_tensors
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
@@ -67,9 +68,11 @@ def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         for names in (_FOLDER_FILES, ADAPTER_WEIGHTS, (ADAPTER_CONFIG,))
     )
     if whole and not (adapter or config):
+        _refuse_quantized(checkpoint)
         return (_shards(whole), whole) if whole.suffix == ".json" else ([whole], None)
     if adapter and config and not whole:
         return [adapter], config
+    _refuse_pieces(checkpoint)
     contents = ", ".join(sorted(p.name for p in checkpoint.iterdir())) or "nothing"
     if adapter or config:
         raise InputError(
@@ -83,6 +86,35 @@ def _weight_files(checkpoint: Path) -> tuple[list[Path], Path | None]:
         f"{', '.join(ADAPTER_WEIGHTS)} with {ADAPTER_CONFIG}, or folders checkpoint-<step> that "
         f"do, as a Trainer leaves them. Found {contents}."
     )
+
+
+def _refuse_pieces(folder: Path) -> None:
+    """Name the command that makes weights of a folder where each process saved a piece."""
+    pieces = next(folder.rglob("*.distcp"), None)
+    script = folder / "zero_to_fp32.py"
+    if pieces is not None:
+        module = "torch.distributed.checkpoint.format_utils"
+        kind, command = "FSDP", f"python -m {module} dcp_to_torch {pieces.parent} weights.pt"
+    elif script.is_file():
+        kind, command = "DeepSpeed", f"python {script} {folder} whole-weights"
+    else:
+        return
+    raise InputError(
+        f"{folder}: a checkpoint must hold whole weights. Found those of {kind}, in pieces, one "
+        f"for each process. Put them together by `{command}`, and name what that writes.",
+        code="study.checkpoint_pieces",
+    )
+
+
+def _refuse_quantized(folder: Path) -> None:
+    config = folder / "config.json"
+    if config.is_file() and b'"quantization_config"' in config.read_bytes():
+        raise InputError(
+            f"{folder}: a checkpoint's weights must be numbers of their own. Found quantized ones, "
+            "by `quantization_config` in config.json. Take the weights from before, or save "
+            "`model.dequantize()`.",
+            code="study.checkpoint_quantized",
+        )
 
 
 def _is_state_dict(saved: object) -> bool:
@@ -143,10 +175,10 @@ def listed(names: Sequence[str]) -> str:
 def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Return in words what keeps a checkpoint from fitting a model, with the keys."""
     both = [key for key in own if key in state]
-    stored = {own[key].data_ptr() for key in both if own[key].numel()}
+    stored = {_place(own[key]) for key in both if own[key].numel()}
     misfits = {
         "missing in the checkpoint": [
-            k for k in own if k not in state and own[k].data_ptr() not in stored
+            k for k in own if k not in state and _place(own[k]) not in stored
         ],
         "unknown to the model": [k for k in state if k not in own],
         "of another shape": [
@@ -161,6 +193,11 @@ def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
         ],
     }
     return {kind: keys for kind, keys in misfits.items() if keys}
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies, numbers or none: tied weights lie in one place."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _is_of_type(stored: Tensor, own: Tensor) -> bool:

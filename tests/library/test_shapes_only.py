@@ -1,0 +1,128 @@
+"""Models without numbers: they say of a study what the models themselves say."""
+
+import lora_models as lora
+import pytest
+import texts
+import torch
+
+from trak_core.config.preflight import _is_large
+from trak_core.errors import InputError
+from trak_core.gradients import as_batch, n_params, select_parameters
+from trak_core.model.shapes_only import StudyModel
+from trak_core.model_outputs.table import TABLE
+from trak_core.study.checkpoints import check_checkpoint
+from trak_core.study.study import Study
+
+TEXT = "language_modelling"
+READS_NUMBERS = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        {init}
+
+    def forward(self, x):
+        {forward}
+        return self.layer(x)
+
+def make_model():
+    return Model()
+"""
+
+
+def both(tmp_path, code, output):
+    (tmp_path / "looked_at.py").write_text(code)
+    study = Study.load(tmp_path / "looked_at.py")
+    models = [StudyModel(study, output, without_numbers=without) for without in (False, True)]
+    assert models[0].has_numbers
+    return models
+
+
+@pytest.mark.parametrize(
+    "make", ["texts.gpt2()", "texts.llama().bfloat16()", "lora.llama(tied=True)"]
+)
+def test_names_shapes_and_classes_are_the_model_s(make, tmp_path):
+    code = f"import texts, lora_models as lora\n\ndef make_model():\n    return {make}\n"
+    real, bare = both(tmp_path, code, TEXT)
+    output = TABLE[TEXT].load()
+    ids = torch.arange(6)[None]
+    sample = as_batch({"input_ids": ids, "attention_mask": ids > 0, "labels": ids}, output)
+    assert bare.count_classes(output, sample) == real.count_classes(output, sample)
+    assert not bare.has_numbers
+    chosen = [select_parameters(model.module, None) for model in (real, bare)]
+    assert [(k, p.shape) for k, p in chosen[0].items()] == [
+        (k, p.shape) for k, p in chosen[1].items()
+    ]
+    # Tied weights need to be there once; another key is missed.
+    state = real.module.state_dict()
+    if "tied" in make:
+        del state["lm_head.weight"]
+    torch.save(state, tmp_path / "fits.pt")
+    del state[next(key for key in state if "norm" in key or "ln_f" in key)]
+    torch.save(state, tmp_path / "lacks.pt")
+    for model in (real, bare):
+        check_checkpoint(model.module, tmp_path / "fits.pt")
+        with pytest.raises(InputError, match="missing in the checkpoint: "):
+            check_checkpoint(model.module, tmp_path / "lacks.pt")
+
+
+@pytest.mark.parametrize("around", ["{}", "lora.adapted({})"])
+def test_a_base_that_is_read(around, tmp_path):
+    """A model of transformers' from_pretrained has names and shapes; PEFT needs its numbers."""
+    lora.save(lora.llama(), tmp_path / "base")
+    folder = lora.save(lora.adapted(lora.llama()), tmp_path / "adapter")
+    made = around.format(f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})")
+    code = f"""
+import lora_models as lora
+from transformers import AutoModelForCausalLM
+
+def make_model():
+    return {made}
+"""
+    real, bare = both(tmp_path, code, TEXT)
+    is_adapted = "adapted" in around
+    assert bare.has_numbers == is_adapted
+    sizes = [n_params(select_parameters(model.module, None)) for model in (real, bare)]
+    assert sizes[0] == sizes[1]
+    check_checkpoint(bare.module, folder if is_adapted else tmp_path / "base")
+    assert _is_large(folder)
+
+
+@pytest.mark.parametrize(
+    ("init", "forward"),
+    [("self.scale = float(torch.ones(1))", ""), ("", "assert x.sum().item() < 1e9")],
+    ids=["make_model", "forward"],
+)
+def test_what_looks_at_numbers_gets_them(init, forward, tmp_path):
+    code = READS_NUMBERS.format(init=init or "pass", forward=forward or "pass")
+    _, bare = both(tmp_path, code, "image_classification")
+    output = TABLE["image_classification"].load()
+    sample = as_batch((torch.randn(1, 3), torch.tensor([1])), output)
+    assert bare.count_classes(output, sample) == 2
+    assert bare.has_numbers
+
+
+def test_a_failing_model_raises_its_own_error(tmp_path):
+    code = READS_NUMBERS.format(init="pass", forward="x = x.reshape(-1, 4)")
+    output = TABLE["image_classification"].load()
+    sample = as_batch((torch.randn(1, 3), torch.tensor([1])), output)
+    messages = []
+    for model in both(tmp_path, code, "image_classification"):
+        with pytest.raises(
+            InputError, match=r"shape '.*' is invalid for input of size 3"
+        ) as raised:
+            model.count_classes(output, sample)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+def test_small_checkpoints_are_looked_at_with_numbers(tmp_path):
+    torch.save(texts.gpt2().state_dict(), tmp_path / "c0.pt")
+    assert not _is_large(tmp_path / "c0.pt")
+    with (tmp_path / "large.pt").open("wb") as file:
+        file.truncate(2**28)  # a hole: no bytes on the disk
+    assert _is_large(tmp_path / "large.pt")
+    assert _is_large(tmp_path)
