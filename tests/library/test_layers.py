@@ -19,6 +19,7 @@ LAYERS = [
     {"model", "report"},
     {"stages"},
     {"compat"},
+    {"command"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "jinja2": {"report"}, "snakemake": set()}

@@ -10,8 +10,11 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 from pages import blocks
+from refusals import save_weights
 from workspace import REPOSITORY
 
 from trak_core.projection import project
@@ -19,6 +22,12 @@ from trak_core.provenance import code_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 SOURCE = REPOSITORY / "trak_core"
+# The folders of the workflow, and where a wheel has them.
+WORKFLOW = {
+    "workflow": "trak_core/workflow",
+    "slurm": "trak_core/workflow/profiles/slurm",
+    "slurm-gpu": "trak_core/workflow/profiles/slurm-gpu",
+}
 STAGE = "trak_core.stages.compute_features"
 # What the editable install of the tests' own environment consists of.
 OURS = ("trak_core", "__editable__", "__pycache__")
@@ -59,9 +68,11 @@ def wheel(tmp_path_factory):
     """Built from what the repository says that it is built from, without the network."""
     source = tmp_path_factory.mktemp("source")
     (source / "docs").mkdir()
-    for name in ("pyproject.toml", "docs/package.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "docs/package.md", "LICENSE"):
         shutil.copy2(REPOSITORY / name, source / name)
-    shutil.copytree(SOURCE, source / "trak_core", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("trak_core", *WORKFLOW):
+        unused = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, source / name, ignore=unused)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
     run(*pip, "--no-build-isolation", "--wheel-dir", source / "out", source)
     (built,) = (source / "out").iterdir()
@@ -88,9 +99,13 @@ def isolated(python, code, folder):
     return run(python, "-Ic", code, cwd=folder, env={"PATH": "/usr/bin:/bin", "HOME": str(folder)})
 
 
-def test_the_wheel_holds_every_file_of_the_package(wheel):
-    paths = [path for path in SOURCE.rglob("*") if path.is_file()]
-    files = {str(p.relative_to(REPOSITORY)) for p in paths if "__pycache__" not in p.parts}
+def test_the_wheel_holds_every_file_of_package_and_workflow(wheel):
+    files = {
+        f"{inside}/{path.relative_to(REPOSITORY / folder)}"
+        for folder, inside in {"trak_core": "trak_core", **WORKFLOW}.items()
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyi"
+    }
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert held == files
@@ -111,6 +126,29 @@ def test_it_projects_and_its_digests_are_those_of_the_checkout(python, tmp_path)
     spec = ProjectionSpec(kind=ProjectionKind.RADEMACHER, n_params=3, proj_dim=4, seed=0, stream=0)
     assert [float(entry) for entry in row] == project(np.float32([[1, 2, 3]]), spec)[0].tolist()
     assert digest == code_digest(STAGE)
+
+
+def test_a_study_runs_where_nothing_but_the_wheel_is(python, tmp_path):
+    """By `trak run`, with a target, from a folder that has the study, its config and a weight."""
+    shutil.copy2(REPOSITORY / "tests/studies/diabetes.py", tmp_path)
+    config = {"study": "diabetes.py", "model_output": "regression", "projection": {"proj_dim": 16}}
+    config |= {"checkpoints": {"c0": "c0.pt"}, "experiments": {"one": {"targets": ["patient-342"]}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    save_weights(tmp_path / "c0.pt")
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    trak = [python.with_name("trak"), "run", "mine.yaml"]
+    result = subprocess.run([*trak, "scores", "--no-hooks"], **options, check=False)
+    assert result.returncode == 0, result.stderr
+    called = result.stderr.splitlines()[0]
+    snakefile = f"--snakefile={python.parents[1]}/lib/.*/site-packages/trak_core/workflow/Snakefile"
+    pattern = rf"snakemake {snakefile} --configfile=mine.yaml scores --no-hooks --cores all"
+    assert re.fullmatch(pattern, called), called
+    assert pd.read_hdf(tmp_path / "results/scores/one.h5", "scores").shape == (342, 1)
+    # Nothing runs again, and what is planned for a cluster comes from the wheel's profile.
+    planned = subprocess.run([*trak, "scores", "-n", "--profile", "slurm"], **options, check=False)
+    assert planned.returncode == 0, planned.stderr
+    assert "Nothing to be done" in planned.stdout + planned.stderr
 
 
 def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):

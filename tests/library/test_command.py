@@ -1,0 +1,53 @@
+"""The command `trak`: what it calls, and what it says of a call that can't be right."""
+
+import subprocess
+import sys
+
+import pytest
+from refused import refused
+
+from trak_core.command.main import main
+from trak_core.command.run import run, snakemake_command, workflow_folder
+
+
+def test_words_are_handed_on_as_they_are():
+    words = ["scores", "-n", "--config", "scoring={damping: 1}", "--cores", "3"]
+    called, snakefile, config, *handed = snakemake_command("a b.yaml", words)
+    assert (called, config, handed) == ("snakemake", "--configfile=a b.yaml", words)
+    assert snakefile == f"--snakefile={workflow_folder()}/Snakefile"
+
+
+@pytest.mark.parametrize("words", [["-c1"], ["--jobs=4"], ["-j", "2"], ["--profile", "mine"]])
+def test_all_cores_are_taken_where_nothing_is_said(words):
+    assert snakemake_command("a.yaml", words)[3:] == words
+    assert snakemake_command("a.yaml", ["-n"])[3:] == ["-n", "--cores", "all"]
+
+
+def test_a_cluster_s_profile_is_the_workflow_s_or_the_folder_s_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ["--profile", "slurm", "--profile", "slurm-gpu"]
+    profiles = snakemake_command("a.yaml", given)[4::2]
+    folders = [workflow_folder().parent / name for name in ("slurm", "slurm-gpu")]
+    assert profiles == [str(folder) for folder in folders]
+    assert all((folder / "profile.yaml").is_file() for folder in folders)
+    (tmp_path / "slurm").mkdir()
+    assert snakemake_command("a.yaml", given)[4] == "slurm"
+
+
+def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with refused("command.no_config", "scores"):
+        run("scores", ["mine.yaml"])
+    with refused("command.missing_config", "mine.yaml"):
+        run("mine.yaml", [])
+
+
+def test_the_command_is_there_and_says_how_it_is_called():
+    command = [sys.executable, "-m", "trak_core.command.main"]
+    for words, status in (([], 0), (["--help"], 0), (["run"], 2), (["walk", "mine.yaml"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == status
+    result = subprocess.run([*command, "run", "no.yaml"], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: The config must exist. Found nothing at no.yaml")

@@ -1,0 +1,1 @@
+"""Start the workflow from any folder: ``trak run study.yaml``. Snakemake stays the engine."""

@@ -1,0 +1,36 @@
+"""The command ``trak``: its words, and what each calls."""
+
+import sys
+from collections.abc import Sequence
+
+from trak_core.command.run import run
+from trak_core.errors import InputError
+
+_USAGE = """\
+usage: trak run CONFIG [TARGET ...] [OPTION ...]
+
+Run a study's config by Snakemake, in this folder. Targets and options are Snakemake's own:
+
+  trak run study.yaml                  everything
+  trak run study.yaml -n               what would run
+  trak run study.yaml scores           scores alone
+  trak run study.yaml --cores 4        on four cores; all, if nothing is said
+  trak run study.yaml --profile slurm  on a SLURM cluster
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Do what the words say; an error is a sentence on standard error."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2]):
+        asked = not words or {"-h", "--help"} & set(words)
+        print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else 2)
+    try:
+        run(words[1], words[2:])
+    except InputError as error:
+        sys.exit(f"Error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Run the workflow that this package brings along, or that lies beside it, for one config."""
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from trak_core.errors import InputError
+
+_PACKAGE = Path(__file__).parents[1]
+# Options by which a call says itself how much may run at a time.
+_SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
+_CLUSTERS = ("slurm", "slurm-gpu")
+
+
+def workflow_folder() -> Path:
+    """Return the folder of the workflow's Snakefile: in the wheel, or in the checkout."""
+    in_wheel = _PACKAGE / "workflow"
+    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "workflow"
+
+
+def _profile(name: str) -> str:
+    """Return the path of a cluster's profile, where the user's own folder has none of its name."""
+    if name not in _CLUSTERS or Path(name).is_dir():
+        return name
+    in_wheel = workflow_folder() / "profiles" / name
+    return str(in_wheel if in_wheel.is_dir() else workflow_folder().parent / name)
+
+
+def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
+    """Return the call of Snakemake for a config.
+
+    ``arguments`` are handed on: targets, ``-n``, ``--profile slurm`` and so on. Without a word on
+    how much may run at a time, all cores may be used.
+    """
+    handed, before = list(arguments), ""
+    for i, argument in enumerate(handed):
+        if before == "--profile":
+            handed[i] = _profile(argument)
+        before = argument
+    if not any(argument.startswith(_SAY_HOW_MUCH) for argument in handed):
+        handed += ["--cores", "all"]
+    # With `=` the option takes one config, and leaves targets that follow alone.
+    snakefile = str(workflow_folder() / "Snakefile")
+    return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
+
+
+def run(config: str, arguments: Sequence[str]) -> None:
+    """Print Snakemake's call for a config and become it."""
+    if not config.endswith((".yaml", ".yml", ".json")):
+        raise InputError(
+            f"`trak run` must get a config first, such as study.yaml. Found {config}. Name the "
+            "config, then what Snakemake is to get: `trak run study.yaml scores -n`.",
+            code="command.no_config",
+        )
+    if not Path(config).is_file():
+        raise InputError(
+            f"The config must exist. Found nothing at {config} (from {Path.cwd()}).",
+            code="command.missing_config",
+        )
+    if find_spec("snakemake") is None:
+        raise InputError(
+            "`trak run` must find Snakemake in its own Python. Found none: "
+            "pip install 'trak-core[workflow]'.",
+            code="command.no_snakemake",
+        )
+    command = snakemake_command(config, arguments)
+    print(shlex.join(command), file=sys.stderr, flush=True)
+    # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
+    os.execv(sys.executable, [sys.executable, "-m", *command])
