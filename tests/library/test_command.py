@@ -40,6 +40,10 @@ def test_what_is_no_config_is_refused(tmp_path, monkeypatch):
         run("scores", ["mine.yaml"])
     with refused("command.missing_config", "mine.yaml"):
         run("mine.yaml", [])
+    (tmp_path / "mine.yaml").touch()
+    monkeypatch.setattr("trak_core.command.run.find_spec", lambda _: None)
+    with refused("command.no_snakemake"):
+        run("mine.yaml", [])
 
 
 def test_the_command_is_there_and_says_how_it_is_called():

@@ -13,7 +13,7 @@ LAYERS = [
     {"spec", "provenance"},
     {"system"},
     {"projection", "model_outputs"},
-    {"study", "artifacts", "config", "autograd"},
+    {"study", "studies", "artifacts", "config", "autograd"},
     {"gradients", "scoring"},
     {"gramian", "evaluation"},
     {"model", "report"},

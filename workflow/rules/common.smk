@@ -13,6 +13,7 @@ from snakemake.utils import validate
 
 import trak_core
 from trak_core.config.preflight import check_sources, run_preflight
+from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
@@ -62,6 +63,7 @@ with explained():
     if config is workflow.modifier_stack[0].globals["config"]:
         given = workflow.config_settings.config_args or []
         config.update(with_values_read(config, given))
+    config.update(with_ready_study(config))
     check_config(config, yaml.safe_load(Path(schema).read_text()))
     validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.

@@ -1,0 +1,177 @@
+"""Ready-made studies, beside what a person would write for the same files."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import texts as small
+import torch
+from few_words import ids, tokenizer, write
+from PIL import Image
+from refused import refused
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from trak_core.studies.image_folder import image_folder
+from trak_core.studies.language_model import language_model
+from trak_core.studies.ready_study import needed
+from trak_core.studies.rows import field, ids_of, read_rows
+from trak_core.studies.tabular import tabular
+from trak_core.studies.text_classification import text_classification
+
+NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def weights(tmp_path):
+    small.gpt2().save_pretrained(tmp_path / "out")
+    tokenizer().save_pretrained(tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_texts_of_a_language_model(weights, tmp_path):
+    rows = [{"id": "a", "text": "sky is blue"}, {"id": "b", "text": "the grass"}]
+    study = language_model(write(tmp_path / "train.jsonl", rows), str(weights))
+    assert study.train_ids() == ["a", "b"]
+    assert [s["input_ids"].tolist() for s in study.train_data()] == [ids(r["text"]) for r in rows]
+    assert all(torch.equal(s["labels"], s["input_ids"]) for s in study.train_data())
+    assert study.describe(study.train_data()[0]) == "sky is blue"
+    assert study.encode(text="red sun")["input_ids"].tolist() == ids("red sun")
+    keys = small.gpt2().state_dict()
+    assert {k: v.shape for k, v in study.make_model().state_dict().items()} == {
+        k: v.shape for k, v in keys.items()
+    }
+    with refused("studies.no_targets"):
+        study.target_data()
+    with refused("studies.template", "'{question}'", "id, text"):
+        language_model(str(tmp_path / "train.jsonl"), str(weights), text="{question}").train_data()[
+            0
+        ]
+
+
+def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weights, tmp_path):
+    rows = [{"prompt": "what is red", "completion": "the sun"}]
+    file = write(tmp_path / "train.jsonl", rows)
+    templates = {"prompt": "{prompt} ", "text": "{completion}"}
+    study = language_model(file, str(weights), **templates, targets=file)
+    (sample,) = study.train_data()
+    assert sample["input_ids"].tolist() == ids("what is red the sun")
+    assert sample["labels"].tolist() == [-100, -100, -100, *ids("the sun")]
+    assert torch.equal(study.target_data()[0]["labels"], sample["labels"])
+    cut = language_model(file, str(weights), **templates, max_tokens=4)
+    assert cut.train_data()[0]["labels"].tolist() == [-100, -100, -100, *ids("the")]
+
+
+def test_the_last_message_of_a_chat_counts(weights, tmp_path):
+    messages = [{"role": "user", "content": "what is blue"}, {"role": "user", "content": "sky"}]
+    file = write(tmp_path / "chats.jsonl", [{"messages": messages}])
+    (sample,) = language_model(file, str(weights)).train_data()
+    assert sample["input_ids"].tolist() == ids("user said what is blue user said sky")
+    assert sample["labels"].tolist() == [-100] * 7 + ids("sky")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
+def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
+    file = write(tmp_path / "train.jsonl", [{"text": "sky"}])
+    (tmp_path / "trainer").mkdir()
+    for step in (5, 10):
+        weights.joinpath("config.json").parent.rename(tmp_path / f"trainer/checkpoint-{step}")
+        small.gpt2().save_pretrained(weights)
+        tokenizer().save_pretrained(weights)
+    study = language_model(file, str(tmp_path / "trainer"))
+    assert study.make_model().config.n_embd == small.gpt2().config.n_embd
+    (adapter := tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    settings |= {"base_model_name_or_path": str(weights), "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    model = language_model(file, str(adapter)).make_model()
+    trained = {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"lora_A", "lora_B"}
+    with refused("studies.weights", tmp_path):
+        language_model(file, str(tmp_path))
+
+
+def test_labelled_texts(tmp_path):
+    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, pad_token_id=0)
+    config.label2id, config.id2label = {"no": 0, "yes": 1}, {0: "no", 1: "yes"}
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "out")
+    tokenizer().save_pretrained(tmp_path / "out")
+    rows = [{"text": "sky is blue", "label": "yes"}, {"text": "sky is", "label": 0}]
+    file = write(tmp_path / "train.jsonl", [*rows, {"text": "sun", "label": "perhaps"}])
+    study = text_classification(file, str(tmp_path / "out"), max_tokens=4)
+    samples = study.train_data()
+    assert samples[0]["input_ids"].tolist() == [*ids("sky is blue"), 0]
+    assert samples[0]["attention_mask"].tolist() == [1, 1, 1, 0]
+    assert [int(samples[i]["labels"]) for i in (0, 1)] == [1, 0]
+    assert study.make_model()(**{k: v[None] for k, v in samples[0].items()}).logits.shape == (1, 2)
+    with refused("studies.label", "'perhaps'", "no, yes"):
+        samples[2]
+
+
+def test_images_in_folders_and_in_a_table(tmp_path):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
+    for array, name in zip(pixels, ("dog/1.png", "cat/b/2.PNG", "dog/3.png"), strict=True):
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(array).save(tmp_path / "images" / name)
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\ndef net(n):\n    return nn.Linear(2, n)\n"
+    )
+    net = f"{tmp_path}/nets.py:net"
+    study = image_folder(str(tmp_path / "images"), net)
+    assert study.train_ids() == ["cat/b/2.PNG", "dog/1.png", "dog/3.png"]
+    assert [int(label) for _, label in study.train_data()] == [0, 1, 1]
+    expected = torch.tensor(pixels[0]).permute(2, 0, 1) / 255
+    assert torch.equal(study.train_data()[1][0], expected)
+    assert study.describe(study.train_data()[1]) == "dog"
+    assert study.make_model().out_features == 2
+    table_file = tmp_path / "labels.csv"
+    table_file.write_text("id,path,label,annotator\nx,images/dog/3.png,wolf,anna\n")
+    of_table = image_folder(str(table_file), net, classes=["wolf", "dog"])
+    assert of_table.train_ids() == ["x"]
+    assert torch.equal(of_table.train_data()[0][0], torch.tensor(pixels[2]).permute(2, 0, 1) / 255)
+    with refused("studies.label", "wolf", "cat, dog"):
+        image_folder(str(table_file), net, classes=["cat", "dog"]).train_data()[0]
+    with refused("studies.no_images", tmp_path / "images/cat"):
+        image_folder(str(tmp_path / "images/cat/b"), net)
+    for wrong in ("nets:net", f"{tmp_path}/nets.py:other"):
+        with refused("studies.function"):
+            image_folder(str(tmp_path / "images"), wrong).make_model()
+
+
+def test_rows_of_a_table(tmp_path):
+    frame = pd.DataFrame({"id": [7, 8], "a": [1.5, 2], "b": [3, 4], "kind": ["no", "yes"]})
+    frame.to_csv(tmp_path / "rows.csv", index=False)
+    frame.to_csv(tmp_path / "rows.tsv", index=False, sep="\t")
+    (tmp_path / "nets.py").write_text(
+        "from torch import nn\n\ndef net():\n    return nn.Linear(2, 2)\n"
+    )
+    for name in ("rows.csv", "rows.tsv"):
+        file, net = str(tmp_path / name), f"{tmp_path}/nets.py:net"
+        study = tabular(file, "kind", net, classes=["no", "yes"])
+        assert study.train_ids() == [7, 8]
+        inputs, label = study.train_data()[1]
+        assert (inputs.tolist(), label.item(), label.dtype) == ([2, 4], 1, torch.int64)
+    number = tabular(file, "a", net, columns=["b"]).train_data()[0]
+    assert (number[0].tolist(), number[1].item()) == ([3], 1.5)
+    with refused("studies.numbers", "kind"):
+        tabular(file, "a", net).train_data()[0]
+
+
+def test_files_that_hold_no_rows(tmp_path):
+    for name, text in {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}.items():
+        (tmp_path / name).write_text(text)
+        with refused("studies.rows", tmp_path / name):
+            read_rows(str(tmp_path / name))
+    with refused("studies.missing_rows", "no.csv"):
+        read_rows("no.csv")
+    assert ids_of([{"id": 3}, {}]) == [0, 1]
+    with refused("studies.field", "path", "id, label"):
+        field({"id": 3, "label": 1}, "path")
+    with refused("studies.package", "no_such_package"):
+        needed("no_such_package")

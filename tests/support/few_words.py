@@ -1,0 +1,43 @@
+"""A tokenizer of a few words, and files of rows, for studies of texts."""
+
+import json
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast as Tokenizer
+
+WORDS = [
+    "what",
+    "is",
+    "red",
+    "the",
+    "sky",
+    "blue",
+    "grass",
+    "green",
+    "sun",
+    "user",
+    "said",
+    "asked",
+]
+CHAT = (
+    "{% for m in messages %}{{ m['role'] }} said {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}user said {% endif %}"
+)
+
+
+def tokenizer():
+    words = {word: number for number, word in enumerate(["?", *WORDS])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = Tokenizer(tokenizer_object=core, unk_token="?", pad_token="?")
+    made.chat_template = CHAT
+    return made
+
+
+def write(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def ids(text):
+    return [1 + WORDS.index(word) for word in text.split()]

@@ -1,0 +1,100 @@
+"""A config that names a ready-made study: no Python, and the numbers of a study that has some."""
+
+import pandas as pd
+import pytest
+import texts
+import yaml
+from few_words import ids, tokenizer, write
+from pages import blocks, run_code
+from refused import refused
+from workspace import Workspace
+
+from trak_core.config.ready_made import READY_MADE, with_ready_study
+
+ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
+HAND_WRITTEN = f"""
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+def samples(rows):
+    made = [torch.tensor(row) for row in rows]
+    return [{{"input_ids": one, "labels": one}} for one in made]
+
+def make_model():
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("out"))
+
+def train_data():
+    return samples({[ids(row["text"]) for row in ROWS]})
+
+def target_data():
+    return samples({[ids("the sky is red")]})
+"""
+(SHOWN,) = (text for info, text in blocks("README.md") if info == "yaml")
+(READ,) = (text for info, text in blocks("README.md", "Read the scores") if info == "python")
+CONFIG = yaml.safe_load(SHOWN) | {"projection": {"proj_dim": 16}}
+
+
+@pytest.fixture
+def study(tmp_path):
+    study = Workspace(tmp_path, CONFIG)
+    texts.gpt2().save_pretrained(study.path("out"))
+    tokenizer().save_pretrained(study.path("out"))
+    write(study.path("train.jsonl"), ROWS)
+    write(study.path("asked.jsonl"), [{"text": "the sky is red"}])
+    return study
+
+
+def test_texts_and_weights_are_a_study(study, monkeypatch):
+    page = dict(blocks("docs/how-to/ready-made.md"))
+    assert yaml.safe_load(SHOWN) == yaml.safe_load(page["yaml texts.yaml"])
+    study.run("results/scores/asked.h5", "results/answers/asked.h5")
+    monkeypatch.chdir(study.folder)
+    assert len(run_code(READ).splitlines()) == 4  # the three texts, and a line above
+    scores = pd.read_hdf(study.path("results/scores/asked.h5"), "scores")
+    described = pd.read_hdf(study.path("results/answers/asked.h5"), "train").set_index("id")["text"]
+    assert described.to_dict() == {row["id"]: row["text"] for row in ROWS}
+    assert study.would_run() == {}
+
+    # The file that was written is a study like any other, and may be taken further.
+    study.path("mine.py").write_text(study.path("results/language_model_study.py").read_text())
+    study.path("hand.py").write_text(HAND_WRITTEN)
+    written = {"study": "hand.py", "model_output": "language_modelling", "results": "others"}
+    by_hand = Workspace(
+        study.folder,
+        {k: v for k, v in CONFIG.items() if k != "study_arguments"}
+        | written
+        | {"experiments": {"asked": {"targets": [0]}}},
+    )
+    by_hand.run("others/scores/asked.h5")
+    other = pd.read_hdf(study.path("others/scores/asked.h5"), "scores")
+    assert (other.to_numpy() == scores.to_numpy()).all()
+
+    # An edited text is never given stale scores; a new question costs itself.
+    write(study.path("asked.jsonl"), [{"text": "the sun"}])
+    assert study.would_run() == {"compute_features": 1, "compute_scores": 1, "average_scores": 1}
+    write(study.path("train.jsonl"), ROWS[:2])
+    assert study.would_run()["compute_features"] == 2
+
+
+def test_what_a_config_may_not_say(study, monkeypatch):
+    monkeypatch.chdir(study.folder)
+    assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
+    with refused("config.study_arguments", "mine.py"):
+        with_ready_study({"study": "mine.py", "study_arguments": {}})
+    with refused("config.study", "language_modl", ", ".join(READY_MADE)):
+        with_ready_study({"study": "language_modl", "study_arguments": {}})
+    with refused("config.study", "tabular without"):
+        with_ready_study({"study": "tabular"})
+    with refused("config.weights", "null"):
+        with_ready_study({"study": "language_model", "study_arguments": {"texts": "train.jsonl"}})
+
+
+def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
+    monkeypatch.chdir(study.folder)
+    study.path("nets.py").write_text("import layers\n\ndef net(n):\n    return layers.made(n)\n")
+    study.path("layers.py").write_text("from torch import nn\n\nmade = nn.Linear\n")
+    arguments = {"images": "images", "model": "nets.py:net"}
+    config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
+    assert config["data_files"] == ["images", "nets.py", "layers.py"]
+    assert config["model_output"] == "image_classification"
+    assert "draw = study.draw" in study.path("results/image_folder_study.py").read_text()

@@ -1,0 +1,135 @@
+"""Write the study's file of a config that names a ready-made study; standard library only."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.provenance import code_digest, study_modules
+from trak_core.system.files import written_whole
+
+_TEXT = '''\
+"""The ready-made study `{name}` with the config's `study_arguments`, written at each start.
+
+To change it, copy this file and name the copy as `study`.
+"""
+
+from trak_core.studies.{name} import {name}
+
+# What the library's own code was: another one has the jobs run again.
+CODE = "{digest}"
+
+study = {name}({arguments})
+{functions}
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A ready-made study.
+
+    Attributes:
+        model_output: The model output of a config that names none; None where it must.
+        files: The arguments that are files or folders of data, whose content counts.
+        takes_weights: Whether the model is built from a checkpoint's folder.
+        draws: Whether it draws its samples.
+    """
+
+    model_output: str | None
+    files: tuple[str, ...]
+    takes_weights: bool = False
+    draws: bool = False
+
+
+READY_MADE = {
+    "language_model": _Ready("language_modelling", ("texts", "targets"), takes_weights=True),
+    "text_classification": _Ready("text_classification", ("texts", "targets"), takes_weights=True),
+    "image_folder": _Ready("image_classification", ("images", "targets"), draws=True),
+    "tabular": _Ready(None, ("table", "targets")),
+}
+_FUNCTIONS = (
+    *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
+)
+
+
+def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose study is a file, which is written if it names a ready-made one.
+
+    ``study: language_model`` becomes ``{results}/language_model_study.py``; the files that
+    ``study_arguments`` name are among ``data_files``, and its model output is filled in. The
+    weights that a language model is built from are those of the first checkpoint, unless given.
+    """
+    name, arguments = config.get("study"), config.get("study_arguments")
+    if not isinstance(name, str) or name.endswith(".py"):
+        if arguments is not None:
+            raise InputError(
+                "study_arguments must stand beside a ready-made study. Found them beside "
+                f"{name}: a study of your own has its arguments in its file.",
+                code="config.study_arguments",
+            )
+        return dict(config)
+    if name not in READY_MADE or not isinstance(arguments, Mapping):
+        raise InputError(
+            "study must be a Python file, or a ready-made study with its `study_arguments`: "
+            f"{', '.join(READY_MADE)}. Found {name}"
+            f"{'' if name not in READY_MADE else ' without a mapping of study_arguments'}.",
+            code="config.study",
+        )
+    about = READY_MADE[name]
+    arguments = dict(arguments)
+    if about.takes_weights and "weights" not in arguments:
+        arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
+    file = Path(str(config.get("results", "results")), f"{name}_study.py")
+    _write(file, _source(name, arguments, about))
+    known = config.get("data_files", [])
+    named = [str(arguments[key]) for key in about.files if arguments.get(key)]
+    for argument in arguments.values():
+        named += _code_of(argument)
+    return {
+        **({} if about.model_output is None else {"model_output": about.model_output}),
+        **config,
+        "study": str(file),
+        "data_files": [*known, *(path for path in named if path not in known)],
+    }
+
+
+def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
+    functions = [*_FUNCTIONS, *(["draw"] if about.draws else [])]
+    return _TEXT.format(
+        name=name,
+        digest=code_digest(f"trak_core.studies.{name}"),
+        arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
+        functions="\n".join(f"{function} = study.{function}" for function in functions),
+    )
+
+
+def _code_of(argument: Any) -> list[str]:
+    """Return the file of a function that an argument names, and the modules that it imports."""
+    file = Path(argument.rpartition(":")[0]) if isinstance(argument, str) else Path()
+    if file.suffix != ".py" or not file.is_file():
+        return []
+    return [str(path) for path in study_modules(file).values()]
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a study's file, unless it is there: jobs that run look at it."""
+    if file.is_file() and file.read_text() == text:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(file) as part:
+        part.write_text(text)
+
+
+def _first_checkpoint(checkpoints: Any) -> str:
+    """Return the path of the first checkpoint that a config names."""
+    first = next(iter(checkpoints.values()), None) if isinstance(checkpoints, Mapping) else None
+    path = first.get("path") if isinstance(first, Mapping) else first
+    if not isinstance(path, str):
+        raise InputError(
+            "study_arguments must have `weights`, the folder that the model is built from, where "
+            f"`checkpoints` is not a mapping of ids to paths. Found {json.dumps(checkpoints)}.",
+            code="config.weights",
+        )
+    return path

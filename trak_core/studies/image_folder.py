@@ -1,0 +1,93 @@
+"""Study a classifier of images that lie in a folder for each class, or that a table names."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from trak_core.errors import InputError
+from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
+from trak_core.studies.rows import field, ids_of, read_rows
+
+_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+
+
+def image_folder(
+    images: str,
+    model: str,
+    targets: str | None = None,
+    classes: list[str] | None = None,
+    transform: str | None = None,
+) -> ReadyStudy:
+    """Return the study of images that trained a classifier.
+
+    Args:
+        images: The training images: a folder with a folder for each class, whose images have their
+            paths as ids; or a table with the columns ``path`` (from the table's folder), ``label``
+            and perhaps ``id``.
+        model: ``file.py:function`` of a function that takes the number of classes and returns the
+            module, weights unset, such as ``timm.create_model("resnet18", num_classes=n)``.
+        targets: Images to explain, likewise; the training images, if there are none.
+        classes: Names of the classes in the order of the model's logits; sorted, if not given.
+        transform: ``file.py:function`` of a function that makes a tensor of a PIL image, as in
+            evaluation; if not given, RGB from 0 to 1 in the image's own size.
+    """
+    rows = _rows(Path(images))
+    target_rows = _rows(Path(targets)) if targets else rows
+    names = classes or sorted({str(row["label"]) for row in rows})
+    numbers = {name: number for number, name in enumerate(names)}
+    prepared = function_at(transform, "transform") if transform else _as_is
+
+    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        name = str(field(row, "label"))
+        if name not in numbers:
+            raise InputError(
+                f"study_arguments: a label must be one of the classes {', '.join(names)}. Found "
+                f"{name} for {row['path']}.",
+                code="studies.label",
+            )
+        with Image.open(row["path"]) as image:
+            return prepared(image.convert("RGB")), torch.tensor(numbers[name])
+
+    def draw(axes: Any, one: tuple[Tensor, Tensor]) -> None:
+        pixels = one[0].movedim(0, -1)
+        darkest, brightest = pixels.min(), pixels.max()
+        axes.imshow(((pixels - darkest) / (brightest - darkest).clamp(min=1e-9)).numpy())
+
+    return ReadyStudy(
+        make_model=lambda: function_at(model, "model")(len(names)),
+        train_data=lambda: Rows(rows, sample),
+        train_ids=lambda: ids_of(rows),
+        target_data=lambda: Rows(target_rows, sample),
+        target_ids=lambda: ids_of(target_rows),
+        encode=lambda **row: sample(row),
+        describe=lambda one: names[int(one[1])],
+        draw=draw,
+    )
+
+
+def _rows(images: Path) -> list[dict[str, Any]]:
+    """Return path, label and id of every image of a folder or table."""
+    if images.is_dir():
+        files = sorted(path for path in images.glob("*/**/*") if path.suffix.lower() in _SUFFIXES)
+        if not files:
+            raise InputError(
+                f"study_arguments: {images} must hold a folder of images for each class. Found "
+                f"none with the endings {', '.join(sorted(_SUFFIXES))}.",
+                code="studies.no_images",
+            )
+        relative = [path.relative_to(images) for path in files]
+        return [
+            {"path": str(path), "label": inside.parts[0], "id": inside.as_posix()}
+            for path, inside in zip(files, relative, strict=True)
+        ]
+    rows = read_rows(str(images))
+    return [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
+
+
+def _as_is(image: Image.Image) -> Tensor:
+    return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255

@@ -1,0 +1,133 @@
+"""Study a causal language model of Hugging Face's: weights, a file of texts, nothing else."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+from trak_core.spec import ADAPTER_CONFIG
+from trak_core.studies.ready_study import ReadyStudy, Rows, needed
+from trak_core.studies.rows import filled_in, ids_of, read_rows
+
+_TEXT = "{text}"
+
+
+def language_model(
+    texts: str,
+    weights: str,
+    targets: str | None = None,
+    text: str | None = None,
+    prompt: str = "",
+    max_tokens: int | None = None,
+) -> ReadyStudy:
+    """Return the study of texts that trained a language model.
+
+    Args:
+        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
+        weights: A folder with the model's ``config.json`` and tokenizer: of the model, of a LoRA
+            adapter, or one in which a Trainer saved several.
+        targets: Rows to explain, by id; not needed where experiments bring ``data`` of their own.
+        text: What counts, a template with fields of a row such as ``"{completion}"``. If not given,
+            the field ``text``; or of a chat in the field ``messages`` the last message.
+        prompt: What comes before and doesn't count, likewise.
+        max_tokens: Where to cut longer texts; without it they are refused.
+    """
+    needed("transformers")
+    from transformers import AutoTokenizer
+
+    folder = _config_folder(Path(weights))
+    tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
+
+    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+        is_chat = text is None and "messages" in row
+        if is_chat:
+            before, whole = _chat(tokenizer, row["messages"])
+        else:
+            before = filled_in(prompt, row)
+            whole = before + filled_in(text or _TEXT, row)
+        tokens = tokenizer(
+            whole,
+            return_offsets_mapping=True,
+            add_special_tokens=not is_chat,  # a chat's template has them
+            truncation=max_tokens is not None,
+            max_length=max_tokens,
+        )
+        input_ids = torch.tensor(tokens["input_ids"])
+        ends = torch.tensor(tokens["offset_mapping"])[:, 1]
+        labels = torch.where(ends > len(before), input_ids, -100) if before else input_ids
+        return {"input_ids": input_ids, "labels": labels}
+
+    rows = read_rows(texts)
+
+    def target_rows() -> list[dict[str, Any]]:
+        if targets is None:
+            raise InputError(
+                "study_arguments: targets must name a file of rows where an experiment picks "
+                "targets by id. Found none. Give one, or `data: asked.jsonl` in the experiment.",
+                code="studies.no_targets",
+            )
+        return read_rows(targets)
+
+    return ReadyStudy(
+        make_model=lambda: _model(folder),
+        train_data=lambda: Rows(rows, sample),
+        train_ids=lambda: ids_of(rows),
+        target_data=lambda: Rows(target_rows(), sample),
+        target_ids=lambda: ids_of(target_rows()),
+        encode=lambda **row: sample(row),
+        describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+    )
+
+
+def _chat(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """Return a conversation up to its last message, and with it, as the model reads them."""
+    before = tokenizer.apply_chat_template(
+        messages[:-1], tokenize=False, add_generation_prompt=True
+    )
+    return before, tokenizer.apply_chat_template(messages, tokenize=False)
+
+
+def _config_folder(weights: Path) -> Path:
+    """Return the folder with a config: the folder itself, or a Trainer's last checkpoint in it."""
+    saved = sorted(weights.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+    for folder in (weights, *reversed(saved)):
+        if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    raise InputError(
+        f"study_arguments: weights must be a folder with config.json or {ADAPTER_CONFIG}, by "
+        f"itself or in a Trainer's checkpoint-<step>. Found none in {weights} (from {Path.cwd()}).",
+        code="studies.weights",
+    )
+
+
+def _base(folder: Path) -> str | None:
+    """Return what an adapter stands on; None for a model of its own."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+
+
+def _tokenizer_source(folder: Path) -> str:
+    """Return where the tokenizer lies: beside the weights, above them, or with the base."""
+    for place in (folder, folder.parent):
+        if (place / "tokenizer_config.json").is_file():
+            return str(place)
+    return _base(folder) or str(folder)
+
+
+def _model(folder: Path) -> nn.Module:
+    """Return the model with weights unset, or an adapter's layers on its base."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    base = _base(folder)
+    if base is None:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    needed("peft")
+    from peft import PeftConfig, get_peft_model
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    return get_peft_model(model, PeftConfig.from_pretrained(str(folder)))

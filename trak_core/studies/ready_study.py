@@ -1,0 +1,76 @@
+"""Say what a ready-made study consists of, and find functions that its arguments name."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trak_core.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyStudy:
+    """The functions of a study (``trak_core.study.study`` says what each does)."""
+
+    make_model: Callable[[], nn.Module]
+    train_data: Callable[[], Any]
+    target_data: Callable[[], Any]
+    train_ids: Callable[[], Sequence[int | str]]
+    target_ids: Callable[[], Sequence[int | str]]
+    encode: Callable[..., Any]
+    describe: Callable[[Any], str]
+    draw: Callable[[Any, Any], None] | None = None
+
+
+class Rows:
+    """Samples that are made of rows as they are needed."""
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], sample: Callable[[Mapping[str, Any]], Any]
+    ) -> None:
+        self._rows, self._sample = rows, sample
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(self._rows[index])
+
+
+def needed(package: str) -> None:
+    """Refuse to go on without a package of Hugging Face's, and say what brings it."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(
+            f"This study must find the package {package}. Found none: "
+            "pip install 'trak-core[language]'.",
+            code="studies.package",
+        )
+
+
+def function_at(place: str, argument: str) -> Callable[..., Any]:
+    """Return the function that ``file.py:function`` names."""
+    file, _, name = place.rpartition(":")
+    path = Path(file)
+    if path.suffix != ".py" or not path.is_file():
+        raise InputError(
+            f"study_arguments: {argument} must name a function as file.py:function. Found {place}.",
+            code="studies.function",
+        )
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise InputError(
+            f"study_arguments: {argument} must name a function of {file}. Found no {name} there.",
+            code="studies.function",
+        )
+    return function

@@ -1,0 +1,62 @@
+"""Study a model of tables: numbers in columns, and a class or a number to predict."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trak_core.errors import InputError
+from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
+from trak_core.studies.rows import field, ids_of, read_rows
+
+
+def tabular(
+    table: str,
+    label: str,
+    model: str,
+    targets: str | None = None,
+    columns: Sequence[str] | None = None,
+    classes: Sequence[Any] | None = None,
+) -> ReadyStudy:
+    """Return the study of a table's rows that trained a model.
+
+    Args:
+        table: The training rows: ``.csv``, ``.tsv``, ``.parquet`` or ``.jsonl``.
+        label: The column to predict.
+        model: ``file.py:function`` of a function that returns the module, weights unset.
+        targets: Rows to explain; the training rows, if there are none.
+        columns: The model's inputs, in its order; if not given, all columns except ``label`` and
+            ``id``. They must be numbers, scaled as the model was trained.
+        classes: Labels in the order of the model's logits, for labels that are names; labels that
+            are numbers are taken as they are.
+    """
+    rows = read_rows(table)
+    target_rows = read_rows(targets) if targets else rows
+    names = list(columns or [name for name in rows[0] if name not in {label, "id"}])
+    numbers = {name: number for number, name in enumerate(classes or ())}
+
+    def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        try:
+            values = [float(field(row, name)) for name in names]
+            answer = numbers[row[label]] if classes else float(field(row, label))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"study_arguments: the columns {', '.join(names)} must be numbers, and {label} a "
+                f"number or one of `classes`. Found {dict(row)}.",
+                code="studies.numbers",
+            ) from error
+        is_class = classes or (isinstance(row[label], int) and not isinstance(row[label], bool))
+        return torch.tensor(values), torch.tensor(int(answer) if is_class else answer)
+
+    return ReadyStudy(
+        make_model=lambda: function_at(model, "model")(),
+        train_data=lambda: Rows(rows, sample),
+        train_ids=lambda: ids_of(rows),
+        target_data=lambda: Rows(target_rows, sample),
+        target_ids=lambda: ids_of(target_rows),
+        encode=lambda **row: sample(row),
+        describe=lambda one: ", ".join(
+            f"{name} {value:.4g}" for name, value in zip(names, one[0].tolist(), strict=True)
+        ),
+    )

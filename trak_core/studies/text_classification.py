@@ -1,0 +1,73 @@
+"""Study a classifier of texts of Hugging Face's: weights, a file of texts with labels."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trak_core.errors import InputError
+from trak_core.studies.ready_study import ReadyStudy, Rows, needed
+from trak_core.studies.rows import field, filled_in, ids_of, read_rows
+
+
+def text_classification(
+    texts: str,
+    weights: str,
+    targets: str | None = None,
+    text: str = "{text}",
+    label: str = "label",
+    max_tokens: int = 128,
+) -> ReadyStudy:
+    """Return the study of labelled texts that trained a classifier.
+
+    Args:
+        texts: The training rows: ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet``.
+        weights: A folder with the model's ``config.json`` and tokenizer.
+        targets: Rows to explain, by id; ``texts`` themselves, if there are none.
+        text: The text, a template with fields of a row.
+        label: The field with the label: a class's number, or its name in the model's config.
+        max_tokens: All texts are cut or padded to this length.
+    """
+    needed("transformers")
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(weights)
+    config: Any = AutoConfig.from_pretrained(weights)
+    numbers = dict(config.label2id)
+
+    def make_model() -> nn.Module:
+        return AutoModelForSequenceClassification.from_config(config)
+
+    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+        of_row = field(row, label)
+        number = numbers.get(of_row, of_row)
+        if not isinstance(number, int):
+            raise InputError(
+                f"study_arguments: a label must be a class's number or one of the model's names, "
+                f"{', '.join(map(str, numbers))}. Found {of_row!r}.",
+                code="studies.label",
+            )
+        tokens = tokenizer(
+            filled_in(text, row), truncation=True, max_length=max_tokens, padding="max_length"
+        )
+        inputs = {name: torch.tensor(values) for name, values in tokens.items()}
+        return {**inputs, "labels": torch.tensor(number)}
+
+    rows = read_rows(texts)
+    target_rows = read_rows(targets) if targets else rows
+    if not Path(weights).is_dir():
+        raise InputError(
+            f"study_arguments: weights must be a folder. Found none at {weights}.",
+            code="studies.weights",
+        )
+    return ReadyStudy(
+        make_model=make_model,
+        train_data=lambda: Rows(rows, sample),
+        train_ids=lambda: ids_of(rows),
+        target_data=lambda: Rows(target_rows, sample),
+        target_ids=lambda: ids_of(target_rows),
+        encode=lambda **row: sample(row),
+        describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+    )
