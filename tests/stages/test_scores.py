@@ -1,11 +1,12 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
+import linear_study
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from pipeline import read_scores
+from pipeline import read_scores, run_stages
 from refused import refused
 from trained_cases import assert_close
 
@@ -272,3 +273,19 @@ def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
     availability.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="needs the package numba-cuda"):
         projecting_device("cuda")
+
+
+def test_ids_are_as_long_as_paths(tmp_path):
+    """255 bytes, umlauts among them, in every stage's file and in pandas' queries."""
+    study, checkpoints, _ = linear_study.with_two_checkpoints(tmp_path)
+    code = study.read_text().replace("target-{i}", "{'ä/' * 84}{i:03}")
+    code += "def train_ids():\n    return ['x' * 250 + f'-{i}' for i in range(30)]\n"
+    study.write_text(code)
+    targets = [f"{'ä/' * 84}{i:03}" for i in (3, 1)]
+    settings = {"model_output": "regression", "proj_dim": 8, "keep": "full"}
+    file = run_stages(tmp_path / "results", study, checkpoints, targets, **settings)
+    scores = pd.read_hdf(file, "scores")
+    assert scores.columns.tolist() == targets
+    best = scores[targets[0]].idxmax()
+    where = f"target_id == '{targets[0]}' & rank == 1 & score > 0"
+    assert pd.read_hdf(file, "top_influences", where=where).train_id.tolist() == [best]

@@ -16,7 +16,7 @@ from trak_core.errors import InputError, ToldToStopError
 from trak_core.study.retraining_draws import flipped_labels
 from trak_core.system.out_of_memory import came_from_no_memory, no_room
 
-_MAX_ID = 64
+_MAX_ID = 255
 
 
 class Samples(Protocol):
