@@ -445,6 +445,17 @@ ARCHITECTURES = {
     "detached": net(
         lambda m, x: m.first(x) * m.second(x).detach(), first=linear(5, 3), second=linear(5, 3)
     ),
+    # A part that is empty, as where rotary positions turn all of a head.
+    "nothing beside": net(
+        lambda m, x: torch.cat([(y := m.linear(x))[:, :3].tanh(), y[:, 3:]], dim=1),
+        linear=linear(5, 3),
+    ),
+    # torch gives the mean other strides.
+    "pooled, channels last": net(
+        lambda m, x: F.adaptive_avg_pool2d(m.linear(x).permute(0, 3, 1, 2), 1).flatten(1).tanh(),
+        vectors(2, 2, 5),
+        linear=linear(5, 3),
+    ),
     # One entry of each sample.
     "picked by index": net(
         lambda m, x: m.linear(x).log_softmax(1)[torch.arange(len(x)), torch.arange(len(x)) % 3],

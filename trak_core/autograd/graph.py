@@ -79,13 +79,9 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
                 continue
             seen.add(node)
             stack.append((node, True))
-            stack.extend((used, False) for used, _ in node.next_functions if used is not None)
+            stack.extend((edge.node, False) for edge in _used(node))
             continue
-        leading = [
-            Edge(node, i, used, number)
-            for i, (used, number) in enumerate(node.next_functions)
-            if used in edges
-        ]
+        leading = [edge for edge in _used(node) if edge.node in edges]
         leaf = leaf_of(node)
         if leaf is not None and id(leaf) in chosen:
             leaves[node] = leaf
@@ -93,6 +89,15 @@ def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
             edges[node] = leading
             finished.append(node)
     return Graph(finished[::-1], edges, leaves)
+
+
+def _used(node: Node) -> list[Edge]:
+    """Return the edges to what a node uses, except tensors without entries, which nothing tells."""
+    return [
+        Edge(node, i, used, number)
+        for i, (used, number) in enumerate(node.next_functions)
+        if used is not None and math.prod(shape_of(used, number))
+    ]
 
 
 Layout = int | None

@@ -166,6 +166,16 @@ def _pooled(at: At, n_spatial: int) -> Layout:
     return at.along(at.dim) if inside else None
 
 
+def _strided(at: At) -> Layout:
+    """Serve what ``adaptive_avg_pool2d(x, 1)`` leaves where channels lie last: other strides alone.
+
+    torch gives the mean of shape (N, C, 1, 1) the strides that mark such tensors.
+    """
+    n, c, *ones = at.output
+    is_mark = ones == [1, 1] and tuple(at.node._saved_stride) == (c, 1, c, c)
+    return at.layout if is_mark and at.input == at.output else None
+
+
 def _attended(at: At) -> Layout:
     return at.along(at.dim) if at.index < 3 and at.dim in {0, 1} else None
 
@@ -194,6 +204,7 @@ _NAMES: dict[Rule, str] = {
     _permuted: "Permute",
     _matrix_transposed: "T",
     _indexed: "Index",
+    _strided: "AsStrided",
     partial(_product, left=1): "Addmm Baddbmm",
     _product: "Mm Bmm",
     _layer_normed: "NativeLayerNorm FusedRmsNorm",
@@ -221,7 +232,7 @@ _NAMES: dict[Rule, str] = {
 
 _RULES: dict[str, Rule] = {name: rule for rule, names in _NAMES.items() for name in names.split()}
 # These need positions alone, so that samples may be spread over several dimensions.
-_BY_POSITION = {_reshaped, _pointwise}
+_BY_POSITION = {_reshaped, _pointwise, _strided}
 
 
 def input_layout(edge: Edge, number: int, layout: int, n_samples: int) -> Layout:
