@@ -114,7 +114,7 @@ def test_every_key_of_the_config_is_described():
 
 
 def test_links_lead_to_what_exists():
-    for page in [*PAGES, *sorted((REPOSITORY / "docs").glob("*.md"))]:
+    for page in [*PAGES, *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), (page, link)
