@@ -1,6 +1,5 @@
-"""Per-sample gradients against one backward pass a sample, and what is refused beforehand."""
+"""Per-sample gradients against one backward pass a sample, and models that are refused."""
 
-import inspect
 import re
 import subprocess
 import sys
@@ -17,7 +16,6 @@ from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_
 from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
 from trak_core.gradients.checks import (
     check_finite,
-    check_labels,
     check_samples_apart,
     count_classes,
     refuse_not_finite,
@@ -25,10 +23,7 @@ from trak_core.gradients.checks import (
 from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
 from trak_core.gradients.per_sample import n_params, select_parameters
 from trak_core.model_outputs.classification import CLASSIFICATION
-from trak_core.model_outputs.clip import contrast
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.regression import REGRESSION
-from trak_core.model_outputs.segmentation import SEGMENTATION
 
 CPU = torch.device("cpu")
 METHODS = [gradients_at_once, gradients_one_by_one]
@@ -489,113 +484,6 @@ def test_what_is_not_finite_is_named():
         check_finite(good, ["x", "y", "z"])
     with refused("gradients.values_not_finite", "Outputs", "samples x, y"):
         refuse_not_finite(["x", "y"], "Outputs")
-
-
-@pytest.mark.parametrize(
-    ("output", "labels", "error"),
-    [
-        (CLASSIFICATION, [0, 5], ("label_value", "integers from 0 to 4", 5, "sample b")),
-        (CLASSIFICATION, [0, -1], ("label_value", "integers from 0 to 4", -1, "sample b")),
-        (CLASSIFICATION, [0.0, 1.0], ("label_dtype", "0 to 4", "torch.float32")),
-        (CLASSIFICATION, [True, False], ("label_dtype", "0 to 4", "torch.bool")),
-        (CLASSIFICATION, [[0], [1]], ("label_shape", "(2, 1)")),
-        (REGRESSION, [0.0, torch.inf], ("label_value", "inf", "sample b")),
-        (LANGUAGE_MODELLING, [[0, 1], [2, 7]], ("label_value", 7, "sample b")),
-        (LANGUAGE_MODELLING, [[0, 1], [2, -100]], ("empty_label", "sample b")),
-        (LANGUAGE_MODELLING, [0, 1], ("label_shape", "(2,)")),
-        (SEGMENTATION, [[0, 1], [2, 1]], ("label_shape", "(2, 2)")),
-        (SEGMENTATION, [[[0, 1]], [[255, 1]]], ("label_value", 255, "sample b")),
-        (SEGMENTATION, [[[-100]], [[-100]]], ("empty_label", "sample a")),
-        (SEGMENTATION, [[[0.0]], [[0.0]]], ("label_dtype", "0 to 4", "torch.float32")),
-    ],
-)
-def test_bad_labels(output, labels, error):
-    with refused(f"gradients.{error[0]}", *error[1:]):
-        n_classes = None if output is REGRESSION else 5
-        check_labels(torch.tensor(labels), output, n_classes, ["a", "b"])
-
-
-def test_counting_classes():
-    batch = (torch.zeros(2, 4), torch.tensor([0, 1]))
-
-    def count(model, output=CLASSIFICATION, batch=batch):
-        return count_classes(model, output, batch, CPU)
-
-    flat = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    assert count(nn.Linear(4, 3)) == count(wrapped()) == 3
-    assert count(flat, REGRESSION) is None
-    with refused("gradients.model_call", "(1, 4) float32", re.compile(r"RuntimeError: .*")):
-        count(nn.Linear(5, 3))
-    for model in (nn.Linear(4, 1), flat):
-        with refused("gradients.too_few_classes", "Found 1"):
-            count(model)
-    with refused("gradients.output_shape", "Found (3,)", "(3,)", "()"):
-        count(nn.Linear(4, 3), REGRESSION)
-    with refused("gradients.model_call", "x (1, 4) float32", re.compile(r"TypeError: .*'x'")):
-        count(nn.Linear(4, 3), batch={"x": batch[0], "labels": batch[1]})
-
-
-class Mistaken(nn.Linear):
-    def forward(self, x):
-        x = super().forward(x)
-        return x.view(len(x), 7)
-
-
-def test_a_sample_of_another_dtype_is_told_from_a_mistake_in_the_model():
-    samples = (torch.zeros(1, 4), torch.tensor([0]))
-    double = (samples[0].double(), samples[1])
-    with refused("gradients.model_call", "(1, 4) float64", re.compile(r"RuntimeError: .*")):
-        count_classes(nn.Linear(4, 3), CLASSIFICATION, double, CPU)
-    with refused("gradients.model_call", "(1, 4) float32", re.compile(r"(?s)Found .*7\)")) as error:
-        count_classes(Mistaken(4, 3), CLASSIFICATION, samples, CPU)
-    line = inspect.getsourcelines(Mistaken)[1] + 3
-    said = f"\nin {__file__}:{line}, forward: return x.view(len(x), 7)\n"
-    assert "of (1, 4) float32; parameters of float32. Found RuntimeError: shape" in str(error.value)
-    assert said in str(error.value)
-
-
-def test_what_a_model_returns_must_fit_the_labels():
-    images, pixels = torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long)
-    coarse = nn.Conv2d(3, 5, 2, stride=2)
-    error = re.compile(r"RuntimeError: .*(?= from what)")
-    with refused("gradients.output_shape", "(5, 4, 4)", "(8, 8)", error):
-        count_classes(coarse, SEGMENTATION, (images, pixels), CPU)
-    assert count_classes(nn.Conv2d(3, 5, 1), SEGMENTATION, (images, pixels), CPU) == 5
-
-
-def test_telling_inputs_and_labels_apart():
-    x, y = torch.zeros(2, 4), torch.tensor([0, 1])
-    for samples in ((x, y), [x, y], {"labels": y, "input": x}):
-        batch = as_batch(samples, CLASSIFICATION)
-        assert torch.equal(batch.labels, y)
-        assert [id(tensor) for _, tensor in batch.tensors()] == [id(x)]
-        assert len(as_batch(batch, CLASSIFICATION).rows(slice(0, 1))) == 1
-    pairs = contrast(x, x, 1.0)
-    assert as_batch((x, x), pairs).labels.tolist() == [1, 1]
-    assert list(as_batch({"image": x, "text": x}, pairs).kwargs) == ["image", "text"]
-
-
-@pytest.mark.parametrize(
-    ("samples", "code", "values"),
-    [
-        ((torch.zeros(2),), "sample_form", ["a tuple of 1"]),
-        ((), "sample_form", ["a tuple of 0"]),
-        ({"x": torch.zeros(2), "label": torch.ones(2)}, "sample_form", ["a dict with x, label"]),
-        ({"labels": torch.zeros(2)}, "sample_form", ["a dict with labels"]),
-        ((torch.zeros(3, 1), torch.zeros(2)), "batch_rows", ["2 labels", "argument 0", "(3, 1)"]),
-        ({"x": torch.zeros(()), "labels": torch.zeros(2)}, "batch_rows", ["2 labels", "x", "()"]),
-    ],
-)
-def test_samples_without_labels_or_inputs(samples, code, values):
-    with refused(f"gradients.{code}", *values):
-        as_batch(samples, CLASSIFICATION)
-
-
-def test_padding_is_never_predicted():
-    ids, mask = torch.tensor([[5, 6, 7, 0], [8, 9, 3, 4]]), torch.tensor([[1, 1, 1, 0], [1] * 4])
-    samples = {"input_ids": ids, "attention_mask": mask, "labels": ids}
-    labels = as_batch(samples, LANGUAGE_MODELLING).labels
-    assert labels.tolist() == [[5, 6, 7, -100], [8, 9, 3, 4]]
 
 
 @pytest.mark.parametrize("patterns", [None, ["2.*"], ["0.*"]])

@@ -25,19 +25,10 @@ from math import sqrt
 
 import numpy as np
 
-from trak_core.errors import InputError
 from trak_core.spec import ProjectionSpec
 
 # Numbers in work at a time, in float64: 8 MiB.
 _PIECE = 2**20
-
-
-def spread_norm_sd(proj_dim: int) -> float:
-    """Return sqrt(2/k), the standard deviation of |Rx|^2 / |x|^2 for gradients over many blocks.
-
-    It is the largest that a kind except ``tensor_sketch`` has.
-    """
-    return sqrt(2 / proj_dim)
 
 
 def product_variances(x: np.ndarray, y: np.ndarray, projection: ProjectionSpec) -> np.ndarray:
@@ -79,8 +70,8 @@ def agreement(
     standard error runs over matrices of independent streams.
 
     The Gramian has exact inner products, shape (n, n); variances are those of
-    ``product_variances``; streams are scaled features of these samples, shape (n, k) each. A zero
-    gradient, no stream, or fewer than two samples are refused.
+    ``product_variances``; streams are scaled features of these samples, shape (n, k) each. No
+    gradient may be zero, and there must be two samples and one stream.
 
     Returns:
         For ``squared_norm`` and ``inner_product`` the measured error, whose square is an unbiased
@@ -88,13 +79,6 @@ def agreement(
         theory predicts.
     """
     squared = np.diagonal(gramian)
-    if len(gramian) < 2 or not streams or not (squared > 0).all():
-        raise InputError(
-            "Distortion needs two samples whose gradients aren't zero, and the features of one "
-            f"stream. Found {len(gramian)} samples, zeros for the rows "
-            f"{np.flatnonzero(~(squared > 0))[:8].tolist()}, and {len(streams)} streams.",
-            code="evaluation.distortion_samples",
-        )
     scale = np.sqrt(np.outer(squared, squared))
     predicted = variances / scale**2
     places = {

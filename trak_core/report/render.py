@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trak_core.evaluation.distortion import spread_norm_sd
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples
@@ -114,8 +113,7 @@ def _environment() -> Environment:
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
         *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
-        *(ranked, per_target, worked_example, config_text, versions),
-        *(condition_number, spread_norm_sd),
+        *(ranked, per_target, worked_example, config_text, versions, condition_number),
     )
     environment.filters |= {function.__name__: function for function in _FILTERS}
     environment.globals |= {function.__name__: function for function in functions}
