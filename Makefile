@@ -20,8 +20,10 @@ check: .venv/can-test
 test: .venv/can-test
 	$(PYTEST)
 
+# Open build/site/index.html: no server is needed, and no network.
 docs: .venv/can-test
-	.venv/bin/python -m pdoc --docformat google --output-directory build/api trak_core '!trak_core.stages'
+	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env \
+		--conf-dir docs --doctree-dir build/doctrees . build/site
 
 INSTALL = .venv/bin/python -m pip install --constraint constraints.txt --editable
 

@@ -129,7 +129,7 @@ def project(
 ) -> M:
     r"""Project each row of ``gradients`` to ``spec.proj_dim`` dimensions.
 
-    Computes :math:`Y = X R[o : o + n]`. Each entry of R is a function of the spec and its row and
+    Computes ``Y = X R[o : o + n]``. Each entry of R is a function of the spec and its row and
     column alone (``reference.py`` defines it): R does not depend on the device, on the dtype of
     the gradients, on the batch, on how the coordinates are cut into chunks or blocks, or on the
     number of threads; where ``spec.is_nested`` not even on ``spec.proj_dim`` (the first k columns

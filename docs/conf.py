@@ -1,0 +1,75 @@
+"""The documentation site: what ``make docs`` builds from the pages of the whole repository.
+
+The source folder is the repository itself, so that a link between two pages leads to the same place
+on the code's host and in the site.
+"""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from generate.pages import filled_in
+
+import trak_core
+
+project = "trak-core"
+author = "the trak-core maintainers"
+version = release = trak_core.__version__
+root_doc = "docs/index"
+include_patterns = [
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("benchmarks/RESULTS.md", "config/README.md", "docs/*.md", "docs/**/*.md"),
+]
+exclude_patterns = [".*", "build", "results*", "tests", "docs/package.md"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "markdown"}
+myst_heading_anchors = 4  # those that the code's host makes of headings
+
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = f"trak-core {release}"
+html_extra_path = ["site"]  # leads the site's own address to its first page
+html_copy_source = False
+html_show_copyright = False
+html_show_search_summary = False  # a browser reads no second file beside one on a disk
+pygments_style = "tango"
+
+
+def read_source(_app: Sphinx, name: str, source: list[str]) -> None:
+    """Fill in what a page has generated."""
+    source[0] = filled_in(source[0], name)
+
+
+def leave_files_as_text(_app: Sphinx, tree: nodes.document) -> None:
+    """Show the name of a file that is no page without a link: the site doesn't hold the file."""
+    for link in list(tree.findall(addnodes.download_reference)):
+        link.replace_self(link.children)
+
+
+def take_signs_literally(_app: Sphinx, *given: Any) -> None:
+    """Have the formulas of a docstring, such as |x|^2 and a * b, read as they stand."""
+    lines: list[str] = given[-1]
+    for i, line in enumerate(lines):
+        parts = line.split("``")
+        parts[::2] = [re.sub(r"[*|]", lambda sign: f"\\{sign[0]}", part) for part in parts[::2]]
+        if not line.lstrip().startswith((">>>", "...")):
+            lines[i] = "``".join(parts)
+
+
+def setup(app: Sphinx) -> None:
+    """Connect what this file does to a build."""
+    app.connect("source-read", read_source)
+    app.connect("doctree-read", leave_files_as_text, priority=100)
+    app.connect("autodoc-process-docstring", take_signs_literally, priority=100)

@@ -1,0 +1,1 @@
+"""Write the parts of the documentation that follow from schema, rules and code."""

@@ -1,0 +1,20 @@
+"""Put what is generated into the pages that ask for it by a comment."""
+
+import re
+from collections.abc import Callable
+
+from generate.config_keys import config_keys
+
+GENERATED: dict[str, Callable[[], str]] = {"config keys": config_keys}
+_MARK = re.compile(r"^<!-- generated: (.+) -->$", flags=re.M)
+
+
+def filled_in(page: str, name: str) -> str:
+    """Return a page with each ``<!-- generated: ... -->`` replaced by what it names."""
+
+    def text(mark: re.Match[str]) -> str:
+        if mark[1] not in GENERATED:
+            raise ValueError(f"{name}: must name one of {list(GENERATED)}, found {mark[1]!r}")
+        return GENERATED[mark[1]]()
+
+    return _MARK.sub(text, page)
