@@ -12,6 +12,7 @@ from own_checkpoints import network
 from snakemake.utils import validate
 from workspace import REPOSITORY, Workspace, forked_python
 
+from trak_core.config.check_paths import check_paths
 from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
 from trak_core.config.schema import check_config, check_unique_keys
@@ -67,7 +68,9 @@ def check(workspace, config):
         check_config(values, _schema())
         validate(values, schema=SCHEMA)
         results = Path(values["results"])
-        run_preflight(specs_of(values, results), results, is_stored=False)
+        specs = specs_of(values, results)
+        check_paths(values, ["study.yaml"])
+        run_preflight(specs, results, is_stored=False)
 
 
 def preflight(study_file, splits, **more):

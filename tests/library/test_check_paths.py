@@ -1,0 +1,57 @@
+"""Paths on a job's command line hold nothing that a shell would run."""
+
+import re
+
+import pytest
+from refused import refused
+
+from trak_core.config.check_paths import check_paths
+
+CONFIG = {
+    "study": "study.py",
+    "checkpoints": {"c0": "a b (1)/c0.pt", "c1": {"path": "c1.pt", "run": "c0", "at": 3}},
+    "experiments": {"one": {"targets": [1]}, "two": {"targets": "t.tsv", "data": "asked.jsonl"}},
+    "data_files": ["data/**/*.csv", "R&D; notes.txt"],
+    "evaluation": {"ground_truth": "truth.h5"},
+    "compute": {"conda": "env.yaml"},
+}
+# On an executor of clusters the first of these ran the command within.
+FOUND = re.compile(r"Found .*(?=\. Rename)", re.S)
+HOSTILE = "it's $(touch PWNED).pt"
+
+
+def test_spaces_parentheses_and_patterns_are_paths():
+    check_paths(CONFIG, ["mine.yaml", "checkpoints/run 1.pt"])
+    check_paths({**CONFIG, "checkpoints": {"c0": {"seed": "it's"}}, "training": {}}, [])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"study": HOSTILE},
+        {"checkpoints": HOSTILE},
+        {"checkpoints": {"c0": HOSTILE}},
+        {"checkpoints": {"c0": {"path": HOSTILE}}},
+        {"experiments": {"one": {"targets": HOSTILE}}},
+        {"experiments": {"one": {"data": HOSTILE}}},
+        {"data_files": ["a", HOSTILE]},
+        {"evaluation": {"ground_truth": HOSTILE}},
+        {"compute": {"conda": HOSTILE}},
+    ],
+)
+def test_every_path_of_a_config_is_looked_at(changed):
+    with refused("config.shell_sign", FOUND) as error:
+        check_paths(CONFIG | changed, [])
+    assert f"in {HOSTILE!r}, {next(iter(changed))}" in str(error.value)
+
+
+@pytest.mark.parametrize("sign", ["'", '"', "`", "$", "\\", "\n"])
+def test_each_sign_is_refused(sign, tmp_path, monkeypatch):
+    with refused("config.shell_sign", FOUND) as error:
+        check_paths(CONFIG, [f"tables/a{sign}b.tsv"])
+    assert f"Found {sign!r} in" in str(error.value)
+    folder = tmp_path / f"a{sign}b"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with refused("config.shell_sign", FOUND):
+        check_paths(CONFIG, [])
