@@ -16,16 +16,7 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.segmentation import SEGMENTATION
 from trak_core.model_outputs.table import TABLE
-from trak_core.projection import project
 from trak_core.scoring.exact import DampedGramian
-from trak_core.scoring.scores import similarities
-from trak_core.scoring.solve import (
-    damped_solve,
-    extreme_eigenvalues,
-    mean_squared_norm,
-    weighted_gramians,
-)
-from trak_core.spec import ProjectionKind, ProjectionSpec
 
 
 def network(n_outputs):
@@ -212,30 +203,3 @@ def test_noise_is_refused_in_words(j, weights, damping):
         _exact(j @ j.T, j @ j.T, weights, damping)
     with pytest.raises(InputError, match=r"at least 0\. Found -1"):
         _exact(j @ j.T, j @ j.T, weights, -1)
-
-
-@pytest.mark.parametrize("weights", [np.ones(11), np.linspace(0, 2, 11)])
-def test_projected_scores_converge_to_the_exact_ones(case, weights):
-    model, parameters, output, train, targets, j, j_t = case
-    gramian = train_gramian(model, parameters, output, [train])
-    cross = cross_gramian(model, parameters, output, [train], [targets])
-    exact, _ = _exact(gramian, cross, weights, 2.0)
-    errors = []
-    for proj_dim in (64, 1024, 16384):
-        spec = ProjectionSpec(
-            kind=ProjectionKind.RADEMACHER, n_params=j.shape[1], proj_dim=proj_dim, seed=0, stream=0
-        )
-        scale = spec.scale
-        phi, t = (scale * np.asarray(project(rows.astype(np.float32), spec)) for rows in (j, j_t))
-        phi, t = phi.astype(np.float64), t.astype(np.float64)
-        found, shift = _exact(phi @ phi.T, phi @ t.T, weights, 2.0)
-        if proj_dim == 64:  # where the pipeline's own way is cheap
-            (matrix,) = weighted_gramians([(phi, [weights])])
-            assert shift == pytest.approx(2 * mean_squared_norm(matrix, len(phi)))
-            solved = damped_solve(matrix, shift, extreme_eigenvalues(matrix), t.T)
-            np.testing.assert_allclose(similarities(phi, solved), found, rtol=1e-9, atol=1e-12)
-        errors.append(np.abs(found - exact).max() / np.abs(exact).max())
-    # The error of a projection falls like 1 / sqrt(k): by 4 from one to the next.
-    assert errors[1] < errors[0] / 1.6
-    assert errors[2] < errors[1] / 1.6
-    assert errors[2] < 0.05

@@ -112,17 +112,14 @@ def test_the_wheel_holds_every_file_of_package_and_workflow(wheel):
     assert "trak_core/py.typed" in files
 
 
-def test_every_module_is_imported_beside_its_dependencies(python, tmp_path):
-    names = isolated(python, MODULES, tmp_path).split()
+def test_its_modules_its_numbers_and_its_digests_are_those_of_the_checkout(python, tmp_path):
+    *names, used = isolated(python, MODULES + USE, tmp_path).splitlines()
     assert {name.split(".")[1] for name in names} == {
         path.stem
         for path in SOURCE.iterdir()
         if (path / "__init__.py").exists() or (path.suffix == ".py" and path.stem != "__init__")
     }
-
-
-def test_it_projects_and_its_digests_are_those_of_the_checkout(python, tmp_path):
-    *row, digest = isolated(python, USE, tmp_path).split()
+    *row, digest = used.split()
     spec = ProjectionSpec(kind=ProjectionKind.RADEMACHER, n_params=3, proj_dim=4, seed=0, stream=0)
     assert [float(entry) for entry in row] == project(np.float32([[1, 2, 3]]), spec)[0].tolist()
     assert digest == code_digest(STAGE)

@@ -5,10 +5,9 @@ import io
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
-from workspace import REPOSITORY, snakemake
+from workspace import REPOSITORY, forked_python, snakemake
 
 
 def blocks(page: str, section: str = "") -> list[tuple[str, str]]:
@@ -51,7 +50,7 @@ def follow(page: str, folder: Path, monkeypatch, section: str = "") -> list[str]
                     status, output = snakemake(folder, *snakefile, *arguments)
                 else:
                     assert program == ".venv/bin/python"
-                    run = [sys.executable, *arguments]
+                    run = [forked_python(), *arguments]
                     result = subprocess.run(run, capture_output=True, text=True, timeout=500)
                     status, output = result.returncode, result.stderr
                 assert status == 0, output
