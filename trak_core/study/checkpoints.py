@@ -167,6 +167,9 @@ def _is_of_type(stored: Tensor, own: Tensor) -> bool:
     """Return whether a tensor's numbers are a weight's: quantized ones would pass for floats."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
         return False
+    # Numbers of eight bits or fewer are quantized too, and mean nothing without their scales.
+    if stored.is_floating_point() and stored.dtype.itemsize == 1:
+        return False
     return stored.is_floating_point() or not own.is_floating_point()
 
 
