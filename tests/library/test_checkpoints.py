@@ -259,6 +259,25 @@ def test_tied_parameters_are_needed_once(tmp_path):
     assert same(state, tmp_path / "a.safetensors", Tied())
 
 
+def test_weights_that_training_did_not_tie_are_refused(tmp_path):
+    torch.save({key: torch.randn(5, 3) for key in Tied().state_dict()}, path := tmp_path / "a.pt")
+    with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
+        load_checkpoint(Tied(), path)
+
+
+@pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])
+def test_a_weight_in_two_shards_is_refused(state, tmp_path, read):
+    """Of two saves into one folder: which is the older one, nobody knows."""
+    for number in (1, 2):
+        save_file(state, tmp_path / f"model-{number}.safetensors")
+    files = {key: f"model-{1 + (key > '1')}.safetensors" for key in state}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    listed = re.compile(r"(?<=too: ).*(?=\. Save)")
+    with refused("study.checkpoint_shards", listed):
+        read(net(), tmp_path)
+
+
 def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
     """Of the format that torch writes today; torch alone finds none in the weights."""
     path = tmp_path / "a.pt"

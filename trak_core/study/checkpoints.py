@@ -130,8 +130,21 @@ def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     if config:
         digest.update(config.read_bytes())
     for path in files:
-        state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest.update), path)
+        _add_shard(state, read_tensors(path, _MUST, _REMEDY, digest.update), path)
     return state, digest.hexdigest()
+
+
+def _add_shard(state: dict[str, Tensor], saved: Any, path: Path) -> None:
+    """Add one more file's weights to ``state``; a file of an older save would repeat some."""
+    shard = _state_dict(saved, path)
+    twice = sorted(state.keys() & shard.keys())
+    if twice:
+        raise InputError(
+            f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
+            f"one too: {listed(twice)}. Save the checkpoint again, into an empty folder.",
+            code="study.checkpoint_shards",
+        )
+    state.update(shard)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -143,10 +156,10 @@ def listed(names: Sequence[str]) -> str:
 def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
     """Return in words what keeps a checkpoint from fitting a model, with the keys."""
     both = [key for key in own if key in state]
-    stored = {own[key].data_ptr() for key in both if own[key].numel()}
+    stored = {(own[key].data_ptr(), own[key].numel()) for key in both if own[key].numel()}
     misfits = {
         "missing in the checkpoint": [
-            k for k in own if k not in state and own[k].data_ptr() not in stored
+            k for k in own if k not in state and (own[k].data_ptr(), own[k].numel()) not in stored
         ],
         "unknown to the model": [k for k in state if k not in own],
         "of another shape": [
@@ -216,13 +229,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     """Put weights into ``model``, and the model into evaluation mode.
 
     Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
-    parameters need to be there once. A prefix that every key has, and without which they fit, is
-    taken off; a line on standard output says so. Weights must be finite. An ``InputError`` lists
-    what doesn't fit, and names the ``source`` of the weights.
+    parameters need to be there once, and must be equal otherwise. A prefix that every key has, and
+    without which they fit, is taken off; a line on standard output says so. Weights must be finite.
+    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights.
     """
     prefix, fitting = _fitting(model, state, source)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
+    _check_tied(parameters, fitting, source)
     if prefix:
         print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
     model.load_state_dict(fitting, strict=False)
@@ -236,6 +250,27 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
             f"{listed(bad)}. Take an earlier checkpoint, or train again.",
             code="study.checkpoint_finite",
+        )
+
+
+def _check_tied(
+    parameters: Mapping[str, Tensor], fitting: Mapping[str, Tensor], source: str
+) -> None:
+    """Refuse two weights for one parameter: the model would silently have the last."""
+    first: dict[int, str] = {}
+    differing = []
+    for key, own in parameters.items():
+        if key not in fitting:
+            continue
+        other = first.setdefault(id(own), key)
+        if other != key and not torch.equal(*(fitting[k].to(own.dtype) for k in (key, other))):
+            differing += [other, key]
+    if differing:
+        raise InputError(
+            f"{source}: weights of parameters that the model ties must be equal. Found different "
+            f"ones in {listed(sorted({*differing}))}. Let make_model() tie what was tied in "
+            "training, and nothing else.",
+            code="study.checkpoint_tied",
         )
 
 
@@ -272,7 +307,7 @@ def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
         saved = read_shapes(path, _MUST, _REMEDY)
         if saved is None:
             return
-        state |= _state_dict(saved, path)
+        _add_shard(state, saved, path)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
     else:
