@@ -24,7 +24,9 @@ _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _REFLECTS = {
     *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "sys", "gc"),
     *("import_module", "__import__", "__main__", "__dict__", "__getattr__", "__globals__"),
-    *("f_globals", "f_locals", "__builtins__", "builtins", "runpy", "importlib", "zipimport"),
+    *("f_globals", "f_locals", "__builtins__", "builtins", "runpy", "zipimport"),
+    # Not importlib as such: to find a package, or its version, reaches no code.
+    *("spec_from_file_location", "SourceFileLoader", "LazyLoader", "get_code", "entry_points"),
     *("module_from_spec", "load_module", "exec_module", "__loader__", "__spec__"),
     # Libraries that call what a file names.
     *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"),

@@ -328,7 +328,7 @@ def test_an_edit_of_some_functions_decides_less_than_others(study, old, new, wha
         "def train_ids():\n    return make_model.__globals__.values()",
         "def __getattr__(name):\n    return 1",
         "def train_ids():\n    import gc\n    return gc.get_objects()[0]()",
-        "import importlib.util as u\nu.LazyLoader(SIZE)",
+        "import importlib.util as u\nu.find_spec('st' + 'udy').loader.exec_module(torch)",
         "import yaml\ndef train_ids():\n    return yaml.load(open('ids'), yaml.Loader)",
         "import yaml\ndef train_ids():\n    return yaml.unsafe_load(open('ids'))",
         "import shelve\ndef train_ids():\n    return shelve.open('ids')['a']()",
