@@ -22,13 +22,22 @@ _BESIDE = (".j2", ".css")
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # With one of these words, code may reach what it never names.
 _REFLECTS = {
-    *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "sys"),
+    *("globals", "locals", "vars", "dir", "eval", "exec", "compile", "inspect", "sys", "gc"),
     *("import_module", "__import__", "__main__", "__dict__", "__getattr__", "__globals__"),
-    *("f_globals", "__builtins__", "builtins", "runpy", "module_from_spec", "load_module"),
+    *("f_globals", "f_locals", "__builtins__", "builtins", "runpy", "zipimport"),
+    # Not importlib as such: to find a package, or its version, reaches no code.
+    *("spec_from_file_location", "SourceFileLoader", "LazyLoader", "get_code", "entry_points"),
+    *("module_from_spec", "load_module", "exec_module", "__loader__", "__spec__"),
     # Libraries that call what a file names.
-    *("pickle", "cloudpickle", "dill", "joblib", "weights_only", "allow_pickle", "hydra"),
-    *("instantiate", "pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
+    *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"),
+    *("jsonpickle", "read_pickle", "weights_only", "allow_pickle", "hydra", "instantiate"),
+    *("pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
+    # PyYAML's, of which Loader is another name of UnsafeLoader.
+    *("Loader", "CLoader", "FullLoader", "CFullLoader", "UnsafeLoader", "CUnsafeLoader"),
+    *("unsafe_load", "unsafe_load_all", "full_load", "full_load_all"),
 }
+# With one of these words, code may change what an import does: by variables, or by folders.
+_CHANGES_IMPORTS = {"environ", "environb", "putenv", "unsetenv", "dotenv", "sys", "site"}
 # What the types of arguments are made of, when they only name types.
 _TYPE_NODES = (
     *(ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.List),
@@ -46,11 +55,20 @@ class _Source(NamedTuple):
     text: str
 
 
-def _module_file(root: Path, name: _Name) -> Path | None:
-    stem = root.joinpath(*name)
-    # Not with_suffix: a study's own name may hold a dot.
-    files = (stem.with_name(f"{stem.name}.py"), stem / "__init__.py") if name else ()
-    return next((path for path in files if path.is_file()), None)
+def _module_file(roots: Sequence[Path], name: _Name) -> Path | None:
+    """Return the file that Python would import from folders, where the first counts most."""
+    file = None
+    for depth in range(1, len(name) + 1):
+        for root in roots:
+            stem = root.joinpath(*name[:depth])
+            # A package comes before a module. Not with_suffix: a name may hold a dot.
+            files = (stem / "__init__.py", stem.with_name(f"{stem.name}.py"))
+            file = next((path for path in files if path.is_file()), None)
+            if file is not None:
+                # A package is all in one place. A folder that is none may have parts in several.
+                roots = [root]
+                break
+    return file
 
 
 @cache
@@ -88,15 +106,24 @@ def _imported_names(path: Path, name: _Name) -> Iterable[_Name]:
             yield from ((*base, alias.name) for alias in node.names)
 
 
-def _closure(start: _Name, root: Path, package: str | None = None) -> dict[_Name, Path]:
-    """Map each module under ``root``, or in one ``package`` there, that runs to its file."""
+def _closure(
+    start: _Name, roots: Sequence[Path], package: str | None = None, file: Path | None = None
+) -> dict[_Name, Path]:
+    """Map each module in ``roots``, or in one ``package`` there, that runs to its file.
+
+    The first root counts most. The module to ``start`` with may be a ``file`` that no root has.
+
+    Returns:
+        Files by the parts of their dotted names.
+    """
     closure: dict[_Name, Path] = {}
+    given = {start: file}
     pending = [start[:depth] for depth in range(1, len(start) + 1)]
     while pending:
         name = pending.pop()
         if name in closure or (package and name[:1] != (package,)):
             continue
-        file = _module_file(root, name)
+        file = given.get(name) or _module_file(roots, name)
         if file is None:
             continue
         closure[name] = file
@@ -175,7 +202,7 @@ def code_digest(module: str) -> str:
         (16, False)
     """
     name = tuple(module.split("."))
-    files = _closure(name, _ROOT, _PACKAGE)
+    files = _closure(name, [_ROOT], _PACKAGE)
     if name not in files:
         raise ModuleNotFoundError(f"no module {module!r} under {_ROOT}")
     digest = _digest({name: _source(file).text for name, file in files.items()})
@@ -186,18 +213,19 @@ def code_digest(module: str) -> str:
     return digest.hexdigest()
 
 
-def study_modules(study: Path) -> dict[_Name, Path]:
-    """Return a study's Python file, and the modules beside it that it imports, by their names."""
-    name = (study.stem,)
-    files = _closure(name, study.parent)
-    if files.get(name) != study:
+def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
+    """Return a study's Python file, and the modules beside it that it imports, by their names.
+
+    A job looks for modules in ``folders`` in place of the study's own, in the first one first.
+    """
+    if study.suffix != ".py" or not study.is_file():
         kind = "a file of another kind" if study.is_file() else "nothing there"
         raise InputError(
             f"{study}: the study's Python file must exist, with a name that ends with .py; paths "
             f"are relative to the folder that Snakemake runs in. Found {kind}.",
             code="provenance.study_file",
         )
-    return files
+    return _closure((study.stem,), folders or [study.parent], file=study)
 
 
 def study_imports(study: Path) -> list[str]:
@@ -207,7 +235,7 @@ def study_imports(study: Path) -> list[str]:
     folders of modules.
     """
     files = study_modules(study)
-    if any(_source(path).words & {"environ", "putenv", "sys", "site"} for path in files.values()):
+    if any(_source(path).words & _CHANGES_IMPORTS for path in files.values()):
         return []
     imported: set[str] = set()
     for path in files.values():
@@ -249,7 +277,10 @@ def _without(tree: ast.Module, names: Collection[str], beside: set[str]) -> ast.
 
 
 def study_digest(
-    study: Path, data_files: Mapping[str, str] | None = None, without: Collection[str] = ()
+    study: Path,
+    data_files: Mapping[str, str] | None = None,
+    without: Collection[str] = (),
+    folders: Sequence[Path] = (),
 ) -> str:
     """Hash a study's Python file, the modules beside it that it imports, and its data files.
 
@@ -257,12 +288,12 @@ def study_digest(
     all the same in doubt: if code that counts says its name, as a name or in a text; if its
     definition has decorators, or defaults that are no constants; if code that counts may reach what
     it never names (``globals``, ``sys.modules``, ...); or if the file is imported back. Data files
-    are those that the config names, digests by path.
+    are those that the config names, digests by path. See ``study_modules`` for ``folders``.
 
     Returns:
         16 hexadecimal digits.
     """
-    files, start = study_modules(study), (study.stem,)
+    files, start = study_modules(study, folders), (study.stem,)
     texts = {name: _source(path).text for name, path in files.items()}
     imports_back = any(
         imported[:1] == start

@@ -105,6 +105,33 @@ def test_numbers_of_numpy_are_named(state, tmp_path, write, message):
         read_state_dict(tmp_path / "a.pt")
 
 
+NOT_AS_TRAINED = {
+    "quantized": (lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8), "tensor_file"),
+    "meta": (lambda w: w.to("meta"), "tensor_file"),
+    "nested": (lambda w: torch.nested.nested_tensor([w, w]), "tensor_file"),
+    "float8_e4m3fn": (lambda w: w.to(torch.float8_e4m3fn), "checkpoint_keys"),
+    "float8_e5m2": (lambda w: w.to(torch.float8_e5m2), "checkpoint_keys"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(nested tensors|quantize_per_tensor):UserWarning")
+@pytest.mark.parametrize(
+    ("kind", "zipped"),
+    [*((kind, True) for kind in NOT_AS_TRAINED), ("meta", False), ("quantized", False)],
+)
+def test_weights_of_other_numbers_are_refused_alike_by_start_and_job(state, tmp_path, kind, zipped):
+    make, code = NOT_AS_TRAINED[kind]
+    state["0.weight"] = make(state["0.weight"])
+    torch.save(state, path := tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
+    words, said = f"it holds {kind} ten|type: 0.weight torch.{kind}, ", set()
+    for read in (check_checkpoint, load_checkpoint) if zipped else (load_checkpoint,):
+        with pytest.raises(InputError, match=words) as error:
+            read(net(), path)
+        assert error.value.code == f"study.{code}"
+        said.add(str(error.value))
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_file_is_read_once(tmp_path, zipped):
     """Tensors, digest and checksums come of the same read."""
@@ -233,6 +260,25 @@ def test_tied_parameters_are_needed_once(tmp_path):
     state = Tied().state_dict()
     save_file({"embedding.weight": state["embedding.weight"]}, tmp_path / "a.safetensors")
     assert same(state, tmp_path / "a.safetensors", Tied())
+
+
+def test_weights_that_training_did_not_tie_are_refused(tmp_path):
+    torch.save({key: torch.randn(5, 3) for key in Tied().state_dict()}, path := tmp_path / "a.pt")
+    with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
+        load_checkpoint(Tied(), path)
+
+
+@pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])
+def test_a_weight_in_two_shards_is_refused(state, tmp_path, read):
+    """Of two saves into one folder: which is the older one, nobody knows."""
+    for number in (1, 2):
+        save_file(state, tmp_path / f"model-{number}.safetensors")
+    files = {key: f"model-{1 + (key > '1')}.safetensors" for key in state}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+    listed = re.compile(r"(?<=too: ).*(?=\. Save)")
+    with refused("study.checkpoint_shards", listed):
+        read(net(), tmp_path)
 
 
 def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):

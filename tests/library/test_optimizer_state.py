@@ -213,13 +213,17 @@ def spoiled(model):
     return optimizer
 
 
+LISTED = "first.bias, first.weight, second.bias, second.weight"
+LISTED_OF_OTHERS = "net.first.weight_, net.first.bias_, net.second.weight_, net.second.bias_"
+
+
 @pytest.mark.parametrize(
     ("made", "code", "values"),
     [
         (ambiguous, "optimizer_order", ["4 in 2 groups", 4, "several ways"]),
         (without_moments, "optimizer_kind", ["momentum_buffer"]),
         (without_gradients, "second_moments", ["second.weight, second.bias"]),
-        (of_others, "optimizer_names", ["first.bias", "net.first.weight_"]),
+        (of_others, "optimizer_names", [LISTED, LISTED_OF_OTHERS]),
         (spoiled, "second_moments", ["first.bias"]),
         (lambda model: torch.optim.Adam(model.parameters()), "optimizer_kind", ["nothing"]),
     ],
@@ -229,6 +233,27 @@ def test_what_is_not_known_is_refused(tmp_path, made, code, values):
     folder = saved(tmp_path / "checkpoint", made(model))
     with refused(f"study.{code}", *values):
         all_scales(model, folder)
+
+
+class Headed(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3, bias=False)
+        self.head = nn.Linear(3, 3, bias=False)
+
+
+@pytest.mark.parametrize("more", [[], ["ema"]])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_part_with_the_names_of_the_whole_keeps_its_own(tmp_path, prefix, more):
+    """Moments of `head.weight` are never those of `weight`."""
+    model = Headed()
+    named = [(f"{prefix}head.weight", model.head.weight)]
+    named += [(f"{prefix}head.{name}", nn.Parameter(torch.ones(1))) for name in more]
+    optimizer = stepped(model, named)
+    folder = saved(tmp_path / "checkpoint", optimizer)
+    assert_own(model, optimizer, folder, ["head.weight"])
+    given = ", ".join(f"head.{name}" for name in ["weight", *more])
+    with refused("study.optimizer_names", given, "weight"):
+        scales(model, ["weight"], folder)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ import importlib
 import itertools
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ from refused import refused
 
 from trak_core import provenance
 from trak_core.config.job_specs import study_digests
-from trak_core.provenance import code_digest, content_digest, study_digest
+from trak_core.provenance import code_digest, content_digest, study_digest, study_modules
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
@@ -98,7 +99,7 @@ def test_closure_holds_every_module_that_importing_runs():
             for module in modules():
                 del sys.modules[module]
             importlib.import_module(".".join(name))
-            walked = {".".join(n) for n in provenance._closure(name, PACKAGE.parent, "trak_core")}
+            walked = {".".join(n) for n in provenance._closure(name, [PACKAGE.parent], "trak_core")}
             assert {".".join(name)} <= modules() <= walked, name
 
 
@@ -164,6 +165,31 @@ def test_study_digest_follows_modules_beside_the_study(study):
     study.write_text("# a comment\nfrom layers import Block\nimport torch\n")
     beside.write_text("class Block: pass\n")
     assert study_digest(study) == before
+
+
+def test_modules_are_those_that_python_imports(tmp_path):
+    """Of a question in a folder of its own: packages before modules, the first folder first."""
+    imports = "import both, beside, tool, parts.a, parts.b, whole.in_it\n"
+    texts = {
+        "asked/question.py": imports,
+        **dict.fromkeys(("asked/both.py", "both.py", "beside.py", "tool.py"), ""),
+        **dict.fromkeys(("tool/__init__.py", "asked/parts/a.py", "parts/a.py", "parts/b.py"), ""),
+        # A folder that is no package comes after a package elsewhere.
+        **dict.fromkeys(("asked/whole/in_it.py", "whole/in_it.py", "whole/__init__.py"), ""),
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    folders = [tmp_path / "asked", tmp_path]
+    modules = study_modules(tmp_path / "asked/question.py", folders)
+    code = f"import sys\nsys.path[:0] = {[*map(str, folders)]}\nimport question\nfor m in " + (
+        "list(sys.modules.values()): print(getattr(m, '__file__', None))"
+    )
+    python = [sys.executable, "-B", "-S", "-c", code]
+    said = subprocess.run(python, capture_output=True, text=True, check=True).stdout
+    really = {line for line in said.splitlines() if line.startswith(str(tmp_path))}
+    assert len(really) == 8
+    assert {str(file) for file in modules.values()} == really
 
 
 def test_data_files_count_by_name_and_content(study):
@@ -301,6 +327,11 @@ def test_an_edit_of_some_functions_decides_less_than_others(study, old, new, wha
         "import importlib\nimportlib.import_module('st' + 'udy')",
         "def train_ids():\n    return make_model.__globals__.values()",
         "def __getattr__(name):\n    return 1",
+        "def train_ids():\n    import gc\n    return gc.get_objects()[0]()",
+        "import importlib.util as u\nu.find_spec('st' + 'udy').loader.exec_module(torch)",
+        "import yaml\ndef train_ids():\n    return yaml.load(open('ids'), yaml.Loader)",
+        "import yaml\ndef train_ids():\n    return yaml.unsafe_load(open('ids'))",
+        "import shelve\ndef train_ids():\n    return shelve.open('ids')['a']()",
         "import pickle\ndef train_ids():\n    return pickle.load(open('ids'))",
         "def train_ids():\n    return locate('study:target_' + 'data')",
         "import study as me",
@@ -340,7 +371,10 @@ def test_what_a_study_always_imports_is_imported_ahead(tmp_path):
     later = "def train():\n    import transformers\n"
     study.write_text(text + later)
     assert provenance.study_imports(study) == ["numpy", "sklearn.datasets", "torch.nn"]
-    for own in ("import os\nos.environ['A'] = 'b'\n", "import sys\nsys.path[:0] = ['lib']\n"):
+    for own in (
+        *("import os\nos.environ['A'] = 'b'\n", "import sys\nsys.path[:0] = ['lib']\n"),
+        *("import os\nos.environb[b'A'] = b'b'\n", "import dotenv\ndotenv.load_dotenv()\n"),
+    ):
         study.write_text(own + text)
         assert provenance.study_imports(study) == []
 

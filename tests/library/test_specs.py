@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trak_core.config import job_specs
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
@@ -119,6 +120,28 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
     made(experiments__asked={"data": "asked/../same.py", "shards": 1})
     with pytest.raises(InputError, match=re.escape(f"Found {found}; rename one")):
         made(experiments__asked={"data": question, "shards": 1})
+
+
+def test_what_a_question_imports_beside_the_study_decides_it(made):
+    made()  # and now we are where the study is
+    Path("apart").mkdir()
+    Path("apart/asked.py").write_text("import mine\ntarget_data = None\n")
+    found = []
+    for text in ("a = 1\n", "a = 2\n"):
+        Path("mine.py").write_text(text)
+        job_specs._question_digest.cache_clear()
+        specs = made(experiments__asked={"data": "apart/asked.py", "shards": 1})
+        found.append((specs.targets_digest("asked"), specs.digests["training"]))
+        assert Path("mine.py") in specs.files
+    (first, second), (of_training, unchanged) = zip(*found, strict=True)
+    assert first != second
+    assert of_training == unchanged
+    # A job of the question would find the file in its folder, where the study says `import mine`.
+    Path("study.py").write_text("def make_model():\n    import mine\n")
+    Path("apart/asked.py").write_text("target_data = None\n")
+    Path("apart/mine.py").write_text("")
+    with pytest.raises(InputError, match=re.escape("Found mine.py and apart/mine.py; rename one")):
+        made(experiments__asked={"data": "apart/asked.py", "shards": 1})
 
 
 def test_no_field_of_scores_hides_one_of_features():

@@ -9,6 +9,8 @@ from refusals import as_text, check, message, refuse
 from refused import refused
 from workspace import Workspace, as_a_module
 
+from trak_core.system.files import read_record
+
 # What the schema says of a key: its words are in the schema.
 ABOUT = re.compile(r"(?:Meaning|Known keys): \S[^\n]*")
 
@@ -252,6 +254,15 @@ def test_training_arguments_that_train_does_not_take(tmp_path):
     signature, arguments = re.compile(r"(?<=train)\(.*?\)"), "{'epoch': 5, 'seed': 0}"
     with refused("config.preflight", signature, arguments, "c0", "'steps'"):
         check(workspace, yaml.safe_dump(workspace.config).encode())
+
+
+def test_what_left_the_config_costs_no_memory(workspace):
+    mine = {"targets": ["patient-342"]}
+    check(workspace, {"experiments": {"mine": mine, "other": {"targets": ["patient-343"]}}})
+    check(workspace, {"experiments": {"mine": mine}})
+    known = read_record(workspace.path("results/study.json"))
+    assert known["splits"].keys() == {"train", "mine"}
+    assert known["n_params"]
 
 
 def test_a_good_config_alone_decides_what_runs(workspace):

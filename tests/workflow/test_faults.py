@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from running import Running
+from workspace import Workspace, as_a_module
 
 from trak_core.artifacts import FEATURES, open_artifact
 
@@ -156,6 +157,13 @@ def test_ctrl_c_ends_in_what_is_kept_and_how_to_go_on(study, finished):
     assert state(done) == before
     assert study.run()["compute_features_shard"] == 2  # the folder is not locked
     check_same_scores(study, finished)
+
+
+def test_ctrl_c_names_the_folder_that_a_prefix_leads_to(study):
+    interrupt = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    study.path("Snakefile").write_text(as_a_module("in/it") + interrupt)
+    _, output = Workspace(study.folder, study.config, "Snakefile").snakemake("--dry-run")
+    assert "What is finished stays in in/it/results, and" in output.splitlines()[-1]
 
 
 def test_a_second_snakemake_in_the_folder_is_refused(study):

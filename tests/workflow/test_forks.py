@@ -1,9 +1,13 @@
 """Jobs as forks of a process that has imported everything: same files, and nothing that stays."""
 
 import contextlib
+import json
 import os
 import re
+import resource
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -11,6 +15,8 @@ import time
 import psutil
 import pytest
 from running import Running, small_study
+
+from trak_core.system.fork_server import serve_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
@@ -165,6 +171,43 @@ def test_nothing_stays_when_snakemake_or_the_server_is_killed(marked, victim):
     # Its own session's Ctrl-C reaches a job as it would reach any.
     assert f"told to stop ({'SIGINT' if victim[:3] == 'all' else 'SIGTERM'})" in said
     assert not list(marked.path("results").rglob("*.part"))
+
+
+CROWD = """
+import os, resource
+kept = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+
+def check_limit(limit):
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit
+"""
+
+
+def status_of(name, function, argument, signals=b""):
+    """Ask a server for a fork, with signals that come at once."""
+    text = json.dumps({"folder": "/", "call": [function, argument]}).encode()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(20)
+        connection.connect(f"\0{name}")
+        socket.send_fds(connection, [struct.pack("!Q", len(text))], [0, 1, 2])
+        connection.sendall(text + signals)
+        assert connection.recv(1) == b"y"
+        return struct.unpack("!i", connection.recv(4))[0]
+
+
+def test_a_server_has_room_for_many_jobs_and_no_signal_is_lost(tmp_path, monkeypatch):
+    """More files than `select` takes, and than a process may open that raises no limit."""
+    (tmp_path / "crowd.py").write_text(CROWD)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        name, server = serve_forks(["numpy", "crowd"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    with server:
+        assert status_of(name, "crowd:check_limit", 1024) == 0
+        for _ in range(20):
+            assert status_of(name, "time:sleep", 60, bytes([signal.SIGTERM])) == -signal.SIGTERM
 
 
 def test_the_client_imports_no_library():

@@ -62,7 +62,10 @@ def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> d
 
 
 def targets_digest(
-    ids: Sequence[int | str] | None, question: str | None, digests: Mapping[str, str]
+    ids: Sequence[int | str] | None,
+    question: Path | None,
+    digests: Mapping[str, str],
+    study: Path = Path(),
 ) -> str:
     """Return the hash of target ids, and of the code and files that the targets come from.
 
@@ -73,21 +76,27 @@ def targets_digest(
         code = [digests.get("targets")]
     else:
         # A question in Python may import the study, and call anything there.
-        decides = "whole" if question.endswith(".py") else "targets"
-        code = [digests[decides], _question_digest(question)]
+        decides = "whole" if question.suffix == ".py" else "targets"
+        code = [digests[decides], _question_digest(question, study)]
     return content_digest(ids and [str(i) for i in ids], *code)
 
 
+def _folders(question: Path, study: Path) -> list[Path]:
+    """Return where a job that loads a study, then a question in Python, looks for modules."""
+    return [question.parent, study.parent]
+
+
 @cache
-def _question_digest(question: str) -> str:
+def _question_digest(path: Path, study: Path) -> str:
     """Hash a question once: all jobs of a start are planned for what it said then."""
-    path = Path(question)
     if not path.is_file():
         raise InputError(
-            f"experiments: `data` must be a file. Found nothing at {question}.",
+            f"experiments: `data` must be a file. Found nothing at {path}.",
             code="config.missing_question",
         )
-    return study_digest(path) if path.suffix == ".py" else file_digest(path)
+    if path.suffix != ".py":
+        return file_digest(path)
+    return study_digest(path, folders=_folders(path, study))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +191,9 @@ class Specs:
         """Return the hash of an experiment's targets, None for the training samples."""
         if split not in self.experiments:
             return None
-        return targets_digest(self.experiments[split], self.questions.get(split), self.digests)
+        question = Path(self.questions[split]) if split in self.questions else None
+        study = Path(self.config["study"])
+        return targets_digest(self.experiments[split], question, self.digests, study)
 
     @property
     def all_features(self) -> FeaturesSpec:
@@ -352,10 +363,12 @@ class Specs:
         )
 
 
-def _modules(code: Sequence[Path]) -> list[Path]:
+def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     """Return Python files and what they import beside them; refuse two that are one module."""
-    named: dict[tuple[str, ...], Path] = {}
-    for name, file in (module for path in code for module in study_modules(path).items()):
+    named = study_modules(study)
+    # A job finds a question's folder first, also for what the study imports.
+    pairs = [(code, _folders(path, study)) for path in questions for code in (study, path)]
+    for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
         other = named.setdefault(name, file)
         if other.resolve() != file.resolve():
             raise InputError(
@@ -389,7 +402,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str)]
-    code = [study, *(Path(path) for path in tables if path.endswith(".py"))]
-    files = [*dict.fromkeys([*_modules(code), *map(Path, [*data, *tables])])]
+    modules = _modules(study, [Path(path) for path in tables if path.endswith(".py")])
+    files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
     return Specs(config, checkpoints, experiments, digests, files, defaults)

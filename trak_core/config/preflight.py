@@ -134,19 +134,21 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
     fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    if not (new or changed):
-        return known
-    request |= {
-        "splits": {split: specs.experiments.get(split) for split in new},
-        "shards": shards,
-        "checkpoints": changed,
-        "questions": specs.questions,
-        "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
-    }
-    sizes = _preflight_in_a_process(request)
-    read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    n_params, read = known.get("n_params"), {}
+    if new or changed:
+        request |= {
+            "splits": {split: specs.experiments.get(split) for split in new},
+            "shards": shards,
+            "checkpoints": changed,
+            "questions": specs.questions,
+            "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
+        }
+        sizes = _preflight_in_a_process(request)
+        n_params = sizes["n_params"]
+        read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
+    # The record may know splits and checkpoints that the config has no more.
     return {
-        "n_params": sizes["n_params"],
+        "n_params": n_params,
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }

@@ -162,8 +162,21 @@ def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     if config:
         digest.update(config.read_bytes())
     for path in files:
-        state |= _state_dict(read_tensors(path, _MUST, _REMEDY, digest.update), path)
+        _add_shard(state, read_tensors(path, _MUST, _REMEDY, digest.update), path)
     return state, digest.hexdigest()
+
+
+def _add_shard(state: dict[str, Tensor], saved: Any, path: Path) -> None:
+    """Add one more file's weights to ``state``; a file of an older save would repeat some."""
+    shard = _state_dict(saved, path)
+    twice = sorted(state.keys() & shard.keys())
+    if twice:
+        raise InputError(
+            f"{path}: each weight must be in one file of a checkpoint folder. Found in another "
+            f"one too: {listed(twice)}. Save the checkpoint again, into an empty folder.",
+            code="study.checkpoint_shards",
+        )
+    state.update(shard)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -197,12 +210,15 @@ def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Return where a tensor lies, numbers or none: tied weights lie in one place."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
 
 
 def _is_of_type(stored: Tensor, own: Tensor) -> bool:
     """Return whether a tensor's numbers are a weight's: quantized ones would pass for floats."""
     if stored.layout is not torch.strided or stored.is_complex() > own.is_complex():
+        return False
+    # Numbers of eight bits or fewer are quantized too, and mean nothing without their scales.
+    if stored.is_floating_point() and stored.dtype.itemsize == 1:
         return False
     return stored.is_floating_point() or not own.is_floating_point()
 
@@ -250,13 +266,14 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     """Put weights into ``model``, and the model into evaluation mode.
 
     Every parameter and buffer of the model must be there, with its shape, and nothing else; tied
-    parameters need to be there once. A prefix that every key has, and without which they fit, is
-    taken off; a line on standard output says so. Weights must be finite. An ``InputError`` lists
-    what doesn't fit, and names the ``source`` of the weights.
+    parameters need to be there once, and must be equal otherwise. A prefix that every key has, and
+    without which they fit, is taken off; a line on standard output says so. Weights must be finite.
+    An ``InputError`` lists what doesn't fit, and names the ``source`` of the weights.
     """
     prefix, fitting = _fitting(model, state, source)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
+    _check_tied(parameters, fitting, source)
     if prefix:
         print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
     model.load_state_dict(fitting, strict=False)
@@ -270,6 +287,27 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
             f"{listed(bad)}. Take an earlier checkpoint, or train again.",
             code="study.checkpoint_finite",
+        )
+
+
+def _check_tied(
+    parameters: Mapping[str, Tensor], fitting: Mapping[str, Tensor], source: str
+) -> None:
+    """Refuse two weights for one parameter: the model would silently have the last."""
+    first: dict[int, str] = {}
+    differing = []
+    for key, own in parameters.items():
+        if key not in fitting:
+            continue
+        other = first.setdefault(id(own), key)
+        if other != key and not torch.equal(*(fitting[k].to(own.dtype) for k in (key, other))):
+            differing += [other, key]
+    if differing:
+        raise InputError(
+            f"{source}: weights of parameters that the model ties must be equal. Found different "
+            f"ones in {listed(sorted({*differing}))}. Let make_model() tie what was tied in "
+            "training, and nothing else.",
+            code="study.checkpoint_tied",
         )
 
 
@@ -306,7 +344,7 @@ def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:
         saved = read_shapes(path, _MUST, _REMEDY)
         if saved is None:
             return
-        state |= _state_dict(saved, path)
+        _add_shard(state, saved, path)
     if (checkpoint / ADAPTER_CONFIG).is_file():
         _fitting_adapter(model, state, checkpoint)
     else:

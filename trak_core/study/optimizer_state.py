@@ -131,11 +131,11 @@ def _numbers(
     flat = [number for group in ids for number in group]
     if all("param_names" in group for group in groups):  # optimizers that were given names
         given = [str(name) for group in groups for name in group["param_names"]]
-        # Names that are all the model's own stay: a part of it may have parameters of equal names.
+        # The shortest prefix without which most names are the model's own: a part of it may have
+        # parameters of the same names as itself.
         own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        if not own.issuperset(given):
-            bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
-            given = next((names for names in bare if selected <= {*names}), given)
+        bare = ([n.removeprefix(prefix) for n in given] for prefix in shared_prefixes(given))
+        given = max(bare, key=lambda names: len(own.intersection(names)))
         unknown = selected - set(given)
         if unknown or len(given) != len(flat):
             raise InputError(

@@ -24,6 +24,14 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ZIP_HEADER_BYTES = 30  # before each part; the lengths of a name and of extras end it
 _FOLDER = 0x10  # among a zip entry's attributes
 _AGAIN = "Copy it again."
+# Tensors that are no weights, by the function that makes them of what a file's pickle says.
+_OTHER_TENSORS = {
+    "_rebuild_qtensor": "quantized tensors. Save the weights that training left, in floating point",
+    "_rebuild_meta_tensor_no_storage": (
+        "meta tensors, which have no numbers. Save a model whose weights are loaded"
+    ),
+    "_rebuild_nested_tensor": "nested tensors. Save weights as tensors of one shape each",
+}
 # What torch and safetensors say of a file that ends too early.
 _CUT = re.compile(r"unexpected EOF|invalid header length|incomplete metadata")
 
@@ -81,6 +89,15 @@ def _parts(file: BinaryIO) -> list[tuple[int, zipfile.ZipInfo]]:
             ) from error
         raise _UnreadableError(f"the list of its parts is damaged: {error}. {_AGAIN}") from error
     return parts
+
+
+def _check_pickle(mapped: mmap.mmap, parts: Sequence[tuple[int, zipfile.ZipInfo]]) -> None:
+    """Refuse tensors that are no weights: torch reads them, or fails in words of its own."""
+    pickles = [(start, entry) for start, entry in parts if entry.filename.endswith("/data.pkl")]
+    spans = [(start, start + entry.file_size) for start, entry in pickles] or [(0, len(mapped))]
+    for name, kind in _OTHER_TENSORS.items():
+        if any(mapped.find(name.encode(), *span) >= 0 for span in spans):
+            raise _UnreadableError(f"it holds {kind}.")
 
 
 def _digest(
@@ -184,6 +201,7 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
             _digest(mapped, parts, update)
             if kind == "safetensors":
                 return load_file(path)
+            _check_pickle(mapped, parts)
             # A file, not its path, because torch looks at a path's ending.
             return torch.load(cast(IO[bytes], mapped), map_location="cpu", weights_only=True)
 
@@ -200,6 +218,8 @@ def read_shapes(path: Path, must: str, remedy: str) -> Any:
             return load_file(path)  # mapped, and not touched
         if kind == "pickle":
             return None
-        _parts(file)
+        parts = _parts(file)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            _check_pickle(mapped, parts)
         file.seek(0)
         return torch.load(file, map_location="meta", weights_only=True)

@@ -51,6 +51,7 @@ _YES, _NO = b"y", b"n"
 _STATUS, _LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
 _PR_SET_PDEATHSIG = 1
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
 def can_fork() -> bool:
@@ -159,7 +160,7 @@ def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
             with suppress(OSError):  # the server has just gone: the answer ends
                 connection.sendall(bytes([number]))
 
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOPS:
             signal.signal(number, pass_on)
         answer = connection.recv(_STATUS.size, socket.MSG_WAITALL)
     if len(answer) < _STATUS.size:
@@ -214,9 +215,11 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     if os.getppid() != server:
         os._exit(1)
     os.setpgid(0, 0)
-    # As in a process that was just started; the server ignores both.
+    # As in a process that was just started; the server ignores both. One that came since the fork
+    # was held back, and takes effect now.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
     # What the server's imports do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
@@ -263,16 +266,25 @@ def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _CHANGING}
 
 
-def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
-    """Fork for requests, pass on signals, tell how forks ended; imports saw this environment."""
+def _serve(
+    listener: socket.socket, environment: Mapping[str, str], limits: tuple[int, int]
+) -> None:
+    """Fork for requests, pass on signals, tell how forks ended.
+
+    Imports saw this environment; forks may open as many files as these limits say.
+    """
+    import resource
+
     is_able, lasting = _is_forkable(), _lasting(environment)
     server = os.getpid()
     # By the descriptor to watch: each fork's process, and the connection that asked for it.
     jobs: dict[int, tuple[int, socket.socket]] = {}
     stdin, requests = sys.stdin.fileno(), listener.fileno()
     while True:
-        sources = [stdin, requests, *jobs, *(other.fileno() for _, other in jobs.values())]
-        ready = set(select.select(sources, [], [])[0])
+        sources = select.poll()  # `select` takes no file beyond the first 1024
+        for source in (stdin, requests, *jobs, *(other.fileno() for _, other in jobs.values())):
+            sources.register(source, select.POLLIN)
+        ready = {source for source, _ in sources.poll()}
         if stdin in ready:
             return
         for handle, (process, connection) in list(jobs.items()):
@@ -303,12 +315,16 @@ def _serve(listener: socket.socket, environment: Mapping[str, str]) -> None:
             continue
         process = None
         if is_able and _lasting(request.get("environment", lasting)) == lasting:
+            # Until the fork has handlers of its own.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
             with suppress(OSError):  # no room for one more process
                 process = os.fork()
         if process == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             for other in (listener, connection, *(other for _, other in jobs.values())):
                 other.close()
             _work(request, streams, server)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
         # Who asked may have gone: then its connection has ended, which is looked at above.
         if process is None:
             with suppress(OSError):
@@ -327,6 +343,11 @@ def main() -> None:
     """Listen, import, and serve until standard input ends."""
     name, *modules = sys.argv[1:]
     environment = dict(os.environ)
+    import resource  # POSIX has it; what every start imports must not need it
+
+    # Each job keeps two files open here.
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     # A signal to a whole session is for Snakemake and the jobs; jobs pass theirs on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -349,7 +370,7 @@ def main() -> None:
         # Or every fork would copy what a collection looks at.
         gc.collect()
         gc.freeze()
-        _serve(listener, environment)
+        _serve(listener, environment, limits)
     with suppress(Exception):
         atexit._run_exitfuncs()
     # Python's own cleaning up would take a second; forks end with this process.

@@ -69,14 +69,15 @@ with explained():
     validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
-    explain_interrupts(config["results"], is_main=workflow.is_main_process)
     # Where a module's `prefix` puts what the rules write.
     moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
-    specs = specs_of(config, Path(moved).parent)
+    results = Path(moved).parent
+    explain_interrupts(str(results), is_main=workflow.is_main_process)
+    specs = specs_of(config, results)
     if workflow.is_main_process:
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
-        run_preflight(specs, Path(moved).parent, is_stored=stored)
+        run_preflight(specs, results, is_stored=stored)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.
