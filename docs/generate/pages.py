@@ -4,8 +4,13 @@ import re
 from collections.abc import Callable
 
 from generate.config_keys import config_keys
+from generate.rules import rule_graph, rule_sections
 
-GENERATED: dict[str, Callable[[], str]] = {"config keys": config_keys}
+GENERATED: dict[str, Callable[[], str]] = {
+    "config keys": config_keys,
+    "rule graph": rule_graph,
+    "rules": rule_sections,
+}
 _MARK = re.compile(r"^<!-- generated: (.+) -->$", flags=re.M)
 
 

@@ -99,27 +99,6 @@ def test_reading_the_results(tmp_path, monkeypatch):
     assert len(shown.splitlines()) == len(lines)
 
 
-def test_every_key_of_the_config_is_described():
-    schema = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
-    lines = (REPOSITORY / "config/README.md").read_text().splitlines()
-    rows = {line.split("`")[1]: line for line in lines if line.startswith("| `")}
-
-    def leaves(node, prefix=""):
-        """Yield the keys of a mapping, or of the alternative that is one, with what they hold."""
-        for part in (node, *node.get("anyOf", ())):
-            for key, value in part.get("properties", {}).items():
-                assert value.get("description"), key
-                inner = list(leaves(value, f"{prefix}{key}.")) if key != "experiments" else []
-                yield from inner or [(prefix + key, value)]
-
-    keys = dict(leaves(schema))
-    assert {"projection.kind", "compute.threads"} <= set(keys)
-    for key, value in keys.items():
-        assert key in rows
-        if "default" in value:
-            assert str(value["default"]) in rows[key], key
-
-
 def test_links_lead_to_what_exists():
     for page in [*PAGES, *sorted((REPOSITORY / "docs").rglob("*.md"))]:
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):

@@ -133,7 +133,8 @@ def _explained(error: jsonschema.ValidationError) -> str:
         return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
     if error.validator == "required":
         return f"{where}: {error.message}."
-    meaning = schema.get("description")
+    # The paragraphs after the first are for the documentation.
+    meaning = schema.get("description", "").partition("\n")[0]
     limit: Any = error.validator_value
     expected = {
         "type": lambda: f"must be {_kind(limit)}",

@@ -1,0 +1,106 @@
+"""Every rule of the workflow: what it reads and writes, and what runs it again."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from generate.rule_graph import drawn
+
+REPOSITORY = Path(__file__).parents[2]
+# What runs a rule again beside its files and its code. A param that is new must get its words here.
+PARAMS = {
+    "arguments": "the arguments of `train()`",
+    "baselines": "`evaluation.baselines`",
+    "columns": "what labels and predictions are called",
+    "config": "any key of the config except `compute`",
+    "defaults": "what the config leaves out of `scoring`",
+    "digest": "the study: the parts of its code that count, and `data_files`",
+    "embeddings_spec": "what decides the embeddings",
+    "flipped": "`evaluation.flipped`",
+    "groups": "the targets that share a job",
+    "keep": "`scoring.keep`",
+    "question": "the experiment's own `data`",
+    "retrained_spec": "`evaluation.subsets`",
+    "scores_spec": "what decides the scores' numbers",
+    "signature": "size and time of a file of your own",
+    "spec": "what decides its numbers (the file's attribute `spec`)",
+    "study_file": "the path of the study",
+    "sweep": "`evaluation.sweep`",
+    "target_ids": "the targets of the group",
+    "targets": "the experiment's `targets`",
+    "times": "`at`",
+    "top": "`scoring.top`",
+}
+
+
+def _configs() -> dict[str, dict[str, Any]]:
+    """Return two configs that have all rules run between them."""
+    smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
+    smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
+    exact = {key: value for key, value in smoke.items() if key != "evaluation"}
+    return {
+        "projected": smoke | {"distortion": {}, "compute": {"shards": 2}},
+        "exact": exact | {"projection": "exact"},
+    }
+
+
+@cache
+def all_rules() -> dict[str, dict[str, Any]]:
+    """Return every rule that makes a file, as ``read_workflow`` writes it."""
+    script = Path(__file__).with_name("read_workflow.py")
+    rules: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, config in _configs().items():
+            place = Path(folder, name)
+            place.mkdir()
+            (place / "config.yaml").write_text(yaml.safe_dump(config))
+            command = [sys.executable, script, place / "config.yaml", place, place / "rules.json"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"Snakemake must read the workflow. Found: {done.stderr}")
+            planned: dict[str, dict[str, Any]] = json.loads((place / "rules.json").read_text())
+            for rule, read in planned.items():
+                reads = {*read["reads"], *rules.get(rule, read)["reads"]}
+                rules[rule] = read | {"reads": sorted(reads)}
+    return {name: rule for name, rule in rules.items() if rule["writes"]}
+
+
+def _pattern(path: str) -> str:
+    """Return a path's pattern without what its wildcards may be in one config."""
+    return re.sub(r"\{(\w+),[^}]*\}", r"{\1}", path)
+
+
+def rule_sections() -> str:
+    """Return a section for every rule."""
+    rules = all_rules()
+    parts = []
+    for name in sorted(rules):
+        rule = rules[name]
+        module = importlib.import_module(f"trak_core.stages.{rule['stage']}")
+        summary = (getattr(module, rule["stage"]).__doc__ or "").partition("\n\n")[0]
+        reads = [f"[`{other}`](#{other})" for other in rule["reads"]]
+        again = [PARAMS[param] for param in rule["params"] if param != "code"]
+        again += ["what it reads", "the code that its stage reaches"]
+        lines = [
+            f"## `{name}`\n\n{' '.join(summary.split())}\n",
+            f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",
+            f"- reads files of {', '.join(reads)}" if reads else "- reads no other rule's files",
+            f"- stage: `trak_core.stages.{rule['stage']}`",
+            f"- runs again with a change of {'; '.join(again)}",
+        ]
+        parts.append("\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def rule_graph() -> str:
+    """Return a drawing of which rule reads which rule's files, as part of a page."""
+    graph = {name: rule["reads"] for name, rule in all_rules().items()}
+    return f"```{{raw}} html\n{drawn(graph)}\n```\n"

@@ -1,0 +1,130 @@
+"""`docs/reference/files.md` against files: every object, its type, and what can be searched."""
+
+import re
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from linear_study import SPEC, with_two_checkpoints
+from pipeline import ON_CPU, run_exact_stages, run_stages
+from workspace import REPOSITORY
+
+from trak_core.stages.compute_distortion import compute_distortion
+
+PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
+SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
+ROW = re.compile(r"^\| (\*?)`(\w+)`\*? \| (\w+) \| ?(.*?) \| (.*) \|$", flags=re.M)
+TYPES = {"text": "SO", "id": "iSO", "float": "f", "as the study's": "iufS"}
+
+
+def described(section):
+    """Yield the objects of a file: name, kind, types, whether it is there always and searchable."""
+    table = None
+    for searchable, name, kind, types, meaning in ROW.findall(section):
+        table = name if kind == "table" else table
+        always = not re.search(r"only|[Nn]ot with|where|for classes", meaning)
+        yield (table, name) if kind == "column" else name, kind, types, always, bool(searchable)
+
+
+def has_type(dtype, types):
+    return any(
+        dtype.kind in TYPES.get(name, "") or dtype.name == name for name in types.split(" or ")
+    )
+
+
+def check_file(path, section):
+    rows = list(described(section))
+    tables = {}
+    with h5py.File(path) as file:
+        objects = {name: node for name, node in file.items() if name not in {"spec", "provenance"}}
+        names = {name for name, kind, *_ in rows if kind != "column"}
+        assert set(objects) <= names, path
+        for name, kind, types, always, searchable in rows:
+            if kind == "column":
+                tables.setdefault(name[0], []).append((name[1], types, always, searchable))
+            elif name not in objects:
+                assert not always, (path, name)
+            elif kind == "frame":
+                assert has_type(objects[name]["block0_values"].dtype, types), (path, name)
+            elif kind in {"vector", "number"}:
+                assert (objects[name].shape == ()) == (kind == "number"), (path, name)
+                assert has_type(objects[name].dtype, types), (path, name)
+            else:
+                assert kind == "table"
+                assert "table" in objects[name]
+        fields = {name: objects[name]["table"].dtype.names for name in tables if name in objects}
+    for table, searched in fields.items():
+        frame = pd.read_hdf(path, table)
+        columns = {column: rest for column, *rest in tables[table]}
+        assert set(frame) <= set(columns), (path, table)
+        for column, (types, always, searchable) in columns.items():
+            if column in frame:
+                kind = np.dtype("O") if frame[column].dtype.name == "str" else frame[column].dtype
+                assert has_type(kind, types), (path, table, column)
+                assert (column in searched) == searchable, (path, table, column)
+            else:
+                assert not always, (path, table, column)
+
+
+def section_of(name):
+    """Return what the page says of a file; some are of the form of others."""
+    name = re.sub(r"^flipped/features/(.*)\.h5", r"features/\1/train.h5", name)
+    name = re.sub(r"^flipped/normal", "normal", name)
+    name = re.sub(r"^retrained/(random|\w+/\d+)\.h5", "retrained/0-1.h5", name)
+    for pattern, section in SECTIONS:
+        if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(pattern)), name):
+            return pattern, section
+    raise AssertionError(f"{name} must be on the page")
+
+
+def check_run(results):
+    """Check every file of a run, and return the patterns that were seen."""
+    seen = set()
+    for path in sorted(results.rglob("*.h5")):
+        pattern, section = section_of(path.relative_to(results).as_posix())
+        check_file(path, section)
+        seen.add(pattern)
+    return seen
+
+
+def test_files_of_an_evaluated_study(evaluated):
+    patterns = {pattern for pattern, _ in SECTIONS}
+    seen = check_run(evaluated.path("results"))
+    assert {pattern.split("/")[0] for pattern in patterns - seen} == {"gramian", "distortion"}
+
+
+def test_files_that_other_settings_leave(tmp_path):
+    """Exact scores, top influences alone, unit averages, and what the projection does."""
+    study, checkpoints, _ = given = with_two_checkpoints(tmp_path)
+    kept, unit, exact = (tmp_path / name for name in ("top", "unit", "exact"))
+    run_stages(kept, *given, model_output="regression", proj_dim=8, keep="top_k")
+    run_stages(unit, *given, model_output="regression", proj_dim=8, combine="unit_average")
+    run_exact_stages(exact, *given, model_output="regression")
+    compute_distortion(
+        distortion=unit / "distortion/c0.h5",
+        checkpoint=checkpoints["c0"],
+        study_file=study,
+        spec=SPEC.under("c0").of_train(),
+        most_samples=10,
+        n_streams=2,
+        **ON_CPU,
+    )
+    assert "distortion/{checkpoint}.h5" in check_run(unit)
+    assert "gramian/{checkpoint}/{split}.h5" in check_run(exact)
+    assert "scores/{experiment}.h5" in check_run(kept)
+
+
+def test_a_page_that_is_wrong_is_found(tmp_path):
+    given = with_two_checkpoints(tmp_path)
+    run_stages(tmp_path / "run", *given, model_output="regression", proj_dim=8)
+    path = tmp_path / "run/scores/mine.h5"
+    _, section = section_of("scores/mine.h5")
+    for right, wrong in (
+        ("*`rank`*", "`rank`"),
+        ("`rank`", "`place`"),
+        ("column | float32 | its score", "column | int64 | its score"),
+        ("| `scores` | frame |", "| `score` | frame |"),
+    ):
+        with pytest.raises((AssertionError, KeyError)):
+            check_file(path, section.replace(right, wrong))
