@@ -66,9 +66,9 @@ def test_a_mask_of_the_user_s_is_taken():
     ],
 )
 def test_the_mask_of_an_encoder_leaves_a_decoder_s_labels_alone(of_decoder, labels):
-    tokens = torch.ones(1, 4, dtype=torch.int64)
+    tokens = torch.full((1, 4), 7)
     source = {"input_ids": tokens, "attention_mask": torch.tensor([[1, 1, 0, 0]])}
-    sample = {**source, "decoder_input_ids": tokens, **of_decoder, "labels": 7 * tokens}
+    sample = {**source, "decoder_input_ids": tokens, **of_decoder, "labels": tokens}
     assert as_batch(sample, LANGUAGE_MODELLING).labels.tolist() == [labels]
 
 

@@ -24,14 +24,14 @@ class Variety:
 
     def add(self, rows: np.ndarray) -> None:
         """Take a row a sample, shape (n, k): features, or inner products with all others."""
-        if self._first is None:
-            self._first = rows[0].astype(np.float64)
+        first = rows[0].astype(np.float64) if self._first is None else self._first
+        self._first = first
         self.n_samples += len(rows)
         self.n_zero += int((~rows.any(axis=1)).sum())
         if self.are_alike:
             allowed = max(_ROUNDING, 4 * float(np.finfo(rows.dtype).eps))
-            allowed *= np.abs(self._first).max()
-            self.are_alike = bool(np.abs(rows - self._first).max() <= allowed)
+            largest = float(np.abs(first).max())
+            self.are_alike = bool(np.abs(rows - first).max() <= allowed * largest)
 
     def check(self, samples: str, *, must_differ: bool) -> None:
         """Refuse several samples of which none has a gradient; warn if most of them don't.
