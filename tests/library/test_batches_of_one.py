@@ -196,16 +196,3 @@ def test_finite_differences_say_which_of_two_ways_is_right(name, capsys):
             found = formed_gradients(method, model, parameters, CLASSIFICATION, batch).gradients
             own = {key: gradients[rows] for key, gradients in truth.items()}
             torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-8)
-
-
-def test_a_compiled_model_that_fails_is_told_what_to_do(capsys):
-    model = torch.compile(nn.Linear(4, 3))
-
-    def fail(*_):
-        raise RuntimeError("donated buffers")
-
-    model.register_forward_pre_hook(fail)
-    batch = torch.randn(2, 4), torch.tensor([0, 2])
-    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
-    assert method is gradients_one_by_one
-    assert "buffers. Let make_model() return it without torch.compile" in capsys.readouterr().out
