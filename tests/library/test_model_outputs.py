@@ -14,7 +14,12 @@ from torch.nn.functional import cross_entropy, softplus
 
 from trak_core.model_outputs.classification import CLASSIFICATION, margin
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, sequence_log_odds
+from trak_core.model_outputs.language_modelling import (
+    LANGUAGE_MODELLING,
+    MASKED_LANGUAGE_MODELLING,
+    SEQUENCE_TO_SEQUENCE,
+    sequence_log_odds,
+)
 from trak_core.model_outputs.model_output import IGNORED, read_logits
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.segmentation import SEGMENTATION, mean_pixel_margin
@@ -38,6 +43,8 @@ CASES = {
     "classification": (CLASSIFICATION, LOGITS[0], torch.tensor(1)),
     "regression": (REGRESSION, normal(1), torch.tensor(0.5)),
     "language": (LANGUAGE_MODELLING, normal(6, 5), TOKENS),
+    "masked": (MASKED_LANGUAGE_MODELLING, normal(6, 5), TOKENS),
+    "from a source": (SEQUENCE_TO_SEQUENCE, normal(6, 5), TOKENS),
     "segmentation": (SEGMENTATION, normal(3, 2, 3), PIXELS),
     "contrast": (clip_output(), normal(2, 4), torch.tensor(1)),
 }
@@ -46,8 +53,9 @@ CASES = {
 def cross_entropies(name, outputs, label):
     """Return the cross entropies that a case's loss is made of, one a margin."""
     if name == "language":
-        losses = cross_entropy(outputs[:-1], label[1:], reduction="none")
-        return losses[label[1:] != IGNORED]
+        outputs, label = outputs[:-1], label[1:]
+    if CASES[name][0].label_ndim == 1:
+        return cross_entropy(outputs, label, reduction="none")[label != IGNORED]
     if name == "segmentation":
         losses = cross_entropy(outputs[None], label[None], reduction="none")[0]
         return losses[label != IGNORED]
@@ -83,7 +91,7 @@ def test_vmap_gives_what_a_loop_gives(name):
         torch.testing.assert_close(vmap(function, (0, None))(batch, label), expected)
 
 
-@pytest.mark.parametrize("name", ["classification", "language"])
+@pytest.mark.parametrize("name", ["classification", "language", "masked", "from a source"])
 def test_loss_is_softplus_of_minus_the_log_odds(name):
     output, outputs, label = CASES[name]
     for scale in (1, 0, -3, 7):
@@ -91,7 +99,7 @@ def test_loss_is_softplus_of_minus_the_log_odds(name):
         torch.testing.assert_close(softplus(-output.value(outputs * scale, label)), loss)
 
 
-@pytest.mark.parametrize("name", ["classification", "language"])
+@pytest.mark.parametrize("name", ["classification", "language", "masked", "from a source"])
 def test_loss_weight_and_curvature_of_log_odds_by_autograd(name):
     """Along any direction of the logits, the loss moves by -Q df."""
     output, outputs, label = CASES[name]

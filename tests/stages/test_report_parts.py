@@ -89,6 +89,7 @@ def test_numbers_read_well(shown, text):
         ("image_classification", "label 8, predicted 20.5", "label 8"),
         ("regression", "label 8, predicted 20.5", "label 8"),
         ("language_modelling", "tokens 8, right 20.5", "tokens 8"),
+        ("sequence_to_sequence", "tokens 8, right 20.5", "tokens 8"),
         ("segmentation", "pixels 8, right 20.5", "pixels 8"),
         ("clip", "told apart 20.5", ""),
     ],

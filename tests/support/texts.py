@@ -4,12 +4,16 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 VOCABULARY, POSITIONS = 40, 30
@@ -72,6 +76,29 @@ def bert():
     """A model whose tokens see those that follow: right with a mask alone."""
     heads = {"num_attention_heads": 2, "max_position_embeddings": POSITIONS}
     return BertForMaskedLM(BertConfig(vocab_size=VOCABULARY, **SIZE, **heads))
+
+
+SOURCE = {"vocab_size": VOCABULARY, "pad_token_id": 0, "decoder_start_token_id": 0}
+
+
+def t5():
+    size = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**SOURCE, **size))
+
+
+def bart():
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16}
+    ends = {"bos_token_id": 1, "eos_token_id": 1, "forced_eos_token_id": None}
+    positions = {"max_position_embeddings": POSITIONS}
+    return BartForConditionalGeneration(BartConfig(**SOURCE, **sizes, **heads, **ends, **positions))
+
+
+def prompted():
+    """A frozen model with three virtual tokens before each text."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    return get_peft_model(gpt2(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
 
 def data(n, seed, keys=()):

@@ -59,6 +59,7 @@ from trak_core.gradients.per_sample import (
     per_sample,
     select_parameters,
 )
+from trak_core.gradients.variety import Variety
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "in_chunks"]
@@ -69,4 +70,4 @@ __all__ += ["GradientMethod", "choose_method", "formed_gradients", "gradient_met
 __all__ += ["gradients_at_once", "gradients_at_once_or_with_copies", "gradients_one_by_one"]
 __all__ += ["gradients_with_copies", "memory_formats_kept_apart"]
 __all__ += ["PerSample", "as_blocks", "beside_gradient", "columns_of", "graph_to"]
-__all__ += ["in_evaluation_mode", "n_params", "per_sample", "select_parameters"]
+__all__ += ["Variety", "in_evaluation_mode", "n_params", "per_sample", "select_parameters"]

@@ -249,9 +249,10 @@ def check_labels(
     if output.label_ndim:
         empty = (vmap(output.label_number)(labels) == 0).nonzero().flatten().tolist()
         if empty:
+            where = ", after its first token" if output.predicts_next else ""
             raise InputError(
-                f"A label must have a part that counts, that is not {IGNORED}; a text must have "
-                f"one after its first token. Found none in sample {sample_ids[empty[0]]}.",
+                f"A label must have a part that counts{where}: one that is not {IGNORED}. Found "
+                f"none in sample {sample_ids[empty[0]]}.",
                 code="gradients.empty_label",
             )
 

@@ -73,7 +73,7 @@ def choose_method(
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, None
-        reason = f"fails: {_in_short(error)}"
+        reason = f"fails: {_in_short(error)}{_remedy(model)}"
     return _alone_or_beside_copies(given, reason)
 
 
@@ -153,6 +153,12 @@ def _is_alone_right(given: _Given, method: GradientMethod) -> tuple[bool | None,
     if number is None:
         return None, "finite differences in float64 agree with neither"
     return number == 1, "finite differences in float64 agree with autograd"
+
+
+def _remedy(model: nn.Module) -> str:
+    if any(hasattr(module, "_orig_mod") for module in model.modules()):
+        return ". Let make_model() return it without torch.compile"
+    return ""
 
 
 def _in_short(error: Exception) -> str:

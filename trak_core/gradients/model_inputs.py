@@ -1,11 +1,12 @@
 """Split samples into inputs and labels, pad and join texts, and call a model with them."""
 
+import inspect
 import math
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Batch:
             else None.
         along: Names of the inputs (see ``tensors``) that are padded with the labels, because their
             second dimension is the token.
+        gives_labels: Whether the model gets the labels too, as ``labels``.
     """
 
     args: tuple[Tensor, ...]
@@ -36,6 +38,7 @@ class Batch:
     labels: Tensor
     lengths: Tensor | None = None
     along: frozenset[str] = frozenset()
+    gives_labels: bool = False
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -45,7 +48,8 @@ class Batch:
         kwargs = {name: function(tensor) for name, tensor in self.kwargs.items()}
         lengths = None if self.lengths is None else function(self.lengths)
         args = tuple(map(function, self.args))
-        return Batch(args, kwargs, function(self.labels), lengths, self.along)
+        labels = function(self.labels)
+        return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def rows(self, rows: slice | Tensor) -> "Batch":
         """Return some of the samples, padded no further than the longest of them."""
@@ -71,17 +75,31 @@ class Batch:
         tensors = list(inputs.values())
         n_args = len(self.args)
         kwargs = dict(zip(self.kwargs, tensors[n_args:], strict=True))
-        return Batch(tuple(tensors[:n_args]), kwargs, labels, lengths, self.along)
+        args = tuple(tensors[:n_args])
+        return replace(self, args=args, kwargs=kwargs, labels=labels, lengths=lengths)
 
     def given_to(self, model: nn.Module) -> object:
         """Call the model with copies of the inputs, because it may write into them."""
-        kwargs = {name: tensor.clone() for name, tensor in self.kwargs.items()}
-        return model(*(tensor.clone() for tensor in self.args), **kwargs)
+        named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
+        kwargs = {name: tensor.clone() for name, tensor in named.items()}
+        returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
+        return _without_virtual_tokens(model, returned, self.labels)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the inputs with their names."""
         yield from ((f"argument {i}", tensor) for i, tensor in enumerate(self.args))
         yield from self.kwargs.items()
+
+
+def _without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
+    """Cut off the logits of prompt tuning's virtual tokens, which PEFT puts before a text."""
+    n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
+    logits = getattr(returned, "logits", None)
+    if not n_virtual or not isinstance(logits, Tensor) or logits.ndim != 3 or labels.ndim != 2:
+        return returned
+    if logits.shape[1] == labels.shape[1] + n_virtual:
+        returned.logits = logits[:, n_virtual:]
+    return returned
 
 
 _SAMPLE = (
@@ -96,8 +114,9 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
     Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``, because
-    padding is never predicted. Missing labels or inputs, and tensors of different lengths, are
-    refused.
+    padding is never predicted. Where there are inputs of a decoder, that mask is the encoder's, and
+    ``decoder_attention_mask`` counts. Missing labels or inputs, and tensors of different lengths,
+    are refused.
 
     Args:
         samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
@@ -123,14 +142,24 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     if not (args or kwargs) or (labelled and labels is None):
         unlabelled = "a tuple of the model's positional arguments, or a dict of its named ones"
         needed = _SAMPLE if labelled else unlabelled
-        raise InputError(f"A sample must be {needed}. Found {form}.", code="gradients.sample_form")
+        remedy = ""
+        if output.predicts_next and "input_ids" in kwargs:
+            remedy = (
+                " For a causal language model `labels` are the `input_ids`, -100 where a token "
+                "doesn't count."
+            )
+        raise InputError(
+            f"A sample must be {needed}. Found {form}.{remedy}", code="gradients.sample_form"
+        )
     if labels is None:
         first = (*args, *kwargs.values())[0]
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
-    mask = kwargs.get("attention_mask")
+    has_decoder = output.takes_labels or any(name.startswith("decoder_") for name in kwargs)
+    mask = kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
     if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
         labels = torch.where(mask.bool(), labels, IGNORED)
-    batch = Batch(args, kwargs, labels)
+    _check_decoder_inputs(kwargs.get("decoder_input_ids"), labels, output)
+    batch = Batch(args, kwargs, labels, gives_labels=output.takes_labels)
     for name, tensor in batch.tensors():
         if tensor.ndim == 0 or len(tensor) != len(batch):
             raise InputError(
@@ -139,6 +168,21 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
                 code="gradients.batch_rows",
             )
     return batch
+
+
+def _check_decoder_inputs(tokens: Tensor | None, labels: Tensor, output: ModelOutput) -> None:
+    """Refuse decoder inputs that are shifted, where logits are compared with the next label."""
+    if not output.predicts_next or tokens is None or tokens.shape != labels.shape:
+        return
+    counted = labels[:, 1:] != IGNORED
+    if (counted & (tokens[:, 1:] != labels[:, 1:])).any():
+        raise InputError(
+            "Beside language_modelling's `labels` the `decoder_input_ids` must be the same tokens, "
+            "because logits at a token predict the next label. Found other tokens. Where they "
+            "begin with a start token, as transformers makes them of `labels`, leave them out and "
+            "set model_output to sequence_to_sequence.",
+            code="gradients.decoder_inputs",
+        )
 
 
 def joined(batches: Sequence[Batch]) -> Batch:
@@ -178,29 +222,34 @@ class Shapes:
     Attributes:
         lengths: Tokens of each text; empty if labels are not one a token.
         along: Names of the inputs with a row a token in each of the samples.
+        source: Names of the inputs that have a length of their own in each of the samples, as an
+            encoder's, and the largest.
     """
 
     lengths: list[int]
     along: frozenset[str]
+    source: Mapping[str, int]
 
     @property
     def differ(self) -> bool:
         """Whether texts differ in length, and so must be padded."""
-        return len(set(self.lengths)) > 1
+        return len(set(self.lengths)) > 1 or bool(self.source)
 
 
 def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> Shapes:
     """Return what the shapes of samples, seen one after another, have in common.
 
     Texts are samples with a label a token. They may differ in the first dimension of their labels
-    and of all inputs with as many rows, because those can be padded. All else must be the same, or
-    an error names two of them. Each sample is a batch of one, with its id.
+    and of all inputs with as many rows, because those can be padded; so may the source of a model
+    that gets the labels too, which it need not share with them. All else must be the same, or an
+    error names two of them. Each sample is a batch of one, with its id.
     """
     first: dict[str, tuple[int, ...]] = {}
     first_id: object = None
     lengths: list[int] = []
     same: set[str] = set()
     along: set[str] = set()
+    longest: dict[str, int] = {}
     for sample_id, sample in samples:
         shapes = {name: tuple(tensor.shape[1:]) for name, tensor in sample.tensors()}
         label = tuple(sample.labels.shape[1:])
@@ -225,10 +274,15 @@ def shapes_of(samples: Iterable[tuple[object, Batch]], output: ModelOutput) -> S
             for name, shape in shapes.items()
             if not is_text or shape[:1] != label or shape[1:] != first[name][1:]
         }
-        odd = [name for name in shapes if name not in same | along]
+        named = sample.kwargs if output.takes_labels else {}
+        for name in named:
+            if shapes[name] and shapes[name][1:] == first[name][1:]:
+                longest[name] = max(longest.get(name, 0), shapes[name][0])
+        odd = [name for name in shapes if name not in same | along | longest.keys()]
         if odd:
             raise _different_shapes(odd[0], {first_id: first, sample_id: shapes}, output)
-    return Shapes(lengths, frozenset(along - {"labels"}))
+    source = {name: n for name, n in longest.items() if name not in same | along}
+    return Shapes(lengths, frozenset(along - {"labels"}), source)
 
 
 def _different_shapes(
@@ -266,6 +320,7 @@ def call(model: nn.Module, batch: Batch) -> object:
     try:
         return batch.given_to(model)
     except (RuntimeError, TypeError, IndexError, KeyError, AttributeError, ValueError) as error:
+        _explain_missing_decoder(model, batch, error)
         inputs = ", ".join(
             f"{f'{name} ' if batch.kwargs else ''}{tuple(tensor.shape)} {_short(tensor.dtype)}"
             for name, tensor in batch.tensors()
@@ -279,6 +334,19 @@ def call(model: nn.Module, batch: Batch) -> object:
             f"If that is not what the model takes, change the samples: a sample must be {_SAMPLE}. "
             "If it is, mend the model.",
             code="gradients.model_call",
+        ) from error
+
+
+def _explain_missing_decoder(model: nn.Module, batch: Batch, error: Exception) -> None:
+    """Say what an encoder-decoder model lacks that failed without inputs of its decoder."""
+    takes = inspect.signature(model.forward).parameters
+    has_inputs = any(name.startswith("decoder_") for name in batch.kwargs)
+    if "decoder_input_ids" in takes and not has_inputs and not batch.gives_labels:
+        raise InputError(
+            "An encoder-decoder model must have inputs of its decoder. Found only "
+            f"{', '.join(batch.kwargs) or 'positional inputs'}. Set model_output to "
+            "sequence_to_sequence: the model makes them of `labels` then.",
+            code="gradients.no_decoder_inputs",
         ) from error
 
 

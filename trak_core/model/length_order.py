@@ -1,9 +1,9 @@
 """Order texts by length for a job, and put each result back in its place."""
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ class OrderedSamples:
         rows: Place of each sample in the study's own order, shape (n,).
         lengths: Tokens of each text; None if nothing has to be padded.
         along: Names of the inputs with a row a token.
+        source: Names of an encoder's inputs, which have lengths of their own, and the largest: to
+            it they are padded in every batch.
         makes_mask: Whether texts get an attention mask, of ones.
         window: Number of samples that are ordered among themselves.
     """
@@ -39,6 +41,7 @@ class OrderedSamples:
     rows: np.ndarray
     lengths: list[int] | None
     along: frozenset[str]
+    source: Mapping[str, int]
     makes_mask: bool
     window: int
 
@@ -53,12 +56,20 @@ class OrderedSamples:
 
     def _text(self, i: int) -> Batch:
         text = as_batch(self.split.batch(i, i + 1), self.output)
-        kwargs, along = text.kwargs, self.along
+        kwargs, along, source = dict(text.kwargs), self.along, dict(self.source)
         if self.makes_mask:
-            kwargs = {**kwargs, _MASK: torch.ones(text.labels.shape, dtype=torch.int64)}
-            along = along | {_MASK}
+            of = next((kwargs[name] for name in source), text.labels)
+            kwargs[_MASK] = torch.ones(of.shape[:2], dtype=torch.int64)
+            if source:
+                source[_MASK] = max(source.values())
+            else:
+                along = along | {_MASK}
+        for name, length in source.items():
+            missing = length - kwargs[name].shape[1]
+            behind = [0, 0] * (kwargs[name].ndim - 2)
+            kwargs[name] = nn.functional.pad(kwargs[name], (*behind, 0, missing))
         lengths = torch.tensor([text.labels.shape[1]])
-        return Batch(text.args, kwargs, text.labels, lengths, along)
+        return replace(text, kwargs=kwargs, lengths=lengths, along=along)
 
     def few(self, n: int) -> list[int]:
         """Return ``n`` places: the first; or those of the longest, the shortest and other texts."""
@@ -118,6 +129,8 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
     try:
         yield
     except InputError as error:
+        if error.code == "gradients.no_decoder_inputs":
+            raise
         raise InputError(
             f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens: texts "
             "must be no longer than the model's positions and the memory allow. Cut longer ones "
@@ -148,7 +161,7 @@ def order_samples(
     if shapes is None or not shapes.differ:
         sizes = [len(split.ids) for split in splits]
         return [
-            OrderedSamples(split, output, np.arange(n), None, frozenset(), False, n)
+            OrderedSamples(split, output, np.arange(n), None, frozenset(), {}, False, n)
             for split, n in zip(splits, sizes, strict=True)
         ]
     takes_mask = _MASK in inspect.signature(model.forward).parameters
@@ -164,6 +177,8 @@ def order_samples(
         ])
         text = as_batch(split.batch(0, 1), output)
         makes_mask = takes_mask and not text.args and _MASK not in text.kwargs
+        # An encoder's inputs of one length need none.
+        makes_mask &= bool(shapes.source or shapes.along) or not output.takes_labels
         parts.append(
             OrderedSamples(
                 split=subset(split, rows.tolist()),
@@ -171,6 +186,7 @@ def order_samples(
                 rows=rows,
                 lengths=tokens[rows].tolist(),
                 along=shapes.along,
+                source=shapes.source,
                 makes_mask=makes_mask,
                 window=own_window,
             )

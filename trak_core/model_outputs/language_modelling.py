@@ -1,4 +1,4 @@
-"""Causal language modelling: the log-odds of a sequence."""
+"""Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
 
 import torch
 from torch import Tensor
@@ -13,13 +13,6 @@ _CONFIDENT = 15.0
 _FITTED = 1e-3
 
 
-def _shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, labels and which of them count: position t predicts the token at t + 1."""
-    labels = labels[1:]
-    counted = labels != IGNORED
-    return logits[:-1], torch.where(counted, labels, 0), counted
-
-
 def _log_loss_of_token(margins: Tensor) -> Tensor:
     """Return log(-log p) of tokens from their margins, also where p rounds to 1."""
     confident = margins > _CONFIDENT
@@ -30,7 +23,7 @@ def _log_loss_of_token(margins: Tensor) -> Tensor:
     return torch.where(confident, series, plain)
 
 
-def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """Return log(P / (1 - P)), P = prod_t p_t the probability of the labelled tokens.
 
     With l = -log P, the sum of the tokens' cross entropies, f = -log(exp(l) - 1), so that the loss
@@ -38,14 +31,14 @@ def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     log P; for one token it is that token's margin. Finite wherever logits are; a scalar, float32 or
     float64.
 
-    Row t of logits, shape (tokens, vocabulary), predicts the token at t + 1. Labels, shape
-    (tokens,), are the tokens themselves, ``IGNORED`` (-100) where they don't count (padding, a
-    prompt). The first is never predicted; one more must count.
+    Row t of logits, shape (tokens, vocabulary), predicts the label at t. Labels, shape (tokens,),
+    are tokens, ``IGNORED`` (-100) where they don't count (padding, tokens that aren't masked). One
+    must count.
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
-    logits, labels, counted = _shifted(logits, labels)
-    margins = margin(logits, labels)
+    counted = labels != IGNORED
+    margins = margin(logits, torch.where(counted, labels, 0))
     loss = torch.where(counted, softplus(-margins), 0).sum()
     log_loss = torch.logsumexp(
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
@@ -57,27 +50,44 @@ def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
-def _loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.sigmoid(-sequence_log_odds(logits, labels))
+def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return ``labelled_log_odds`` where row t of logits predicts the label at t + 1.
+
+    Labels are the tokens themselves, ``IGNORED`` where they don't count (padding, a prompt). The
+    first is never predicted; one more must count.
+    """
+    return labelled_log_odds(logits[:-1], labels[1:])
 
 
-def _curvature(logits: Tensor, labels: Tensor) -> Tensor:
-    value = sequence_log_odds(logits, labels)
-    return torch.sigmoid(value) * torch.sigmoid(-value)
+def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
+    """Return the model output whose logits at t predict the label at t + ``ahead``."""
+
+    def value(logits: Tensor, labels: Tensor) -> Tensor:
+        return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
+
+    def curvature(logits: Tensor, labels: Tensor) -> Tensor:
+        f = value(logits, labels)
+        return torch.sigmoid(f) * torch.sigmoid(-f)
+
+    def tokens_right(logits: Tensor, labels: Tensor) -> Tensor:
+        predicted = logits[: len(logits) - ahead].argmax(-1)
+        counted = labels[ahead:] != IGNORED
+        return (counted & (predicted == labels[ahead:])).sum().float()
+
+    return ModelOutput(
+        read=read_logits,
+        value=value,
+        loss_weight=lambda logits, labels: torch.sigmoid(-value(logits, labels)),
+        curvature=curvature,
+        prediction=tokens_right,
+        label_number=lambda labels: (labels[ahead:] != IGNORED).sum(),
+        label_ndim=1,
+        n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
+        predicts_next=ahead == 1,
+        takes_labels=takes_labels,
+    )
 
 
-def _tokens_right(logits: Tensor, labels: Tensor) -> Tensor:
-    logits, labels, counted = _shifted(logits, labels)
-    return (counted & (logits.argmax(-1) == labels)).sum().float()
-
-
-LANGUAGE_MODELLING = ModelOutput(
-    read=read_logits,
-    value=sequence_log_odds,
-    loss_weight=_loss_weight,
-    curvature=_curvature,
-    prediction=_tokens_right,
-    label_number=lambda labels: (labels[1:] != IGNORED).sum(),
-    label_ndim=1,
-    n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
-)
+LANGUAGE_MODELLING = _of_tokens(1)
+MASKED_LANGUAGE_MODELLING = _of_tokens(0)
+SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)

@@ -29,6 +29,9 @@ class ModelOutput:
         label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None if
             samples have no label.
         n_classes: From ``outputs``: how many labels exist; None if labels are no classes.
+        predicts_next: Whether what the model returns at one token predicts the label of the next.
+        takes_labels: Whether the model is called with the labels too, as ``labels``: an
+            encoder-decoder makes its decoder's inputs of them.
     """
 
     read: Callable[[object], Tensor]
@@ -39,6 +42,8 @@ class ModelOutput:
     label_number: Callable[[Tensor], Tensor]
     label_ndim: int | None
     n_classes: Callable[[Tensor], int | None]
+    predicts_next: bool = False
+    takes_labels: bool = False
 
 
 def read_logits(returned: object) -> Tensor:

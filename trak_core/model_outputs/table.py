@@ -6,7 +6,7 @@ missing. Every start of Snakemake reads this: torch is imported inside functions
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,6 +60,18 @@ def _language_modelling() -> "ModelOutput":
     return LANGUAGE_MODELLING
 
 
+def _masked_language_modelling() -> "ModelOutput":
+    from trak_core.model_outputs.language_modelling import MASKED_LANGUAGE_MODELLING
+
+    return MASKED_LANGUAGE_MODELLING
+
+
+def _sequence_to_sequence() -> "ModelOutput":
+    from trak_core.model_outputs.language_modelling import SEQUENCE_TO_SEQUENCE
+
+    return SEQUENCE_TO_SEQUENCE
+
+
 def _regression() -> "ModelOutput":
     from trak_core.model_outputs.regression import REGRESSION
 
@@ -91,19 +103,23 @@ _LABEL = About(
     weight_is_probability=True,
     weighs_by_curvature=True,
 )
+# Causal, masked, or from a source: what the tokens are predicted from differs, f does not.
+_TOKENS = About(
+    name="the joint log-odds of the tokens that count",
+    unit=_LOG_ODDS,
+    meaning="the likelier the model finds them",
+    label="tokens",
+    prediction="right",
+    columns="label: how many tokens count; prediction: how many of them the model gets right",
+    load=_language_modelling,
+    weight_is_probability=True,
+)
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
     "text_classification": _LABEL,
-    "language_modelling": About(
-        name="the joint log-odds of the tokens that count",
-        unit=_LOG_ODDS,
-        meaning="the likelier the model finds them",
-        label="tokens",
-        prediction="right",
-        columns="label: how many tokens count; prediction: how many of them the model gets right",
-        load=_language_modelling,
-        weight_is_probability=True,
-    ),
+    "language_modelling": _TOKENS,
+    "masked_language_modelling": replace(_TOKENS, load=_masked_language_modelling),
+    "sequence_to_sequence": replace(_TOKENS, load=_sequence_to_sequence),
     "regression": About(
         name="the prediction",
         unit="the label's own unit",
