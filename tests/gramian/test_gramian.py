@@ -101,16 +101,7 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
 
 
 # Operations that hide which sample is which: below them gradients are computed one by one.
-HIDING = {
-    "LSTM, both ways": "UnsafeSplit",
-    "loop over a cell": "UnsafeSplit",
-    "user's function": "Pointwise",
-    "user's function of two outputs": "Both",
-    "operations without a rule": "FftR2C",
-    "in place": "CopySlices",
-    "samples turned": "Flip",
-    "routed samples": "IndexAdd",
-}
+HIDING = {"user's functions that mix samples": "Mixed"}
 # No functions of a sample alone, which `check_samples_apart` refuses: the guard refuses them too.
 NO_FUNCTIONS = {
     *("parameter of the batch's shape", "side effects", "random with parameters"),
@@ -180,7 +171,7 @@ SLOW = {
     *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),
     *("orthogonal weight", "user's function", "user's function of two outputs"),
-    *("operations without a rule", "samples turned", "routed samples", "samples as columns"),
+    *("user's functions that mix samples", "routed samples", "samples as columns"),
 }
 
 
