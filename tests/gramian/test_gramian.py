@@ -105,7 +105,7 @@ HIDING = {"user's functions that mix samples": "Mixed"}
 # No functions of a sample alone, which `check_samples_apart` refuses: the guard refuses them too.
 NO_FUNCTIONS = {
     *("parameter of the batch's shape", "side effects", "random with parameters"),
-    "picked by index",
+    *("picked by index", "routed samples"),
 }
 # A study's samples are tensors.
 OF_TENSORS = [

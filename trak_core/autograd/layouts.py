@@ -103,14 +103,17 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return a layout in which samples take turns, if one agrees; else the layout itself."""
+    """Return the same layout in short, if samples take turns; else the layout itself.
+
+    Not where some entry has no owner: a guess could contradict another user of the tensor.
+    """
     if layout is None or layout.owners is None:
         return layout
     n, b = len(layout.owners), layout.n_samples
     for width in range(n // b, 0, -1):
         if n % (width * b) == 0:
             blocks = layout.owners.view(-1, b, width)
-            if bool(((blocks < 0) | (blocks == torch.arange(b)[:, None])).all()):
+            if bool((blocks == torch.arange(b)[:, None]).all()):
                 return Layout(layout.stride * width, b)
     return layout
 
