@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trak_core.autograd.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.autograd.layouts import Layout, joined, layout_of, locate, stride_at
+from trak_core.autograd.layouts import Layout, guessed, joined, layout_of, locate, stride_at
 from trak_core.autograd.probe import probed_layouts
 
 
@@ -331,6 +331,8 @@ def _by_rule(edge: Edge, outputs: dict[int, Layout]) -> Layout | None:
     answers = []
     for number, layout in outputs.items():
         output = shape_of(edge.user, number)
+        if rule not in _BY_POSITION and locate(output, layout) is None:
+            layout = guessed(layout)
         dim, width = locate(output, layout) or (-1, 0)
         known = dim >= 0 or rule in _BY_POSITION
         at = At(edge.user, edge.index, output, shape, layout, dim, width)

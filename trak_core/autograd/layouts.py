@@ -103,17 +103,25 @@ def joined(a: Layout | None, b: Layout | None) -> Layout | None:
 
 
 def settled(layout: Layout | None) -> Layout | None:
-    """Return the same layout in short, if samples take turns; else the layout itself.
+    """Return the same layout in short, if samples take turns; else the layout itself."""
+    if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
+        return layout
+    return guessed(layout)
 
-    Not where some entry has no owner: a guess could contradict another user of the tensor.
+
+def guessed(layout: Layout) -> Layout:
+    """Return a layout in which samples take turns, if one agrees where an entry has an owner.
+
+    Else the layout itself. Gradients are zero where it has none, so that a guess there is never
+    wrong; but it may contradict another user of the tensor.
     """
-    if layout is None or layout.owners is None:
+    if layout.owners is None:
         return layout
     n, b = len(layout.owners), layout.n_samples
     for width in range(n // b, 0, -1):
         if n % (width * b) == 0:
             blocks = layout.owners.view(-1, b, width)
-            if bool((blocks == torch.arange(b)[:, None]).all()):
+            if bool(((blocks < 0) | (blocks == torch.arange(b)[:, None])).all()):
                 return Layout(layout.stride * width, b)
     return layout
 
@@ -125,11 +133,8 @@ def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
     the outer ones if it can.
     """
     while owners.ndim > 1:
-        largest = owners.amax(0)
-        if bool(((owners < 0) | (owners == largest)).all()):
-            owners = largest
-        else:
-            owners = owners.flatten(0, 1)
+        repeats = bool((owners == owners[:1]).all())
+        owners = owners[0] if repeats else owners.flatten(0, 1)
     return Layout(stride, n_samples, owners.reshape(-1))
 
 
