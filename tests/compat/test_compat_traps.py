@@ -123,6 +123,30 @@ def test_one_pass_stores_what_whole_gradients_do(tmp_path, half):
         np.testing.assert_allclose(fast[name], slow[name], bound, bound * np.abs(slow[name]).max())
 
 
+class InBatch(ImageClassificationModelOutput):
+    """SimCLR's loss: each sample among the others of its batch. Alone it is log 1."""
+
+    per_sample = False
+
+    @staticmethod
+    def get_output(model, weights, buffers, x, labels):
+        logits = model(x)
+        return (logits @ logits.T).log_softmax(1).diagonal().sum()
+
+
+def test_a_loss_inside_the_batch_is_refused(tmp_path):
+    """The original gives the loss a whole batch, and no sample a gradient of its own."""
+    options = {"task": InBatch(), "gradient_computer": IterativeGradientComputer}
+    traker = tracer(tmp_path, **options)
+    traker.load_checkpoint(STATES[0], 0)
+    with refused("compat.all_zero", N):
+        traker.featurize(TRAIN, num_samples=N)
+    for i in range(N):  # one by one it may be honest
+        traker.featurize([t[i : i + 1] for t in TRAIN], num_samples=1)
+    with refused("compat.all_zero", N):
+        traker.finalize_features()
+
+
 def test_a_method_that_was_replaced_is_called(tmp_path):
     traker = tracer(tmp_path)
     traker.task.get_out_to_loss_grad = lambda model, weights, buffers, batch: torch.full(

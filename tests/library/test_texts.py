@@ -58,6 +58,20 @@ def test_a_mask_of_the_user_s_is_taken():
     assert batch.labels.tolist() == [[7, 7, -100], [7, -100, -100]]
 
 
+@pytest.mark.parametrize(
+    ("of_decoder", "labels"),
+    [
+        ({}, [7, 7, 7, 7]),
+        ({"decoder_attention_mask": torch.tensor([[1, 1, 1, 0]])}, [7, 7, 7, -100]),
+    ],
+)
+def test_the_mask_of_an_encoder_leaves_a_decoder_s_labels_alone(of_decoder, labels):
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    source = {"input_ids": tokens, "attention_mask": torch.tensor([[1, 1, 0, 0]])}
+    sample = {**source, "decoder_input_ids": tokens, **of_decoder, "labels": 7 * tokens}
+    assert as_batch(sample, LANGUAGE_MODELLING).labels.tolist() == [labels]
+
+
 def test_rows_are_padded_no_further_than_the_longest_of_them():
     batch = arrange(samples(5, 3, 2), TakesNone()).batch(0, 3)
     part = batch.rows(slice(1, 3))

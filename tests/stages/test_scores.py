@@ -1,16 +1,20 @@
 """The stages, end to end in one process, against an independent float64 implementation."""
 
+from functools import partial
+
 import numpy as np
 import oracle
 import pandas as pd
 import pytest
 import torch
-from pipeline import read_scores
+from linear_study import with_two_checkpoints
+from pipeline import read_scores, run_exact_stages, run_stages
 from refused import refused
 from trained_cases import assert_close
 
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
+from trak_core.gradients import Variety
 from trak_core.model.device import find_device
 from trak_core.model.features import projecting_device
 from trak_core.model.sample_outputs import warn_of_saturation
@@ -245,6 +249,38 @@ def test_not_a_number_names_samples_and_parameters(digits, tmp_path, proj_dim, e
     with pytest.raises(InputError, match=expected.format(digits.train.ids[0])):
         digits.stages(tmp_path / "results", checkpoints=bad, proj_dim=proj_dim)
     assert not list((tmp_path / "results").rglob("*.h5*"))
+
+
+@pytest.mark.parametrize("proj_dim", [8, None])
+@pytest.mark.parametrize("code", ["all_zero", "all_alike"])
+def test_gradients_that_say_nothing_are_refused(digits, tmp_path, code, proj_dim):
+    """Layers below a head of zeros; the last bias of a regression, whose gradient is 1."""
+    results = tmp_path / "results"
+    with refused(f"gradients.{code}", "30 training samples" if code == "all_alike" else "zeros"):
+        if code == "all_zero":
+            bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["8.weight"].zero_())
+            digits.stages(results, checkpoints=bad, proj_dim=proj_dim, parameters=["0.*"])
+        study, checkpoints, targets = with_two_checkpoints(tmp_path)
+        run = run_exact_stages if proj_dim is None else partial(run_stages, proj_dim=proj_dim)
+        given = results, study, checkpoints, targets
+        run(*given, model_output="regression", parameters=["bias"])
+    assert not list(results.rglob("*.h5*"))
+
+
+def test_some_gradients_of_zero_are_honest(capsys):
+    rows = np.ones((5, 3), dtype=np.float32)
+    for n_zero, warns in ((2, False), (3, True)):
+        rows[:n_zero] = 0
+        seen = Variety()
+        seen.add(rows[:2])
+        seen.add(rows[2:])
+        seen.check("targets", must_differ=True)
+        said = capsys.readouterr().out
+        assert ("the gradients of 3 of 5 targets are 0 in every entry" in said) is warns
+    for same, must_differ in ((rows[3:], False), (rows[:1], True), (rows[4:], True)):
+        seen = Variety()
+        seen.add(same)
+        seen.check("targets", must_differ=must_differ)
 
 
 def test_most_training_samples_fitted_exactly_is_said(capsys):

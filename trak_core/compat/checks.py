@@ -183,6 +183,19 @@ def positions(
     return rows
 
 
+def check_not_all_zero(gradients: Tensor) -> None:
+    """Refuse projected gradients (B, k) that are 0 for all of several samples."""
+    if len(gradients) > 1 and not gradients.any():
+        raise InputError(
+            f"Gradients must not be 0 for every sample. Found zeros alone for {len(gradients)} "
+            f"samples: all scores would be 0. `get_output` sees one sample at a time, so that a "
+            "loss that compares the samples of a batch is a constant: compare a sample with others "
+            "that stay the same, as CLIPModelOutput does. Else look for a `grad_wrt` that doesn't "
+            "lead to the output.",
+            code="compat.all_zero",
+        )
+
+
 def stored(
     values: Tensor, dtype: torch.dtype, rows: np.ndarray, noun: str, *, may_vanish: bool = False
 ) -> np.ndarray:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from trak_core.compat.checks import listed, stored
+from trak_core.compat.checks import check_not_all_zero, listed, stored
 from trak_core.compat.savers import AbstractSaver, ModelIDException
 from trak_core.compat.score_computers import AbstractScoreComputer
 from trak_core.errors import InputError
@@ -71,6 +71,7 @@ def finalize_model(
     state["is_finalized"] = 0
     saver.serialize_current_model_id_metadata()
     gradients = torch.as_tensor(np.asarray(saver.current_store["grads"]), device=device)
+    check_not_all_zero(gradients)
     xtx = score_computer.get_xtx(gradients)
     features = score_computer.get_x_xtx_inv(gradients, xtx)
     where = np.arange(len(features)), "finalized features"

@@ -29,12 +29,13 @@ from trak_core.gradients import (
     PerSample,
     as_batch,
     check_finite,
+    choose_method,
     explain_not_finite,
     formed_gradients,
     gradients_at_once,
+    gradients_at_once_or_with_copies,
     gradients_one_by_one,
     in_evaluation_mode,
-    why_not_at_once,
 )
 from trak_core.model.features import Features
 from trak_core.model_outputs.classification import CLASSIFICATION
@@ -207,7 +208,7 @@ class FunctionalGradientComputer(_OfChosenParameters):
     """
 
     # None until a batch of several samples shows it; all checkpoints of a model agree.
-    _takes_one_pass: bool | None = None
+    _method: GradientMethod | None = None
 
     def load_model_params(self, model: nn.Module) -> None:
         """Set ``func_weights`` and ``func_buffers``, names to tensors."""
@@ -242,11 +243,12 @@ class FunctionalGradientComputer(_OfChosenParameters):
             return None
         samples = cast(ClassificationModelOutput, self.modelout_fn).as_samples(batch)
         given = self.model, self._chosen, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
-        if self._takes_one_pass is None:
+        if self._method is None:
             if len(batch[0]) == 1:
                 return gradients_one_by_one, given
-            self._takes_one_pass = why_not_at_once(*given) is None
-        return (gradients_at_once, given) if self._takes_one_pass else None
+            self._method, _ = choose_method(*given)
+        takes_one_pass = self._method in {gradients_at_once, gradients_at_once_or_with_copies}
+        return (self._method, given) if takes_one_pass else None
 
     @property
     def is_as_it_came(self) -> bool:

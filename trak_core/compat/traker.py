@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.compat.checks import (
+    check_not_all_zero,
     check_weights,
     checked_batch,
     checked_lambda,
@@ -296,6 +297,7 @@ class TRAKer:
         most = min(len(rows), _SAMPLES_AT_ONCE) if on_cpu else len(rows)
         parts = [part for _, _, part in in_chunks(project, len(rows), most)]
         projected, *others = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        check_not_all_zero(projected)
         projected = projected / self.normalize_factor
         weights = others[0] if others else None
         return stored(projected, self.dtype, rows, "projected gradients"), weights

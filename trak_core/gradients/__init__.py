@@ -28,13 +28,16 @@ from trak_core.gradients.checks import (
     explain_not_finite,
     refuse_not_finite,
 )
+from trak_core.gradients.memory_formats import memory_formats_kept_apart
 from trak_core.gradients.methods import (
     GradientMethod,
+    choose_method,
     formed_gradients,
     gradient_method,
     gradients_at_once,
+    gradients_at_once_or_with_copies,
     gradients_one_by_one,
-    why_not_at_once,
+    gradients_with_copies,
 )
 from trak_core.gradients.model_inputs import (
     Batch,
@@ -56,13 +59,15 @@ from trak_core.gradients.per_sample import (
     per_sample,
     select_parameters,
 )
+from trak_core.gradients.variety import Variety
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "in_chunks"]
 __all__ += ["memory_by_length", "sample_memory", "samples_that_fit"]
 __all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_samples_apart"]
 __all__ += ["count_classes", "explain_not_finite", "refuse_not_finite"]
-__all__ += ["GradientMethod", "formed_gradients", "gradient_method", "gradients_at_once"]
-__all__ += ["gradients_one_by_one", "why_not_at_once"]
+__all__ += ["GradientMethod", "choose_method", "formed_gradients", "gradient_method"]
+__all__ += ["gradients_at_once", "gradients_at_once_or_with_copies", "gradients_one_by_one"]
+__all__ += ["gradients_with_copies", "memory_formats_kept_apart"]
 __all__ += ["PerSample", "as_blocks", "beside_gradient", "columns_of", "graph_to"]
-__all__ += ["in_evaluation_mode", "n_params", "per_sample", "select_parameters"]
+__all__ += ["Variety", "in_evaluation_mode", "n_params", "per_sample", "select_parameters"]

@@ -1,5 +1,6 @@
 """Take per-sample gradients parameter by parameter: form them, or keep a short digest."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Protocol, Self
@@ -97,13 +98,37 @@ class Digest(_Rows):
         total = self.rows[name]
         n = total.shape[1]
         width = parameter.numel() // max(1, n)
-        seed = list(self.rows).index(name)
-        vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
-        vector = vector.to(total.device, total.dtype)
+        vector = self._vector(name, width)
         uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
         for first, part in summed_parts(uses, PIECE):
             rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
             total[:, first // width : first // width + rows.shape[1]] += rows
+
+    def _vector(self, name: str, width: int) -> Tensor:
+        """Return the random vector of a parameter, shape (width,)."""
+        seed = list(self.rows).index(name)
+        vector = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+        return vector.to(self.rows[name].device, self.rows[name].dtype)
+
+    def direction(self, name: str, row: int) -> Tensor:
+        """Return the parameter's change, along which f has the derivative that ``row`` holds."""
+        parameter = self._parameters[name]
+        n_rows = self.rows[name].shape[1]
+        direction = self.rows[name].new_zeros(n_rows, parameter.numel() // n_rows)
+        direction[row] = self._vector(name, direction.shape[1])
+        return direction.view(parameter.shape)
+
+    def difference(self, other: Self) -> float:
+        """Return the largest difference from another digest, relative to its largest entry.
+
+        Infinity where it is finite and this one isn't; NaN where both aren't.
+        """
+        pairs = [(a, other.rows[name]) for name, a in self.rows.items() if a.numel()]
+        if any((b.isfinite() & ~a.isfinite()).any() for a, b in pairs):
+            return math.inf
+        largest = max(float(b.abs().max()) for _, b in pairs)
+        difference = max(float((a - b).abs().max()) for a, b in pairs)
+        return difference / largest if largest > 0 else difference
 
 
 class Magnitude(_Rows):

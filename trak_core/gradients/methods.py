@@ -1,5 +1,6 @@
 """Choose and run a way to per-sample gradients: one backward pass for all samples, or one each."""
 
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -10,8 +11,10 @@ from trak_core.autograd.contributions import Dense
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.errors import InputError
+from trak_core.gradients.arbiter import Twin
 from trak_core.gradients.consumers import Digest, Formed, SampleConsumer
-from trak_core.gradients.model_inputs import Batch, Samples, as_batch, rounding
+from trak_core.gradients.memory_formats import memory_formats_kept_apart
+from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined, rounding
 from trak_core.gradients.per_sample import (
     PerSample,
     beside_gradient,
@@ -36,61 +39,124 @@ class SamplesSharedError(Exception):
 def gradient_method(
     model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
 ) -> GradientMethod:
-    """Compare one pass for the first two samples with plain autograd, and choose the method.
+    """Return the method of ``choose_method``, and print what it says."""
+    method, notice = choose_method(model, parameters, output, samples)
+    if notice is not None:
+        print(f"Notice: {notice}", flush=True)
+    return method
+
+
+def choose_method(
+    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+) -> tuple[GradientMethod, str | None]:
+    """Compute the gradients of the first two samples in two ways, and choose the method.
+
+    One pass for all samples is compared with plain autograd, a sample at a time. Where one pass
+    cannot take the model, a sample alone is compared with a sample beside a copy of itself. If two
+    ways disagree, finite differences in float64 say which is right.
 
     Returns:
         ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
-        graph, would be slower, or gives other numbers. Then a printed line says why.
+        graph, or gives other numbers that are not shown to be right. Where autograd is wrong for a
+        sample alone, a method that gives it a copy. And a notice why, None where there is none.
     """
-    if len(as_batch(samples, output)) < 2:
-        return gradients_one_by_one
-    reason = why_not_at_once(model, parameters, output, samples)
-    if reason is None:
-        return gradients_at_once
-    print(
-        f"Notice: one backward pass for all samples cannot take this model; it {reason}. Gradients "
-        "are computed one sample at a time, with the same numbers but slower.",
-        flush=True,
-    )
-    return gradients_one_by_one
-
-
-def why_not_at_once(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
-) -> str | None:
-    """Return why one pass for two samples or more cannot take a model, in words; None if it can."""
-    pair = as_batch(samples, output).rows(slice(0, 2))
+    batch = as_batch(samples, output)
+    if len(batch) < 2:
+        return gradients_one_by_one, None
+    given = model, parameters, output, batch.rows(slice(0, 2))
     try:
-        return _hiding_operations(model, parameters, output, pair) or _difference(
-            model, parameters, output, pair
-        )
+        reason = _hiding_operations(*given)
+        if reason is None:
+            return _at_once_or_alone(given)
     except InputError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            return None
-        return f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+            return gradients_at_once, None
+        reason = f"fails: {_in_short(error)}"
+    return _alone_or_beside_copies(given, reason)
 
 
-def _difference(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, pair: Batch
-) -> str | None:
-    """Compare the gradients of two samples with those of plain autograd."""
-    at_once, one_by_one = (Digest.zeros(parameters, len(pair)) for _ in range(2))
-    gradients_one_by_one(model, parameters, output, pair, one_by_one)
-    gradients_at_once(model, parameters, output, pair, at_once)
-    digests = [(at_once.rows[name], b) for name, b in one_by_one.rows.items() if b.numel()]
-    if any((b.isfinite() & ~a.isfinite()).any() for a, b in digests):
-        return "gives NaN or infinity where autograd doesn't"
-    largest = max(float(b.abs().max()) for _, b in digests)
-    difference = max(float((a - b).abs().max()) for a, b in digests)
-    difference = difference / largest if largest > 0 else difference
+_Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+_CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
+_ALONE_IS_WRONG = (
+    "autograd gives wrong gradients of this model where a sample is alone in its batch; they are "
+    "off by {} of the largest entry, and finite differences in float64 agree with a batch of "
+    "several. A sample that is alone is differentiated beside a copy of itself"
+)
+
+
+def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
+    difference = _difference(given, gradients_at_once)
+    if difference is None:
+        return gradients_at_once, None
+    if difference == math.inf:
+        reason, is_alone_right = "gives NaN or infinity where autograd doesn't", True
+    else:
+        is_alone_right, why = _is_alone_right(given, gradients_at_once)
+        if is_alone_right is False:
+            notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
+            return gradients_at_once_or_with_copies, notice
+        reason = f"differs from autograd by {difference:.1g} of the largest entry; {why}"
+    slower = "with the same numbers but slower" if is_alone_right else "which is slower"
+    notice = f"{_CANNOT_TAKE} {reason}. Gradients are computed one sample at a time, {slower}."
+    return gradients_one_by_one, notice
+
+
+def _alone_or_beside_copies(given: _Given, reason: str) -> tuple[GradientMethod, str]:
+    """Choose for a model that one pass cannot take, for a reason in words."""
+    notice = f"{_CANNOT_TAKE} {reason}. Gradients are computed one sample at a time,"
+    try:
+        difference = _difference(given, gradients_with_copies)
+    except Exception:
+        # A model that takes no batch is compared with nothing.
+        difference = None
+    if difference is not None and _is_alone_right(given, gradients_with_copies)[0] is False:
+        wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
+        return gradients_with_copies, f"{notice} which is slower. And {wrong}."
+    return gradients_one_by_one, f"{notice} with the same numbers but slower."
+
+
+def _difference(given: _Given, method: GradientMethod) -> float | None:
+    """Return how far a method is from plain autograd; None if rounding explains it."""
+    model, _, _, pair = given
+    difference = _digest(given, method).difference(_digest(given, gradients_one_by_one))
     with in_evaluation_mode(model):
         allowed = rounding(model, pair)
     # The check of features explains NaN in both, with sample and parameter.
-    if difference != difference or difference <= allowed:
-        return None
-    return f"differs from autograd by {difference:.1g} of the largest entry"
+    return difference if difference > allowed else None
+
+
+def _digest(given: _Given, method: GradientMethod) -> Digest:
+    _, parameters, _, pair = given
+    digest = Digest.zeros(parameters, len(pair))
+    method(*given, digest)
+    return digest
+
+
+def _is_alone_right(given: _Given, method: GradientMethod) -> tuple[bool | None, str]:
+    """Say whether autograd is right for a sample alone, rather than a method that disagrees.
+
+    Returns:
+        True or False, None if that can't be said; and why, in words.
+    """
+    try:
+        twin = Twin.of(*given)
+        in_float64 = twin.model, twin.parameters, twin.output, twin.pair
+        digests = [_digest(in_float64, one) for one in (method, gradients_one_by_one)]
+        difference = digests[0].difference(digests[1])
+        if not difference > twin.allowed():
+            return None, f"in float64 by {difference:.1g}, so that it is a matter of rounding"
+        number = twin.which_is_right(*digests)
+    except Exception as error:
+        return None, f"finite differences could not say which is right ({_in_short(error)})"
+    if number is None:
+        return None, "finite differences in float64 agree with neither"
+    return number == 1, "finite differences in float64 agree with autograd"
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
 
 
 def _hiding_operations(
@@ -155,7 +221,7 @@ def gradients_at_once(
             values = torch.vmap(output.value)(outputs, batch.labels)
         del outputs
         check_graph(values)
-        with torch.no_grad():
+        with torch.no_grad(), memory_formats_kept_apart(values):
             plan = plan_of(values, list(parameters.values()), 0)
             if plan is None:
                 raise SamplesSharedError
@@ -184,6 +250,44 @@ def gradients_one_by_one(
     The model is called as it is, so that it works for everything that autograd takes. A parameter's
     gradient is dropped when the consumer has taken it.
     """
+    return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
+
+
+def gradients_with_copies(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    consumer: SampleConsumer,
+) -> list[Tensor]:
+    """Return what ``gradients_one_by_one`` does; the model is called with each sample and a copy.
+
+    f of the sample alone is differentiated, so that the copy adds nothing. It costs twice the time.
+    """
+    return _in_turn(model, parameters, output, samples, consumer, n_copies=2)
+
+
+def gradients_at_once_or_with_copies(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    consumer: SampleConsumer,
+) -> list[Tensor]:
+    """Return what ``gradients_at_once`` does; the model never sees a sample without another."""
+    batch = as_batch(samples, output)
+    method = gradients_with_copies if len(batch) == 1 else gradients_at_once
+    return method(model, parameters, output, batch, consumer)
+
+
+def _in_turn(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    consumer: SampleConsumer,
+    n_copies: int,
+) -> list[Tensor]:
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
 
@@ -197,13 +301,17 @@ def gradients_one_by_one(
 
     for i in range(len(batch)):
         sample = batch.rows(slice(i, i + 1))
+        given = joined([sample] * n_copies)
         with ExitStack() as stack, differentiating(model, parameters.values()):
-            outputs = output.read(sample.given_to(model)).squeeze(0)
+            outputs = output.read(given.given_to(model))
+            # No copy of the gradient of a text's logits, which is large.
+            outputs = outputs.squeeze(0) if n_copies == 1 else outputs[0]
             f = output.value(outputs, sample.labels[0])
             taker = consumer.of(slice(i, i + 1))
             for parameter in parameters.values():
                 stack.callback(parameter.register_hook(watch(parameter, taker)).remove)
             check_graph(f)
+            stack.enter_context(memory_formats_kept_apart(f))
             torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
             taker.finish()
         rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0])))

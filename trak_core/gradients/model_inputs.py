@@ -96,8 +96,9 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """Split samples into inputs and labels.
 
     Tokens that a named input ``attention_mask`` leaves out get the label ``IGNORED``, because
-    padding is never predicted. Missing labels or inputs, and tensors of different lengths, are
-    refused.
+    padding is never predicted. Where there are inputs of a decoder, that mask is the encoder's, and
+    ``decoder_attention_mask`` counts. Missing labels or inputs, and tensors of different lengths,
+    are refused.
 
     Args:
         samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
@@ -127,7 +128,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     if labels is None:
         first = (*args, *kwargs.values())[0]
         labels = torch.ones(len(first), dtype=torch.int64, device=first.device)
-    mask = kwargs.get("attention_mask")
+    has_decoder = any(name.startswith("decoder_") for name in kwargs)
+    mask = kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
     if output.label_ndim == 1 and mask is not None and mask.shape == labels.shape:
         labels = torch.where(mask.bool(), labels, IGNORED)
     batch = Batch(args, kwargs, labels)

@@ -19,7 +19,14 @@ from trak_core.autograd.contributions import PIECE, Contribution, add_product, s
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.errors import InputError
-from trak_core.gradients import Batch, Samples, as_batch, graph_to, joined
+from trak_core.gradients import (
+    Batch,
+    Samples,
+    as_batch,
+    graph_to,
+    joined,
+    memory_formats_kept_apart,
+)
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.system.out_of_memory import is_out_of_memory
 
@@ -209,7 +216,8 @@ def _gramian_of(
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)
     try:
-        gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
+        with memory_formats_kept_apart(values):
+            gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)
     except MixedSamplesError:
         raise InputError(
             "A model output must depend on its own sample alone. Found statistics over samples: "

@@ -9,7 +9,13 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
 from trak_core.errors import InputError
-from trak_core.gradients import check_labels, explain_not_finite, gradient_method, in_chunks
+from trak_core.gradients import (
+    Variety,
+    check_labels,
+    explain_not_finite,
+    gradient_method,
+    in_chunks,
+)
 from trak_core.model.device import device_name
 from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.length_order import subset
@@ -125,6 +131,7 @@ def compute_features(
         return [torch.from_numpy(stored), *(column.cpu() for column in (numbers, *columns))]
 
     kept: list[Tensor] = []
+    variety = Variety()
     ids = data.ids[start:stop]
     provenance = software(code, where, "torch", "numpy", *compilers(loaded.device))
     with create(features, kind, file_spec, provenance) as writer:
@@ -134,8 +141,14 @@ def compute_features(
         done = with_progress(chunks, len(ids), "samples")
         for first, last, (stored, *columns) in samples.in_order(done):
             rows[first:last] = stored.numpy()
+            variety.add(stored.numpy())
             # Not a list of parts: small tensors that stay between large ones that go waste memory.
             kept = kept or [column.new_empty(len(ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):
                 whole[first:last] = part
+        # A few that are alike may share a shard.
+        variety.check(
+            "training samples" if split == TRAIN else "targets",
+            must_differ=split == TRAIN and n_shards == 1,
+        )
         write_columns(writer, ids, kept, spec)

@@ -12,6 +12,7 @@ from trak_core.artifacts import GRAMIAN, create
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     Room,
+    Variety,
     check_finite_gramian,
     check_labels,
     columns_of,
@@ -142,6 +143,10 @@ def compute_gramian(
     with in_evaluation_mode(loaded.model):
         values = _gramian(loaded, rows, None if split == TRAIN else kept, at_once)
     check_finite_gramian(values, data.ids, own.ids)
+    variety = Variety()
+    variety.add(values.T)
+    is_train = split == TRAIN
+    variety.check("training samples" if is_train else "targets", must_differ=is_train)
     file_spec = loaded.file_spec(spec, spec.projection)
     with create(gramian, GRAMIAN, file_spec, software(code, where, "torch", "numpy")) as writer:
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)

@@ -1,0 +1,198 @@
+"""Gradients of a sample that is alone in its batch, against finite differences in float64."""
+
+from functools import partial
+
+import pytest
+import torch
+from architectures import Net
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trak_core.compat.gradient_computers import _gradients_by_vmap, _Value
+from trak_core.compat.modelout_functions import ImageClassificationModelOutput
+from trak_core.gradients import (
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    gradients_at_once_or_with_copies,
+    gradients_one_by_one,
+    gradients_with_copies,
+    select_parameters,
+)
+from trak_core.gramian import train_gramian
+from trak_core.model_outputs.classification import CLASSIFICATION
+
+METHODS = [gradients_at_once, gradients_one_by_one, gradients_with_copies]
+
+
+def by_differences(model, images, labels):
+    """Central differences of f, parameter by parameter; no model call sees a sample alone."""
+    step, pair = 1e-6, torch.cat([images, images])
+
+    def f():
+        return CLASSIFICATION.value(model(pair), torch.cat([labels, labels]))[: len(labels)]
+
+    gradients = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rows = parameter.new_zeros(len(labels), *parameter.shape)
+            for i in range(parameter.numel()):
+                entry = parameter.view(-1)[i]
+                start = entry.clone()
+                above, below = (f() for entry[...] in (start + step, start - step))
+                entry.copy_(start)
+                rows.view(len(labels), -1)[:, i] = (above - below) / (2 * step)
+            gradients[name] = rows
+    return gradients
+
+
+def as_tokens(m, x):
+    """Normalizes an image and reads it as tokens: its gradient has the channels last."""
+    return m.head(m.norm(m.conv(x)).flatten(2).transpose(1, 2).mean(1).tanh())
+
+
+def of_tokens(m, x):
+    """Normalizes tokens as an image one pixel wide: the image has the channels last."""
+    tokens = m.conv(x).flatten(2).transpose(1, 2).contiguous()
+    return m.head(m.norm(tokens.transpose(1, 2).unsqueeze(-1)).mean((2, 3)).tanh())
+
+
+def checkpointed(m, x):
+    """Computes the normalization again in the backward pass, and saves nothing for it."""
+    image = checkpoint(m.norm, m.conv(x), use_reentrant=False)
+    return m.head(image.flatten(2).transpose(1, 2).mean(1).tanh())
+
+
+MODELS = {
+    "BatchNorm2d": (as_tokens, nn.Conv2d, nn.BatchNorm2d),
+    "BatchNorm3d": (as_tokens, nn.Conv3d, nn.BatchNorm3d),
+    "InstanceNorm2d": (as_tokens, nn.Conv2d, partial(nn.InstanceNorm2d, affine=True)),
+    "one pixel wide": (of_tokens, nn.Conv2d, nn.BatchNorm2d),
+    "checkpointed": (checkpointed, nn.Conv2d, nn.BatchNorm2d),
+}
+
+
+@pytest.fixture(params=MODELS)
+def normalizing(request):
+    """Returns a model, and three samples and their labels."""
+    forward, conv, norm = MODELS[request.param]
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    parts = {
+        "conv": lambda: conv(1, 4, 1),
+        "norm": lambda: norm(4),
+        "head": lambda: nn.Linear(4, 3),
+    }
+    model = Net(forward, parts).eval()
+    for tensor in (model.norm.weight, getattr(model.norm, "running_mean", None)):
+        if tensor is not None:
+            nn.init.normal_(tensor)
+    sizes = (3, 2, 2) if conv is nn.Conv3d else (3, 2)
+    yield model, torch.randn(3, 1, *sizes), torch.tensor([0, 2, 1])
+    torch.set_default_dtype(torch.float32)
+
+
+def test_layers_whose_gradient_torch_misreads(normalizing, capsys):
+    model, images, labels = normalizing
+    parameters = select_parameters(model, None)
+    expected = by_differences(model, images, labels)
+    method = gradient_method(model, parameters, CLASSIFICATION, (images, labels))
+    assert method is (gradients_one_by_one if capsys.readouterr().out else gradients_at_once)
+    for n in (1, 3):
+        batch = images[:n], labels[:n]
+        own = {name: rows[:n] for name, rows in expected.items()}
+        given = model, parameters, CLASSIFICATION, batch
+        found = [formed_gradients(one, *given).gradients for one in (method, *METHODS[1:])]
+        for gradients in found:
+            torch.testing.assert_close(gradients, own, rtol=1e-6, atol=1e-8)
+        if method is gradients_one_by_one:  # what follows takes no checkpointing
+            continue
+        value = _Value(model, ImageClassificationModelOutput(), functional=True)
+        by_vmap = _gradients_by_vmap(value, parameters, batch)
+        torch.testing.assert_close(by_vmap, own, rtol=1e-6, atol=1e-8)
+        flat = torch.cat([rows.flatten(1) for rows in own.values()], dim=1)
+        gramian = torch.from_numpy(train_gramian(model, parameters, CLASSIFICATION, [batch]))
+        torch.testing.assert_close(gramian, flat @ flat.T, rtol=1e-6, atol=1e-8)
+
+
+def scaled(factor):
+    """Return a forward pass whose derivative is wrong by a factor of the batch's size."""
+
+    def forward(m, x):
+        y = m.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * factor(len(gradient)))
+        return m.head(m.lstm(y[:, None])[0][:, 0] if hasattr(m, "lstm") else y)
+
+    return forward
+
+
+def kinked(m, x):
+    """Rounds otherwise in a batch, at a kink: no way to a gradient is more right."""
+    y = m.linear(x)
+    return m.head(
+        (y - y.detach() + (1e-9 if len(x) > 1 else -1e-9) * (y.dtype is torch.float32)).relu()
+    )
+
+
+class Opaque(nn.Linear):
+    """Can be copied by nobody."""
+
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
+LSTM = {"lstm": lambda: nn.LSTM(4, 4, batch_first=True)}
+AUTOGRAD = "of the largest entry; finite differences in float64 agree with autograd. Gradients are"
+DISAGREEING = {
+    "one pass is wrong": (
+        *(scaled(lambda n: 1 + (n > 1)), {}),
+        *(gradients_one_by_one, AUTOGRAD, "with the same numbers but slower."),
+    ),
+    "alone is wrong": (
+        *(scaled(lambda n: 1 + (n == 1)), {}),
+        gradients_at_once_or_with_copies,
+        "Notice: autograd gives wrong gradients of this model where a sample is alone in its ",
+        "agree with a batch of several. A sample that is alone is differentiated beside a copy",
+    ),
+    "alone is wrong, and one pass impossible": (
+        *(scaled(lambda n: 1 + (n == 1)), LSTM),
+        gradients_with_copies,
+        "it cannot tell samples apart below: ",
+        "one sample at a time, which is slower. And autograd gives wrong gradients of this model",
+    ),
+    "both are wrong": (
+        *(scaled(lambda n: 1 + n), {}),
+        *(gradients_one_by_one, "agree with neither. Gradients are computed", "which is slower."),
+    ),
+    "rounding": (
+        *(kinked, {}),
+        *(gradients_one_by_one, "in float64 by 0, so that it is a matter of rounding.", "slower."),
+    ),
+    "no copy": (
+        *(scaled(lambda n: 1 + (n == 1)), {"head": lambda: Opaque(4, 3)}),
+        *(gradients_one_by_one, "could not say which is right (TypeError: no copies)", "slower."),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEING)
+def test_finite_differences_say_which_of_two_ways_is_right(name, capsys):
+    forward, parts, expected, *said = DISAGREEING[name]
+    torch.manual_seed(0)
+    parts = {"linear": lambda: nn.Linear(4, 4), "head": lambda: nn.Linear(4, 3), **parts}
+    model, images = Net(forward, parts), torch.randn(3, 4)
+    parameters, labels = select_parameters(model, None), torch.tensor([0, 2, 1])
+    method = gradient_method(model, parameters, CLASSIFICATION, (images, labels))
+    notice = capsys.readouterr().out
+    assert method is expected
+    assert all(words in notice for words in said), notice
+    if name.startswith("alone"):
+        model.double()
+        images = images.double()
+        truth = by_differences(model, images, labels)
+        for rows in (slice(0, 3), slice(1, 2)):
+            batch = images[rows], labels[rows]
+            found = formed_gradients(method, model, parameters, CLASSIFICATION, batch).gradients
+            own = {key: gradients[rows] for key, gradients in truth.items()}
+            torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-8)
