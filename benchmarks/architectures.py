@@ -5,9 +5,9 @@
 
 Tiny models with random weights of transformers, timm and torchvision, as far as installed; no file
 is downloaded. Each is asked for the gradients of four samples by the method that jobs choose. The
-truth is plain autograd in float64, by two copies of a sample at a time, because torch's kernels take
-other ways for a batch of one. The error is the largest difference, relative to the largest entry of
-the sample's gradient. Prints a Markdown table; --csv writes a row a model.
+truth is plain autograd in float64, by two copies of a sample at a time, because torch's kernels
+take other ways for a batch of one. The error is the largest difference, relative to the largest
+entry of the sample's gradient. Prints a Markdown table; --csv writes a row a model.
 """
 
 import argparse
@@ -39,42 +39,14 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
 
 N_SAMPLES, N_TOKENS, N_WORDS = 4, 11, 96
+# Names of models, by group: causal language models, classifiers of texts and of images, and others.
+NAMES: dict[str, list[str]] = {}
+for _word in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split():
+    if _word.endswith(":"):
+        NAMES[_word[:-1]] = _names = []
+    else:
+        _names.append(_word)
 
-WRITERS = """
-gpt2 gpt_bigcode gptj gpt_neo gpt_neox llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 opt
-falcon mpt mamba mamba2 falcon_mamba olmo olmo2 starcoder2 stablelm cohere cohere2 granite glm glm4
-nemotron smollm3 ctrl codegen xglm bitnet diffllama xlnet bloom mixtral qwen2_moe qwen3_moe qwen3_next
-olmoe granitemoe gpt_oss jamba deepseek_v2 deepseek_v3 recurrent_gemma bamba zamba2 helium ernie4_5
-phimoe minimax dots1 glm4_moe hunyuan_v1_dense hunyuan_v1_moe ernie4_5_moe exaone4 lfm2 arcee seed_oss
-apertus biogpt
-""".split()
-READERS = """
-bert roberta electra albert distilbert deberta deberta-v2 modernbert xlm-roberta mpnet camembert
-convbert squeezebert big_bird roformer ibert longformer funnel fnet nystromformer layoutlm mobilebert
-""".split()
-LOOKERS = """
-vit deit beit convnext convnextv2 resnet swin swinv2 regnet mobilevit poolformer pvt cvt focalnet
-dinov2 segformer
-""".split()
-TIMM = """
-resnet10t resnet18 resnext50_32x4d densenet121 mobilenetv2_050 mobilenetv3_small_050 efficientnet_b0
-mixer_s32_224 gmlp_ti16_224 resmlp_12_224 convmixer_768_32 deit_tiny_patch16_224 vit_tiny_patch16_224
-poolformer_s12 dm_nfnet_f0 nf_resnet26 nf_regnet_b0 mobilevit_xxs beit_base_patch16_224
-cait_xxs24_224 crossvit_9_240 eva02_tiny_patch14_224 hrnet_w18_small fastvit_t8 repvgg_a0
-res2net50_26w_4s resnest14d efficientvit_b0 mambaout_femto skresnet18 gcresnet33ts lambda_resnet26t
-botnet26t_256 eca_resnet33ts cs3darknet_s visformer_tiny tiny_vit_5m_224 convnext_atto convnextv2_atto
-swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 swinv2_cr_tiny_ns_224 coatnet_nano_rw_224
-maxvit_pico_rw_256 edgenext_xx_small ghostnet_050 halonet26t sequencer2d_s xcit_nano_12_p16_224
-levit_128s efficientformer_l1 vovnet39a inception_next_atto repghostnet_050 tnt_s_patch16_224
-twins_pcpvt_small pit_ti_224 volo_d1_224 davit_tiny efficientformerv2_s0 starnet_s1 rdnet_tiny
-hiera_tiny_224 mvitv2_tiny pvt_v2_b0 nest_tiny convit_tiny coat_tiny regnety_002 dla34 vgg11_bn
-rexnet_100 selecsls42b xception41 inception_v3 tf_efficientnetv2_b0 mobileone_s0 fasternet_t0
-""".split()
-TORCHVISION = """
-resnet18 resnext50_32x4d densenet121 mobilenet_v2 mobilenet_v3_small efficientnet_b0 alexnet vgg11_bn
-googlenet inception_v3 regnet_y_400mf shufflenet_v2_x0_5 squeezenet1_1 mnasnet0_5 convnext_tiny swin_t
-swin_v2_t maxvit_t vit_b_32
-""".split()
 # Names of settings differ from family to family; what a configuration has is set.
 SMALL: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim"), 32),
@@ -94,7 +66,13 @@ SMALL: dict[str, Any] = {
     **{"expert_layer_offset": 1, "mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8},
     **{"mamba_n_groups": 1, "use_mamba_kernels": False, "attention_window": 4, "block_size": 4},
     **{"n_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
-    **{"hidden_size_per_head": 8, "image_size": 32, "patch_size": 8, "num_labels": 3, "use_cache": False},
+    **{
+        "hidden_size_per_head": 8,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 3,
+        "use_cache": False,
+    },
     **{"attention_window_size": 8, "word_embed_proj_dim": 32, "query_pre_attn_scalar": 8},
     **{"sliding_window": 4, "num_buckets": 8, "max_relative_positions": 8, "n_mlp_layers": 2},
     **{"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "conv_kernel": 3},
@@ -104,7 +82,11 @@ OWN: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "deepseek_v2": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
     "deepseek_v3": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "num_mem_blocks": 1},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "num_mem_blocks": 1,
+    },
     "deit": {"image_size": 32, "patch_size": 8},
     "mamba2": {"num_heads": 8, "hidden_size": 32},
     "bamba": {"attn_layer_indices": [1]},
@@ -121,8 +103,20 @@ OWN: dict[str, dict[str, Any]] = {
     "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
     "resnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8},
     "regnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 4},
-    "swin": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
-    "swinv2": {"embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
+    "swin": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
+    "swinv2": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
     "focalnet": {"embed_dim": 8, "depths": [1, 1], "focal_levels": [2, 2], "patch_size": 4},
 }
 for _name in ("mobilevit", "poolformer", "pvt", "cvt", "segformer"):
@@ -164,18 +158,24 @@ def of_transformers(name: str) -> Case:
 
     known = transformers.AutoConfig.for_model(name).to_dict()
     settings = {key: value for key, value in SMALL.items() if key in known} | OWN.get(name, {})
-    settings = {key: value for key, value in settings.items() if value is not None or key[-3:] == "_id"}
-    if name in LOOKERS:
-        settings = {k: v for k, v in settings.items() if k in OWN.get(name, {}) or not isinstance(known[k], list)}
+    settings = {
+        key: value for key, value in settings.items() if value is not None or key[-3:] == "_id"
+    }
+    if name in NAMES["lookers"]:
+        settings = {
+            k: v
+            for k, v in settings.items()
+            if k in OWN.get(name, {}) or not isinstance(known[k], list)
+        }
     if isinstance(known.get("layer_types"), list) and "layer_types" not in settings:
         settings["layer_types"] = known["layer_types"][: settings.get("num_hidden_layers", 2)]
     config = transformers.AutoConfig.for_model(name, **settings)
-    if name in LOOKERS:
+    if name in NAMES["lookers"]:
         config.num_labels = 3
         model = transformers.AutoModelForImageClassification.from_config(config)
         return images(model, getattr(config, "image_size", None) or 32)
     ids = torch.randint(3, N_WORDS, (N_SAMPLES, N_TOKENS))
-    if name in READERS:
+    if name in NAMES["readers"]:
         model = transformers.AutoModelForSequenceClassification.from_config(config)
         samples = {"input_ids": ids, "labels": torch.arange(N_SAMPLES) % 3}
         return Case(model, CLASSIFICATION, as_batch(samples, CLASSIFICATION))
@@ -195,7 +195,9 @@ def of_timm(name: str) -> Case:
     import timm
 
     for settings, size in (({"img_size": 64}, 64), ({}, 64), ({}, 224), ({}, 256)):
-        with contextlib.suppress(TypeError, AssertionError, RuntimeError, ValueError, AttributeError):
+        with contextlib.suppress(
+            TypeError, AssertionError, RuntimeError, ValueError, AttributeError
+        ):
             model = timm.create_model(name, num_classes=3, **settings).eval()
             with torch.no_grad():
                 model(torch.randn(2, 3, size, size))
@@ -221,7 +223,10 @@ def perturb(model: nn.Module) -> None:
             if parameter.is_floating_point():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            if (
+                isinstance(module, nn.modules.batchnorm._BatchNorm)
+                and module.running_mean is not None
+            ):
                 module.running_mean.add_(0.1 * torch.randn_like(module.running_mean))
 
 
@@ -242,6 +247,10 @@ def truth(case: Case) -> list[Tensor]:
     return rows
 
 
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:150]
+
+
 def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
     """Make a model, take its gradients, and compare them."""
     torch.manual_seed(0)
@@ -251,7 +260,9 @@ def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
         parameters = select_parameters(case.model, None)
         expected = truth(case)
     except Exception as error:
-        return Row(package, name, 0, "not built", float("nan"), 0, f"{type(error).__name__}: {error}"[:150])
+        return Row(
+            package, name, 0, "not built", float("nan"), 0, f"{type(error).__name__}: {error}"[:150]
+        )
     size = sum(p.numel() for p in parameters.values())
     said = io.StringIO()
     try:
@@ -261,9 +272,19 @@ def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
             formed = formed_gradients(method, case.model, parameters, case.output, case.batch)
             seconds = time.perf_counter() - start
     except Exception as error:
-        return Row(package, name, size, "refused", float("nan"), 0, f"{type(error).__name__}: {error}"[:150])
+        return Row(
+            package,
+            name,
+            size,
+            "refused",
+            float("nan"),
+            0,
+            f"{type(error).__name__}: {error}"[:150],
+        )
     found = torch.cat([g.flatten(1) for g in formed.gradients.values()], 1).double()
-    errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    errors = [
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+    ]
     way = "one pass" if method is gradients_at_once else "one by one"
     reason = said.getvalue().partition("; it ")[2].partition(". Gradients ")[0]
     return Row(package, name, size, way, max(errors), 1e3 * seconds, reason)
@@ -271,8 +292,11 @@ def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
 
 def rows_of(names: list[str]) -> Iterator[Row]:
     """Yield the rows of models, all if no name is given."""
-    groups = [("transformers", WRITERS + READERS + LOOKERS, of_transformers)]
-    groups += [("timm", TIMM, of_timm), ("torchvision", TORCHVISION, of_torchvision)]
+    groups = [
+        ("transformers", NAMES["writers"] + NAMES["readers"] + NAMES["lookers"], of_transformers)
+    ]
+    groups += [("timm", NAMES["timm"], of_timm)]
+    groups += [("torchvision", NAMES["torchvision"], of_torchvision)]
     for package, known, make in groups:
         for name in known:
             if not names or name in names or package in names:
@@ -292,14 +316,20 @@ def main() -> None:
         rows.append(row)
         line = f"{row.package} {row.model}: {row.way}, {row.error:.0e}, {row.milliseconds:.0f} ms"
         print(f"{line}; {row.reason}".replace("\n", " "), file=sys.stderr, flush=True)
-    print("| package | one pass | one by one | refused | not built | worst error |\n|---|---|---|---|---|---|")
+    ways = "one pass", "one by one", "refused", "not built"
+    print(f"| package | {' | '.join(ways)} | worst error |
+|---|---|---|---|---|---|")
     for package in dict.fromkeys(row.package for row in rows):
         own = [row for row in rows if row.package == package]
-        counts = [sum(row.way == w for row in own) for w in ("one pass", "one by one", "refused", "not built")]
-        worst = max((row.error for row in own if row.error == row.error), default=float("nan"))
+        counts = [sum(row.way == way for row in own) for way in ways]
+        worst = max((row.error for row in own if not math.isnan(row.error)), default=math.nan)
         print(f"| {package} | {' | '.join(map(str, counts))} | {worst:.0e} |")
     if arguments.csv:
-        write_csv(arguments.csv, rows, environment("cpu", ["torch", "transformers", "timm", "torchvision"]))
+        write_csv(
+            arguments.csv,
+            rows,
+            environment("cpu", ["torch", "transformers", "timm", "torchvision"]),
+        )
 
 
 if __name__ == "__main__":

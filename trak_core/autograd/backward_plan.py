@@ -1,8 +1,8 @@
 """Plan how far one backward pass can tell samples apart, and where it takes their gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``layouts``) or *shared*: a parameter, a function of parameters alone, or the result of an
-unknown operation. One backward pass serves all samples as far as tensors are split. An edge from a
+sample, see ``layouts``) or *shared*: a parameter, a function of parameters alone, or what several
+samples lead to. One backward pass serves all samples as far as tensors are split. An edge from a
 split output to a shared input is a *crossing*: there the gradient of each sample is formed, or its
 inner products by a closed form.
 """
@@ -126,9 +126,7 @@ def _of_one_sample(
     return {node: used[node] for node in graph.order if node not in moved}
 
 
-def _layouts(
-    graph: Graph, roots: dict[tuple[Node, int], Layout]
-) -> dict[Node, dict[int, Layout]]:
+def _layouts(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> dict[Node, dict[int, Layout]]:
     """Visit nodes in topological order, users first, so that every user has set its layout."""
     layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     for (node, number), layout in roots.items():

@@ -198,7 +198,9 @@ def _layer_normed(use: Use) -> Contribution | None:
         return _summed(use, use.gradient)
     gradients = use.gradient_by_sample()
     n_normed = len(use.input_shape)
-    if use.layout.n_samples > 1 and use.dim >= gradients.ndim - 2 - n_normed:  # it normalises over the samples
+    if (
+        use.layout.n_samples > 1 and use.dim >= gradients.ndim - 2 - n_normed
+    ):  # it normalises over the samples
         return None
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")

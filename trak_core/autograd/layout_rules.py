@@ -228,12 +228,10 @@ def _pooled(at: At, n_spatial: int) -> Layout | None:
 
 
 def _strided(at: At) -> Layout | None:
-    """Serve what ``adaptive_avg_pool2d(x, 1)`` leaves where channels lie last: other strides alone.
-
-    torch gives the mean of shape (N, C, 1, 1) the strides that mark such tensors.
-    """
-    n, c, *ones = at.output
-    is_mark = ones == [1, 1] and tuple(at.node._saved_stride) == (c, 1, c, c)
+    """Means over images whose channels lie last, by ``adaptive_avg_pool2d(x, 1)``."""
+    # Of shape (N, C, 1, 1), they only get the strides that mark such tensors.
+    c = at.input[1] if len(at.input) == 4 else 0
+    is_mark = at.input[2:] == (1, 1) and tuple(at.node._saved_stride) == (c, 1, c, c)
     return at.layout if is_mark and at.input == at.output else None
 
 

@@ -10,7 +10,7 @@ from trak_core.autograd.layouts import Layout, from_entries
 
 
 def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout | None]:
-    """Return the layouts of an operation's inputs, from those of its outputs, by differentiating it.
+    """Return the layouts of an operation's inputs, from those of its outputs, by derivatives.
 
     Samples have numbers. For each bit there are two probes: random gradients of the samples with
     that bit, and of those without. An entry of an input belongs to sample b if it moves in exactly
