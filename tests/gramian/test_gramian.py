@@ -11,7 +11,7 @@ from torch import nn
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
 from trak_core.gradients.consumers import Formed
-from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
+from trak_core.gradients.methods import gradients_at_once, gradients_in_turn, gradients_one_by_one
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -101,20 +101,11 @@ def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
 
 
 # Operations that hide which sample is which: below them gradients are computed one by one.
-HIDING = {
-    "LSTM, both ways": "UnsafeSplit",
-    "loop over a cell": "UnsafeSplit",
-    "user's function": "Pointwise",
-    "user's function of two outputs": "Both",
-    "operations without a rule": "FftR2C",
-    "in place": "CopySlices",
-    "samples turned": "Flip",
-    "routed samples": "IndexAdd",
-}
+HIDING = {"user's functions that mix samples": "Mixed"}
 # No functions of a sample alone, which `check_samples_apart` refuses: the guard refuses them too.
 NO_FUNCTIONS = {
     *("parameter of the batch's shape", "side effects", "random with parameters"),
-    "picked by index",
+    *("picked by index", "routed samples"),
 }
 # A study's samples are tensors.
 OF_TENSORS = [
@@ -144,18 +135,19 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
     method = gradient_method(model, parameters, output, inputs)
     said = capsys.readouterr().out
     if name in HIDING or name in NO_FUNCTIONS:
-        assert method is gradients_one_by_one
+        assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)
         assert HIDING.get(name, "it ") in said.partition(" cannot take this model; ")[2]
         return
     assert method is gradients_at_once
     assert not said
-    found, expected = (
-        formed_gradients(one, model, parameters, output, inputs)
-        for one in (gradients_at_once, gradients_one_by_one)
+    *found, expected = (
+        formed_gradients(one, model, parameters, output, inputs).gradients
+        for one in (gradients_at_once, gradients_in_turn, gradients_one_by_one)
     )
-    largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values())
-    for key, gradient in expected.gradients.items():
-        assert float((found.gradients[key] - gradient).abs().max()) <= 1e-9 * largest
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for gradients in found:
+        for key, gradient in expected.items():
+            assert float((gradients[key] - gradient).abs().max()) <= 1e-9 * largest
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -180,7 +172,7 @@ SLOW = {
     *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
     *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),
     *("orthogonal weight", "user's function", "user's function of two outputs"),
-    *("operations without a rule", "samples turned", "routed samples", "samples as columns"),
+    *("user's functions that mix samples", "routed samples", "samples as columns"),
 }
 
 

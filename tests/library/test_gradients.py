@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -20,7 +21,8 @@ from trak_core.gradients.checks import (
     count_classes,
     refuse_not_finite,
 )
-from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
+from trak_core.gradients.consumers import Formed
+from trak_core.gradients.methods import gradients_at_once, gradients_in_turn, gradients_one_by_one
 from trak_core.gradients.per_sample import n_params, select_parameters
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.regression import REGRESSION
@@ -194,21 +196,62 @@ def recurrent(m, x):
     return m.head(m.lstm(m.linear(x))[0][:, -1])
 
 
+HEAD = {"head": lambda: nn.Linear(3, 3)}
+HIDDEN = "it cannot tell samples apart below: MkldnnRnnLayer"
+
+
 @pytest.mark.parametrize(
-    ("forward", "parts", "shape", "reason"),
+    ("forward", "parts", "shape", "reason", "method"),
     [
-        (recurrent, DEEP_RECURRENT, (5, 6, 4), "it cannot tell samples apart below: "),
-        (wrong, {"head": lambda: nn.Linear(3, 3)}, (5, 4), "it differs from autograd by"),
+        (recurrent, DEEP_RECURRENT, (5, 6, 4), HIDDEN, gradients_in_turn),
+        (
+            wrong,
+            {"head": lambda: nn.Linear(3, 3)},
+            (5, 4),
+            "it differs from autograd by",
+            gradients_one_by_one,
+        ),
     ],
 )
-def test_what_one_pass_cannot_take_goes_one_by_one(forward, parts, shape, reason, capsys):
+def test_what_one_pass_cannot_take_goes_one_by_one(forward, parts, shape, reason, method, capsys):
     model, batch = linear(forward, **parts), classified(torch.randn(shape))
-    assert chosen(model, batch) is gradients_one_by_one
+    assert chosen(model, batch) is method
     assert reason in capsys.readouterr().out
-    result = formed(gradients_one_by_one, model, batch)
+    result = formed(method, model, batch)
     expected, values = by_backward(model, batch, CLASSIFICATION)
     torch.testing.assert_close(result.outputs, values)
     assert_same(result.gradients, expected)
+
+
+class Kinds(Formed):
+    """Notes in which form gradients come."""
+
+    seen: ClassVar[dict[str, set[str]]] = {}
+
+    def take(self, parameter, uses):
+        names = {type(use).__name__ for use in uses}
+        self.seen.setdefault(self._names[id(parameter)], set()).update(names)
+        super().take(parameter, uses)
+
+
+@pytest.mark.parametrize("name", ["attention", "recurrent"])
+def test_a_sample_alone_forms_no_gradient_of_a_matrix(name, monkeypatch):
+    """Below an operation that hides samples, too; so that sketches take factors."""
+    monkeypatch.setattr(Kinds, "seen", {})
+    if name == "attention":
+        model, inputs = Attention().eval(), (torch.randint(0, 11, (1, 7)), torch.ones(1, 7))
+    else:
+        model, inputs = linear(recurrent, **DEEP_RECURRENT), (torch.randn(1, 6, 4),)
+    batch = classified(*inputs)
+    assert chosen(model, batch) is gradients_in_turn
+    parameters = select_parameters(model, None)
+    consumer = Kinds.zeros(parameters, 1)
+    gradients_at_once(model, parameters, CLASSIFICATION, as_batch(batch, CLASSIFICATION), consumer)
+    expected, _ = by_backward(model, batch, CLASSIFICATION)
+    assert_same(consumer.rows, expected, rtol=1e-4, atol=1e-5)
+    for key, parameter in parameters.items():
+        if parameter.ndim == 2 and not key.startswith("lstm"):
+            assert Kinds.seen[key] <= {"Outer", "Lookup"}, key
 
 
 def centred(m, x):

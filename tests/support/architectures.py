@@ -79,6 +79,19 @@ class Both(torch.autograd.Function):
         return left @ weight.T + right * weight.sum(1), of_weight
 
 
+class Mixed(torch.autograd.Function):
+    """Adds the sum of all samples to each, or takes it off again."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x + factor * x.sum(0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + ctx.factor * gradient.sum(0), None
+
+
 def layers(*parts):
     return lambda: nn.Sequential(*(part() for part in parts))
 
@@ -225,6 +238,30 @@ def routed(m, x):
         rows = torch.arange(i, len(x), 2)
         mixed = mixed.index_add(0, rows, expert(x[rows]) * weights[rows, i, None])
     return mixed
+
+
+def experts(m, x):
+    """Every token goes to the two of three experts that a router chooses, as in Mixtral."""
+    tokens = x.flatten(0, 1)
+    scores, chosen = m.router(tokens).softmax(-1).topk(2)
+    mixed = torch.zeros_like(tokens)
+    for i, weight in enumerate(m.weights):
+        rows, places = (chosen == i).nonzero(as_tuple=True)
+        hidden = F.linear(tokens[rows], weight).tanh() * scores[rows, places, None]
+        mixed.index_add_(0, rows, hidden)
+    return m.head(mixed.view_as(x)).flatten(1)
+
+
+def sorted_by_expert(m, x):
+    """The same by one product of groups of rows, which are sorted and sorted back."""
+    tokens = x.flatten(0, 1)
+    scores, chosen = m.router(tokens).softmax(-1).topk(2)
+    order = chosen.flatten().argsort(stable=True)
+    ends = F.one_hot(chosen.flatten(), 3).sum(0).cumsum(0)
+    picked = tokens[order // 2].split(ends.diff(prepend=ends.new_zeros(1)).tolist())
+    hidden = torch.cat([F.linear(rows, w) for rows, w in zip(picked, m.weights, strict=True)])
+    hidden = (hidden.tanh() * scores.flatten()[order, None])[order.argsort()]
+    return m.head(hidden.view(-1, 2, 4).sum(1).view_as(x)).flatten(1)
 
 
 ARCHITECTURES = {
@@ -435,6 +472,28 @@ ARCHITECTURES = {
         peer=(),
         gate=linear(5, 2),
         experts=lambda: nn.ModuleList([nn.Linear(5, 3) for _ in "ab"]),
+    ),
+    "experts": net(
+        experts,
+        vectors(5, 4),
+        peer=(),
+        router=linear(4, 3),
+        weights=weight(3, 4, 4),
+        head=linear(4, 2),
+    ),
+    "experts, sorted": net(
+        sorted_by_expert,
+        vectors(5, 4),
+        peer=(),
+        router=linear(4, 3),
+        weights=weight(3, 4, 4),
+        head=linear(4, 2),
+    ),
+    "user's functions that mix samples": net(
+        lambda m, x: Mixed.apply(m.second(Mixed.apply(m.first(x), 1.0)), -1 / (1 + len(x))).tanh(),
+        peer=(),
+        first=linear(5, 4),
+        second=lambda: nn.Linear(4, 3, bias=False),
     ),
     "recomputed": net(
         lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)),

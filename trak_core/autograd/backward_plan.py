@@ -1,8 +1,8 @@
 """Plan how far one backward pass can tell samples apart, and where it takes their gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``graph``) or *shared*: a parameter, a function of parameters alone, or the result of an
-unknown operation. One backward pass serves all samples as far as tensors are split. An edge from a
+sample, see ``layouts``) or *shared*: a parameter, a function of parameters alone, or what several
+samples lead to. One backward pass serves all samples as far as tensors are split. An edge from a
 split output to a shared input is a *crossing*: there the gradient of each sample is formed, or its
 inner products by a closed form.
 """
@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trak_core.autograd.graph import Edge, Graph, Layout, Node, name_of, shape_of
-from trak_core.autograd.layout_rules import input_layout
+from trak_core.autograd.graph import Edge, Graph, Node, name_of, shape_of
+from trak_core.autograd.layout_rules import input_layouts
+from trak_core.autograd.layouts import Layout, joined, settled
 
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {
@@ -69,7 +70,7 @@ class Plan:
         last: Split nodes with crossings above no others, where the backward pass can end.
     """
 
-    layouts: dict[Node, dict[int, int]]
+    layouts: dict[Node, dict[int, Layout]]
     crossings: dict[Node, list[tuple[Edge, Region]]]
     regions: list[Region]
     inner: list[Node]
@@ -85,9 +86,10 @@ class Plan:
         ]
 
 
-def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) -> Plan:
+def make_plan(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> Plan:
     """Return the plan from the layouts of the outputs that the backward pass starts from."""
-    layouts = _layouts(graph, roots, n_samples)
+    (n_samples,) = {layout.n_samples for layout in roots.values()}
+    layouts = _layouts(graph, roots) if n_samples > 1 else _of_one_sample(graph, roots)
     below = [edge for node in graph.order if node not in layouts for edge in graph.edges[node]]
     crossings = [edge for node in layouts for edge in graph.edges[node] if edge.node not in layouts]
     region_of = _regions(below, crossings, graph)
@@ -106,29 +108,43 @@ def make_plan(graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int) 
     return Plan(layouts, dict(by_node), regions, inner, last)
 
 
-def _layouts(
-    graph: Graph, roots: dict[tuple[Node, int], int], n_samples: int
-) -> dict[Node, dict[int, int]]:
+def _of_one_sample(
+    graph: Graph, roots: dict[tuple[Node, int], Layout]
+) -> dict[Node, dict[int, Layout]]:
+    """Give everything to the only sample, except parameters and what only moves their entries."""
+    (layout, *_) = roots.values()
+    used: dict[Node, dict[int, Layout]] = defaultdict(dict)
+    for node, number in roots:
+        used[node][number] = layout
+    moved = set(graph.parameters)
+    for node in reversed(graph.order):
+        edges = graph.edges[node]
+        if name_of(node) in MOVES and {edge.node for edge in edges} <= moved:
+            moved.add(node)
+        for edge in edges:
+            used[edge.node][edge.number] = layout
+    return {node: used[node] for node in graph.order if node not in moved}
+
+
+def _layouts(graph: Graph, roots: dict[tuple[Node, int], Layout]) -> dict[Node, dict[int, Layout]]:
     """Visit nodes in topological order, users first, so that every user has set its layout."""
-    layouts: dict[Node, dict[int, Layout]] = defaultdict(dict)
+    layouts: dict[Node, dict[int, Layout | None]] = defaultdict(dict)
     for (node, number), layout in roots.items():
         layouts[node][number] = layout
-    split: dict[Node, dict[int, int]] = {}
+    split: dict[Node, dict[int, Layout]] = {}
     for node in graph.order:
-        outputs = layouts.pop(node, {})
+        outputs = {number: settled(layout) for number, layout in layouts.pop(node, {}).items()}
         known = {number: layout for number, layout in outputs.items() if layout is not None}
-        is_split = len(known) == len(outputs) > 0 and node not in graph.parameters
-        if is_split:
+        edges = graph.edges[node]
+        answers: list[Layout | None] = [None] * len(edges)
+        if len(known) == len(outputs) > 0 and node not in graph.parameters:
             split[node] = known
-        for edge in graph.edges[node]:
-            answers: set[Layout] = {None}
-            if is_split:
-                answers = {input_layout(edge, n, s, n_samples) for n, s in known.items()}
+            answers = input_layouts(edges, known)
+        for edge, answer in zip(edges, answers, strict=True):
             before = layouts[edge.node]
-            if edge.number in before:
-                answers.add(before[edge.number])
             # Users that disagree mix samples: no entry below belongs to one sample alone.
-            before[edge.number] = answers.pop() if len(answers) == 1 else None
+            known_before = edge.number in before
+            before[edge.number] = joined(before[edge.number], answer) if known_before else answer
     return split
 
 

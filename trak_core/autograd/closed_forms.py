@@ -9,7 +9,8 @@ from torch import Tensor
 
 from trak_core.autograd.contributions import Contribution, Dense, Lookup, Outer
 from trak_core.autograd.convolution import Patches
-from trak_core.autograd.graph import Edge, locate, name_of, shape_of
+from trak_core.autograd.graph import Edge, name_of, shape_of
+from trak_core.autograd.layouts import Layout, locate
 
 # Entries whose products are summed at a time: they stay in a core's own cache.
 _CACHED = 2**18
@@ -27,7 +28,7 @@ class Use:
     gradient: Tensor
     dim: int
     width: int
-    n_samples: int
+    layout: Layout
 
     def saved(self, name: str) -> Any:
         """Return what the operation saved for its backward pass."""
@@ -41,15 +42,41 @@ class Use:
         return shape_of(self.edge.node, self.edge.number)
 
     def by_sample(self, tensor: Tensor, dim: int, lead: int) -> Tensor:
-        """Return shape (*lead, B, *shape); along ``dim`` only a sample's own places are left."""
+        """Return shape (*lead, B, *shape); along ``dim`` only a sample's own places are left.
+
+        There are as many places for each; those that a sample doesn't have hold zeros.
+        """
+        if self.layout.n_samples == 1:
+            return tensor.unsqueeze(lead)
         at = lead + dim
-        size = tensor.shape[at] // (self.n_samples * self.width)
-        cut = tensor.unflatten(at, (size, self.n_samples, self.width))
-        return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
+        size = tensor.shape[at] // (self.layout.period * self.width)
+        cut = tensor.unflatten(at, (size, self.layout.period, self.width))
+        if self.layout.owners is None:
+            return cut.movedim(at + 1, lead).flatten(at + 1, at + 2)
+        places = own_places(self.layout.owners, self.layout.n_samples).to(tensor.device)
+        is_own = (places >= 0).view(-1, *(1 for _ in cut.shape[at + 2 :]))
+        own = cut.index_select(at + 1, places.clamp(min=0).flatten())
+        own = torch.where(is_own, own, 0).unflatten(at + 1, places.shape)
+        return own.movedim(at + 1, lead).flatten(at + 1, at + 3)
+
+    def is_along(self, dim: int) -> bool:
+        """Whether samples lie along a dimension of the output; a single one lies along all."""
+        return self.dim == dim or self.layout.n_samples == 1
 
     def gradient_by_sample(self) -> Tensor:
         """Return the gradient of the output by samples, shape (C, B, *shape)."""
         return self.by_sample(self.gradient, self.dim, 1)
+
+
+def own_places(owners: Tensor, n_samples: int) -> Tensor:
+    """Return each sample's places among owners, shape (B, most), -1 behind its last."""
+    order = torch.argsort(owners, stable=True)
+    order = order[owners[order] >= 0]
+    counts = torch.bincount(owners[order], minlength=n_samples)
+    ranks = torch.arange(len(order)) - (counts.cumsum(0) - counts)[owners[order]]
+    places = torch.full((n_samples, int(counts.max())), -1)
+    places[owners[order], ranks] = order
+    return places
 
 
 def has_form(edge: Edge) -> bool:
@@ -58,7 +85,7 @@ def has_form(edge: Edge) -> bool:
 
 
 def closed_form(
-    edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, int], n_samples: int
+    edge: Edge, gradients: dict[int, Tensor], layouts: dict[int, Layout]
 ) -> Contribution | None:
     """Return the contribution of a crossing; None if the operation has to be differentiated.
 
@@ -68,15 +95,15 @@ def closed_form(
     make = _FORMS.get(name_of(edge.user))
     if make is None or set(gradients) != {0}:
         return None
-    place = locate(shape_of(edge.user, 0), layouts[0], n_samples)
-    return make(Use(edge, gradients[0], *place, n_samples)) if place else None
+    place = locate(shape_of(edge.user, 0), layouts[0])
+    return make(Use(edge, gradients[0], *place, layouts[0])) if place else None
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     """Sum over the dimensions along which the tensor was repeated."""
     shape = use.input_shape
     dim = use.dim - (gradient.ndim - 1) + len(shape)
-    if dim >= 0 and shape[dim] != 1:
+    if dim >= 0 and shape[dim] != 1 and use.layout.n_samples > 1:
         return None
     own = use.by_sample(gradient, use.dim, 1)
     first = own.ndim - len(shape)
@@ -108,7 +135,7 @@ def _matrix_product(use: Use) -> Contribution | None:
     if is_sum and use.edge.index == 0:
         return _summed(use, _times(use.gradient, use.saved("beta")))
     is_left = use.edge.index == int(is_sum)
-    if use.dim != int(is_left):  # samples along what the other factor brings
+    if not use.is_along(int(is_left)):  # samples along what the other factor brings
         return None
     left, right = ("mat1", "mat2") if is_sum else ("self", "mat2")
     inputs, gradient = (
@@ -121,7 +148,7 @@ def _matrix_product(use: Use) -> Contribution | None:
 
 
 def _convolved(use: Use) -> Contribution | None:
-    if use.dim != 0:
+    if not use.is_along(0):
         return None
     if use.edge.index == 2:
         return Dense(use.gradient_by_sample().transpose(2, 3).flatten(3).sum(3))
@@ -142,14 +169,15 @@ def _looked_up(use: Use) -> Contribution | None:
     if use.saved("scale_grad_by_freq"):
         return None
     indices, padding = use.saved("indices"), use.saved("padding_idx")
-    if use.dim >= indices.ndim:
+    if use.dim >= max(1, indices.ndim):  # samples along the vectors' entries
         return None
     gradient = use.gradient
     if padding < 2**62:  # or else it is negative, as an unsigned number: nothing is padded
         gradient = gradient * (indices != padding).unsqueeze(-1)
     own = use.by_sample(gradient, use.dim, 1)
     own = own.reshape(*own.shape[:2], -1, own.shape[-1])
-    return Lookup(own, use.by_sample(indices, use.dim, 0).flatten(1), use.input_shape[0])
+    places = use.by_sample(indices, use.dim, 0).reshape(own.shape[1], -1)
+    return Lookup(own, places, use.input_shape[0])
 
 
 def _weighted_sums(
@@ -170,7 +198,9 @@ def _layer_normed(use: Use) -> Contribution | None:
         return _summed(use, use.gradient)
     gradients = use.gradient_by_sample()
     n_normed = len(use.input_shape)
-    if use.dim >= gradients.ndim - 2 - n_normed:  # it normalises over the samples
+    if (
+        use.layout.n_samples > 1 and use.dim >= gradients.ndim - 2 - n_normed
+    ):  # it normalises over the samples
         return None
     inputs, mean, scale = (
         use.by_sample(use.saved(name), use.dim, 0) for name in ("input", "result1", "result2")
@@ -181,7 +211,7 @@ def _layer_normed(use: Use) -> Contribution | None:
 
 def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribution | None:
     """Sum over all dimensions except the channels; samples lie along the first dimension."""
-    if use.dim != 0:
+    if not use.is_along(0):
         return None
     gradients = use.gradient_by_sample()
     dims = [2, *range(4, gradients.ndim)]
@@ -192,7 +222,7 @@ def _by_channel(use: Use, normed: Callable[[Tensor, slice], Tensor]) -> Contribu
 
 
 def _group_normed(use: Use) -> Contribution | None:
-    if use.dim != 0:
+    if not use.is_along(0):
         return None
     mean, scale = (use.by_sample(use.saved(name), 0, 0) for name in ("result1", "result2"))
 

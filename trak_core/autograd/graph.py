@@ -1,16 +1,11 @@
-"""Read autograd's graph between outputs and parameters, and say which sample an entry belongs to.
-
-A layout s says that the entry at row-major position i belongs to sample (i // s) % B. A reshape
-keeps it, because it keeps positions; everything else is arithmetic on the dimension it lies in.
-``None`` stands for a tensor that all samples share, or whose layout is unknown. Then no entry is
-attributed to one sample alone, which costs time but is never wrong.
-"""
+"""Read autograd's graph between outputs and parameters."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 # A node of autograd's graph: it turns gradients of its outputs into gradients of its inputs. Nodes
@@ -63,6 +58,18 @@ def leaf_of(node: Node) -> Tensor | None:
     return node.variable if node.name().endswith("AccumulateGrad") else None
 
 
+def differentiate(node: Node, gradients: dict[int, Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a node's inputs from those of some outputs; the others have none."""
+    own: list[Tensor | None] = [None] * len(node._input_metadata)
+    if is_function(node):
+        # They get zeros for outputs without a gradient, unlike the others.
+        own = [torch.zeros(m.shape, dtype=m.dtype, device=m.device) for m in node._input_metadata]
+    for number, gradient in gradients.items():
+        own[number] = gradient
+    answers = node.apply(*own) if is_function(node) else node(*own)
+    return answers if isinstance(answers, tuple) else (answers,)
+
+
 def trace(roots: Iterable[Node], parameters: Collection[Tensor]) -> Graph:
     """Return what leads from a graph's roots to the parameters; other parameters are constants."""
     chosen = {id(parameter) for parameter in parameters}
@@ -98,32 +105,3 @@ def _used(node: Node) -> list[Edge]:
         for i, (used, number) in enumerate(node.next_functions)
         if used is not None and math.prod(shape_of(used, number))
     ]
-
-
-Layout = int | None
-
-
-def strides(shape: Sequence[int]) -> list[int]:
-    """Return the row-major strides of a shape, in entries."""
-    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-
-
-def layout_at(shape: Sequence[int], dim: int, width: int, n_samples: int) -> Layout:
-    """Return the layout of a tensor whose dimension ``dim`` reads as (outer, n_samples, width).
-
-    ``width`` is the number of consecutive places of one sample. It is None where sizes don't fit.
-    """
-    if not 0 <= dim < len(shape) or shape[dim] % (n_samples * width) or not shape[dim]:
-        return None
-    return width * math.prod(shape[dim + 1 :])
-
-
-def locate(shape: Sequence[int], layout: int, n_samples: int) -> tuple[int, int] | None:
-    """Return dimension and width as ``layout_at`` takes them; None if samples span dimensions."""
-    for dim, stride in enumerate(strides(shape)):
-        if stride <= layout < stride * shape[dim]:
-            width = layout // stride
-            if layout % stride or shape[dim] % (width * n_samples):
-                return None
-            return dim, width
-    return None

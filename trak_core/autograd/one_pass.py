@@ -12,16 +12,8 @@ from trak_core.autograd.backward_by_rows import backward, hooked, show, take_row
 from trak_core.autograd.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
 from trak_core.autograd.closed_forms import closed_form, has_form
 from trak_core.autograd.contributions import Consumer, Contribution, Dense, transposed
-from trak_core.autograd.graph import (
-    Edge,
-    Node,
-    is_function,
-    layout_at,
-    leaf_of,
-    name_of,
-    shape_of,
-    trace,
-)
+from trak_core.autograd.graph import Edge, Node, differentiate, leaf_of, name_of, shape_of, trace
+from trak_core.autograd.layouts import Layout, stride_at
 
 
 class GraphNeededError(Exception):
@@ -40,18 +32,19 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
     """Return how one pass serves all samples, independent along the output's dimension ``dim``.
 
-    None for fewer than two samples, if they can't be told apart, or if there is nothing to
-    differentiate. Statistics over samples raise a ``MixedSamplesError``.
+    None without samples, if they can't be told apart, or if there is nothing to differentiate; and
+    for several entries of a single sample, which nothing has to tell apart. Statistics over samples
+    raise a ``MixedSamplesError``.
     """
     n_samples = output.shape[dim]
-    if n_samples < 2:
+    if n_samples == 0 or n_samples == 1 < output.numel():
         return None
     edge = get_gradient_edge(output)
     graph = trace([edge.node], parameters)
-    layout = layout_at(output.shape, dim, 1, n_samples)
-    if layout is None or not graph.order:
+    stride = stride_at(output.shape, dim, 1, n_samples)
+    if stride is None or not graph.order:
         return None
-    plan = make_plan(graph, {(edge.node, edge.output_nr): layout}, n_samples)
+    plan = make_plan(graph, {(edge.node, edge.output_nr): Layout(stride, n_samples)})
     return plan if edge.node in plan.layouts else None
 
 
@@ -78,7 +71,7 @@ def by_samples(
         rows = rows.unsqueeze(dim + 1).expand(n_each, *output.shape)
         start, gradients = get_gradient_edge(output), [rows]
     keep_graph |= any(not has_form(e) for pairs in plan.crossings.values() for e, _ in pairs)
-    gathered = _Pass(plan, consumer, n_samples, keep_graph)
+    gathered = _Pass(plan, consumer, keep_graph)
 
     def watch(node: Node) -> Callable[[Any], None]:
         def visit(rows: list[Tensor | None]) -> None:
@@ -104,8 +97,8 @@ def by_samples(
 class _Pass:
     """What one backward pass gathers; it dies with the call."""
 
-    def __init__(self, plan: Plan, consumer: Consumer, n_samples: int, is_kept: bool):
-        self.plan, self.consumer, self.n_samples = plan, consumer, n_samples
+    def __init__(self, plan: Plan, consumer: Consumer, is_kept: bool):
+        self.plan, self.consumer = plan, consumer
         self.is_kept = is_kept  # the graph, after the pass
         # Earlier uses of parameters that are used more than once.
         self.uses: dict[int, list[Contribution]] = defaultdict(list)
@@ -118,7 +111,7 @@ class _Pass:
         """Take the gradients of a node's outputs, shape (C, *shape)."""
         layouts, waiting = self.plan.layouts[node], []
         for edge, region in self.plan.crossings[node]:
-            contribution = closed_form(edge, gradients, layouts, self.n_samples)
+            contribution = closed_form(edge, gradients, layouts)
             if contribution is None:
                 waiting.append((edge, region))
             else:
@@ -151,7 +144,7 @@ class _Pass:
         for node, (gradients, waiting) in self.waiting.items():
             indices = [edge.index for edge, _ in waiting]
             layouts = self.plan.layouts[node]
-            by_input = _by_operation(node, gradients, layouts, indices, self.n_samples)
+            by_input = _by_operation(node, gradients, layouts, indices)
             for edge, region in waiting:
                 self._take(Dense(by_input[edge.index]), edge, region)
         for region in self.plan.regions:
@@ -194,36 +187,32 @@ def _past_moves(rows: Tensor, edge: Edge) -> tuple[Tensor, Node, int]:
 
 
 def _by_operation(
-    node: Node,
-    gradients: dict[int, Tensor],
-    layouts: dict[int, int],
-    indices: list[int],
-    n_samples: int,
+    node: Node, gradients: dict[int, Tensor], layouts: dict[int, Layout], indices: list[int]
 ) -> dict[int, Tensor]:
     """Differentiate an operation for each row; return (C, B, *shape) by number of the input."""
-    call: Callable[..., Any] = node.apply if is_function(node) else node
-    n_outputs = len(node._input_metadata)
-    gradient = next(iter(gradients.values()))
-    n_each = len(gradient)
+    n_samples = next(iter(layouts.values())).n_samples
+    n_each = len(next(iter(gradients.values())))
     rows_of: dict[int, list[Tensor]] = {index: [] for index in indices}
     for i in range(n_each):
         for sample in range(n_samples):
-            own: list[Tensor | None] = [None] * n_outputs
-            if is_function(node):
-                # They get zeros for outputs without a gradient, unlike the others.
-                own = [gradient.new_zeros(m.shape, dtype=m.dtype) for m in node._input_metadata]
-            for number, all_rows in gradients.items():
-                alone = torch.zeros_like(all_rows[i], memory_format=torch.contiguous_format)
-                cut = (-1, n_samples, layouts[number])
-                alone.view(cut)[:, sample] = all_rows[i].reshape(cut)[:, sample]
-                own[number] = alone
-            answers = call(*own)
-            answers = answers if isinstance(answers, tuple) else (answers,)
+            alone = {
+                number: _alone(rows[i], layouts[number], sample)
+                for number, rows in gradients.items()
+            }
+            answers = differentiate(node, alone)
             for index, rows in rows_of.items():
                 answer = answers[index]
                 shape = shape_of(*node.next_functions[index])
+                like = next(iter(alone.values()))
                 # The caller sums over what was repeated, as autograd itself does.
-                rows.append(
-                    gradient.new_zeros(shape) if answer is None else answer.sum_to_size(shape)
-                )
+                rows.append(like.new_zeros(shape) if answer is None else answer.sum_to_size(shape))
     return {i: torch.stack(rows).unflatten(0, (n_each, n_samples)) for i, rows in rows_of.items()}
+
+
+def _alone(gradient: Tensor, layout: Layout, sample: int) -> Tensor:
+    """Return a gradient with zeros where it belongs to other samples."""
+    if layout.n_samples == 1:
+        return gradient
+    own = layout.in_turn.to(gradient.device) == sample
+    cut = gradient.reshape(-1, layout.period, layout.stride)
+    return torch.where(own[:, None], cut, 0).view(gradient.shape)

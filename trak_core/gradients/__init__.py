@@ -36,6 +36,7 @@ from trak_core.gradients.methods import (
     gradient_method,
     gradients_at_once,
     gradients_at_once_or_with_copies,
+    gradients_in_turn,
     gradients_one_by_one,
     gradients_with_copies,
 )
@@ -68,6 +69,6 @@ __all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_sampl
 __all__ += ["count_classes", "explain_not_finite", "refuse_not_finite"]
 __all__ += ["GradientMethod", "choose_method", "formed_gradients", "gradient_method"]
 __all__ += ["gradients_at_once", "gradients_at_once_or_with_copies", "gradients_one_by_one"]
-__all__ += ["gradients_with_copies", "memory_formats_kept_apart"]
+__all__ += ["gradients_in_turn", "gradients_with_copies", "memory_formats_kept_apart"]
 __all__ += ["PerSample", "as_blocks", "beside_gradient", "columns_of", "graph_to"]
 __all__ += ["Variety", "in_evaluation_mode", "n_params", "per_sample", "select_parameters"]

@@ -56,14 +56,15 @@ def choose_method(
     ways disagree, finite differences in float64 say which is right.
 
     Returns:
-        ``gradients_at_once``, or ``gradients_one_by_one`` where the first cannot read the model's
-        graph, or gives other numbers that are not shown to be right. Where autograd is wrong for a
+        ``gradients_at_once``; ``gradients_in_turn`` where it cannot tell samples apart, or there is
+        one sample; ``gradients_one_by_one`` where neither can read the model's graph, or gives
+        other numbers that are not shown to be right. Where autograd is wrong for a
         sample alone, a method that gives it a copy. And a notice why, None where there is none.
     """
     batch = as_batch(samples, output)
-    if len(batch) < 2:
-        return gradients_one_by_one, None
     given = model, parameters, output, batch.rows(slice(0, 2))
+    if len(batch) < 2:
+        return _in_turn_or_plain(given), None
     try:
         reason = _hiding_operations(*given)
         if reason is None:
@@ -88,6 +89,8 @@ _ALONE_IS_WRONG = (
 
 def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     difference = _difference(given, gradients_at_once)
+    if difference is None:
+        difference = _difference((*given[:3], given[3].rows(slice(0, 1))), gradients_at_once)
     if difference is None:
         return gradients_at_once, None
     if difference == math.inf:
@@ -114,7 +117,19 @@ def _alone_or_beside_copies(given: _Given, reason: str) -> tuple[GradientMethod,
     if difference is not None and _is_alone_right(given, gradients_with_copies)[0] is False:
         wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
         return gradients_with_copies, f"{notice} which is slower. And {wrong}."
-    return gradients_one_by_one, f"{notice} with the same numbers but slower."
+    return _in_turn_or_plain(given), f"{notice} with the same numbers but slower."
+
+
+def _in_turn_or_plain(given: _Given) -> GradientMethod:
+    """Choose between two ways that differentiate one sample at a time, by what they give."""
+    try:
+        differs = _difference(given, gradients_in_turn) is not None
+    except InputError:
+        raise
+    except Exception:
+        # What a graph has saved may be out of reach: one that was compiled, say.
+        differs = True
+    return gradients_one_by_one if differs else gradients_in_turn
 
 
 def _difference(given: _Given, method: GradientMethod) -> float | None:
@@ -217,8 +232,6 @@ def gradients_at_once(
     Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
     """
     batch = as_batch(samples, output)
-    if len(batch) == 1:
-        return gradients_one_by_one(model, parameters, output, batch, consumer)
 
     def one_pass(keep_graph: bool) -> list[Tensor]:
         with differentiating(model, parameters.values()):
@@ -257,6 +270,27 @@ def gradients_one_by_one(
     gradient is dropped when the consumer has taken it.
     """
     return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
+
+
+def gradients_in_turn(
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    consumer: SampleConsumer,
+) -> list[Tensor]:
+    """Return and hand over what ``gradients_at_once`` does, by a pass a sample.
+
+    What isn't made of parameters alone belongs to the sample, so that no operation hides it.
+    """
+    batch = as_batch(samples, output)
+    columns = [
+        gradients_at_once(
+            model, parameters, output, batch.rows(slice(i, i + 1)), consumer.of(slice(i, i + 1))
+        )
+        for i in range(len(batch))
+    ]
+    return [torch.cat(column) for column in zip(*columns, strict=True)]
 
 
 def gradients_with_copies(

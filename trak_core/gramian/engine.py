@@ -28,6 +28,7 @@ from trak_core.gradients import (
     memory_formats_kept_apart,
 )
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.system.out_of_memory import is_out_of_memory
 
 
 class Engine:
@@ -253,8 +254,16 @@ def parameter_gramian(
         if dim is None or plan is None:
             by_rows(products, output, parameters)
         else:
-            by_samples(products, output, plan, dim, keep_graph=True)
-            order.append(order.pop(dim))
+            try:
+                by_samples(products, output, plan, dim, keep_graph=True)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                # An operation that cannot take several rows at once; its own error comes again.
+                gramian.zero_()
+                by_rows(_Products(gramian), output, parameters)
+            else:
+                order.append(order.pop(dim))
     shape = [output.shape[dim] for dim in order]
     back = [order.index(dim) for dim in range(output.ndim)]
     ahead = [output.ndim + dim for dim in reversed(back)]

@@ -1,0 +1,336 @@
+"""Which architectures one backward pass for all samples takes, and whether its gradients are right.
+
+    python benchmarks/architectures.py --csv architectures.csv
+    python benchmarks/architectures.py mixtral phi3 convnext_atto
+
+Tiny models with random weights of transformers, timm and torchvision, as far as installed; no file
+is downloaded. Each is asked for the gradients of four samples by the method that jobs choose. The
+truth is plain autograd in float64, by two copies of a sample at a time, because torch's kernels
+take other ways for a batch of one. The error is the largest difference, relative to the largest
+entry of the sample's gradient. Prints a Markdown table; --csv writes a row a model.
+"""
+
+import argparse
+import contextlib
+import copy
+import io
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from machine import environment, write_csv
+from torch import Tensor, nn
+
+from trak_core.gradients import (
+    Batch,
+    as_batch,
+    formed_gradients,
+    gradient_method,
+    gradients_at_once,
+    select_parameters,
+)
+from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import ModelOutput
+
+N_SAMPLES, N_TOKENS, N_WORDS = 4, 11, 96
+# Names of models, by group: causal language models, classifiers of texts and of images, and others.
+NAMES: dict[str, list[str]] = {}
+for _word in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split():
+    if _word.endswith(":"):
+        NAMES[_word[:-1]] = _names = []
+    else:
+        _names.append(_word)
+
+# Names of settings differ from family to family; what a configuration has is set.
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "emb_dim"), 32),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "hidden_dim"), 48),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "d_inner"), 24),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_num_active_experts"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 64),
+    **{"num_key_value_heads": 2, "vocab_size": N_WORDS, "head_dim": 8, "rotary_dim": 4},
+    **{"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+    **{"v_head_dim": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    **{"decoder_sparse_step": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "lru_width": 32, "state_size": 4},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2},
+    **{"expert_layer_offset": 1, "mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8},
+    **{"mamba_n_groups": 1, "use_mamba_kernels": False, "attention_window": 4, "block_size": 4},
+    **{"n_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1},
+    **{
+        "hidden_size_per_head": 8,
+        "image_size": 32,
+        "patch_size": 8,
+        "num_labels": 3,
+        "use_cache": False,
+    },
+    **{"attention_window_size": 8, "word_embed_proj_dim": 32, "query_pre_attn_scalar": 8},
+    **{"sliding_window": 4, "num_buckets": 8, "max_relative_positions": 8, "n_mlp_layers": 2},
+    **{"pad_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "conv_kernel": 3},
+    **{"mamba_expand": 2, "expand": 2, "n_groups": 1, "chunk_size": 4, "time_step_rank": 2},
+}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 4},
+    "deepseek_v2": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
+    "deepseek_v3": {"head_dim": 4, "qk_rope_head_dim": 4, "num_key_value_heads": 4},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"],
+        "hybrid_layer_ids": [1],
+        "num_mem_blocks": 1,
+    },
+    "deit": {"image_size": 32, "patch_size": 8},
+    "mamba2": {"num_heads": 8, "hidden_size": 32},
+    "bamba": {"attn_layer_indices": [1]},
+    "xlnet": {"d_inner": 48},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "roformer": {"embedding_size": 32},
+    "convbert": {"embedding_size": 32, "head_ratio": 2},
+    "funnel": {"block_sizes": [1, 1], "d_head": 8, "num_decoder_layers": 1},
+    "big_bird": {"attention_type": "original_full"},
+    "longformer": {"attention_window": [4, 4], "pad_token_id": 1},
+    "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "convnextv2": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "patch_size": 4},
+    "resnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8},
+    "regnet": {"hidden_sizes": [8, 16], "depths": [1, 1], "embedding_size": 8, "groups_width": 4},
+    "swin": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
+    "swinv2": {
+        "embed_dim": 8,
+        "depths": [1, 1],
+        "num_heads": [2, 2],
+        "window_size": 4,
+        "patch_size": 2,
+    },
+    "focalnet": {"embed_dim": 8, "depths": [1, 1], "focal_levels": [2, 2], "patch_size": 4},
+}
+for _name in ("mobilevit", "poolformer", "pvt", "cvt", "segformer"):
+    OWN[_name] = {"num_attention_heads": None, "hidden_size": None, "image_size": 64}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with what it is asked."""
+
+    model: nn.Module
+    output: ModelOutput
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one model.
+
+    Attributes:
+        way: "one pass", "one by one", "refused" or "not built".
+        error: Relative to the largest entry; NaN without gradients.
+        milliseconds: For the batch, of the method that was chosen.
+        reason: What was said.
+    """
+
+    package: str
+    model: str
+    parameters: int
+    way: str
+    error: float
+    milliseconds: float
+    reason: str
+
+
+def of_transformers(name: str) -> Case:
+    """Return a tiny model of a family, after its own name in transformers."""
+    import transformers
+
+    known = transformers.AutoConfig.for_model(name).to_dict()
+    settings = {key: value for key, value in SMALL.items() if key in known} | OWN.get(name, {})
+    settings = {
+        key: value for key, value in settings.items() if value is not None or key[-3:] == "_id"
+    }
+    if name in NAMES["lookers"]:
+        settings = {
+            k: v
+            for k, v in settings.items()
+            if k in OWN.get(name, {}) or not isinstance(known[k], list)
+        }
+    if isinstance(known.get("layer_types"), list) and "layer_types" not in settings:
+        settings["layer_types"] = known["layer_types"][: settings.get("num_hidden_layers", 2)]
+    config = transformers.AutoConfig.for_model(name, **settings)
+    if name in NAMES["lookers"]:
+        config.num_labels = 3
+        model = transformers.AutoModelForImageClassification.from_config(config)
+        return images(model, getattr(config, "image_size", None) or 32)
+    ids = torch.randint(3, N_WORDS, (N_SAMPLES, N_TOKENS))
+    if name in NAMES["readers"]:
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+        samples = {"input_ids": ids, "labels": torch.arange(N_SAMPLES) % 3}
+        return Case(model, CLASSIFICATION, as_batch(samples, CLASSIFICATION))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    samples = {"input_ids": ids, "labels": ids}
+    return Case(model, LANGUAGE_MODELLING, as_batch(samples, LANGUAGE_MODELLING))
+
+
+def images(model: nn.Module, size: int) -> Case:
+    """Return a classifier with random images."""
+    samples = torch.randn(N_SAMPLES, 3, size, size), torch.arange(N_SAMPLES) % 3
+    return Case(model, CLASSIFICATION, as_batch(samples, CLASSIFICATION))
+
+
+def of_timm(name: str) -> Case:
+    """Return a model of timm, for small images if it takes them."""
+    import timm
+
+    for settings, size in (({"img_size": 64}, 64), ({}, 64), ({}, 224), ({}, 256)):
+        with contextlib.suppress(
+            TypeError, AssertionError, RuntimeError, ValueError, AttributeError
+        ):
+            model = timm.create_model(name, num_classes=3, **settings).eval()
+            with torch.no_grad():
+                model(torch.randn(2, 3, size, size))
+            return images(model, size)
+    size = timm.create_model(name, num_classes=3).default_cfg["input_size"][-1]
+    return images(timm.create_model(name, num_classes=3), size)
+
+
+def of_torchvision(name: str) -> Case:
+    """Return a model of torchvision."""
+    import torchvision
+
+    size = {"inception_v3": 96, "maxvit_t": 224, "vit_b_32": 224, "alexnet": 96}.get(name, 64)
+    extra = {"aux_logits": False} if name in {"googlenet", "inception_v3"} else {}
+    model = torchvision.models.get_model(name, weights=None, num_classes=3, **extra)
+    return images(model, size)
+
+
+def perturb(model: nn.Module) -> None:
+    """Move every weight off what it was set to: zeros and ones hide mistakes."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        for module in model.modules():
+            if (
+                isinstance(module, nn.modules.batchnorm._BatchNorm)
+                and module.running_mean is not None
+            ):
+                module.running_mean.add_(0.1 * torch.randn_like(module.running_mean))
+
+
+def truth(case: Case) -> list[Tensor]:
+    """Return each sample's gradient by autograd in float64, from two copies of the sample."""
+    model = copy.deepcopy(case.model).double().eval()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")  # grouped products know no float64
+    parameters = list(select_parameters(model, None).values())
+    batch = case.batch.mapped(lambda x: x.double() if x.is_floating_point() else x)
+    rows = []
+    for i in range(len(batch)):
+        twice = batch.rows(torch.tensor([i, i]))
+        outputs = case.output.read(twice.given_to(model))
+        f = sum(case.output.value(x, twice.labels[0]) for x in outputs) / 2
+        found = torch.autograd.grad(f, parameters, materialize_grads=True)
+        rows.append(torch.cat([g.flatten() for g in found]))
+    return rows
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:150]
+
+
+def judged(package: str, name: str, make: Callable[[str], Case]) -> Row:
+    """Make a model, take its gradients, and compare them."""
+    torch.manual_seed(0)
+    try:
+        case = make(name)
+        perturb(case.model.eval())
+        parameters = select_parameters(case.model, None)
+        expected = truth(case)
+    except Exception as error:
+        return Row(
+            package, name, 0, "not built", float("nan"), 0, f"{type(error).__name__}: {error}"[:150]
+        )
+    size = sum(p.numel() for p in parameters.values())
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            method = gradient_method(case.model, parameters, case.output, case.batch)
+            start = time.perf_counter()
+            formed = formed_gradients(method, case.model, parameters, case.output, case.batch)
+            seconds = time.perf_counter() - start
+    except Exception as error:
+        return Row(
+            package,
+            name,
+            size,
+            "refused",
+            float("nan"),
+            0,
+            f"{type(error).__name__}: {error}"[:150],
+        )
+    found = torch.cat([g.flatten(1) for g in formed.gradients.values()], 1).double()
+    errors = [
+        float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)
+    ]
+    way = "one pass" if method is gradients_at_once else "one by one"
+    reason = said.getvalue().partition("; it ")[2].partition(". Gradients ")[0]
+    return Row(package, name, size, way, max(errors), 1e3 * seconds, reason)
+
+
+def rows_of(names: list[str]) -> Iterator[Row]:
+    """Yield the rows of models, all if no name is given."""
+    groups = [
+        ("transformers", NAMES["writers"] + NAMES["readers"] + NAMES["lookers"], of_transformers)
+    ]
+    groups += [("timm", NAMES["timm"], of_timm)]
+    groups += [("torchvision", NAMES["torchvision"], of_torchvision)]
+    for package, known, make in groups:
+        for name in known:
+            if not names or name in names or package in names:
+                yield judged(package, name, make)
+
+
+def main() -> None:
+    """Print a line a model, then the counts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("models", nargs="*", help="names of models or of packages; all if none")
+    parser.add_argument("--csv", type=Path)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = []
+    for row in rows_of(arguments.models):
+        rows.append(row)
+        line = f"{row.package} {row.model}: {row.way}, {row.error:.0e}, {row.milliseconds:.0f} ms"
+        print(f"{line}; {row.reason}".replace("\n", " "), file=sys.stderr, flush=True)
+    ways = "one pass", "one by one", "refused", "not built"
+    print(f"| package | {' | '.join(ways)} | worst error |
+|---|---|---|---|---|---|")
+    for package in dict.fromkeys(row.package for row in rows):
+        own = [row for row in rows if row.package == package]
+        counts = [sum(row.way == way for row in own) for way in ways]
+        worst = max((row.error for row in own if not math.isnan(row.error)), default=math.nan)
+        print(f"| {package} | {' | '.join(map(str, counts))} | {worst:.0e} |")
+    if arguments.csv:
+        write_csv(
+            arguments.csv,
+            rows,
+            environment("cpu", ["torch", "transformers", "timm", "torchvision"]),
+        )
+
+
+if __name__ == "__main__":
+    main()
