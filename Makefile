@@ -22,6 +22,7 @@ test: .venv/can-test
 
 # Open build/site/index.html: no server is needed, and no network.
 docs: .venv/can-test
+	rm -rf build/site
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env \
 		--conf-dir docs --doctree-dir build/doctrees . build/site
 

@@ -12,9 +12,11 @@ from typing import Any
 from docutils import nodes
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from generate.check_site import faults_of
 from generate.pages import filled_in
 
 import trak_core
@@ -68,8 +70,15 @@ def take_signs_literally(_app: Sphinx, *given: Any) -> None:
             lines[i] = "``".join(parts)
 
 
+def check_site(app: Sphinx, error: Exception | None) -> None:
+    """Refuse a site with a dead link, or one that loads anything from a network."""
+    if error is None and (faults := faults_of(Path(app.outdir).resolve())):
+        raise ExtensionError("The site must hold all it leads to. Found: " + "; ".join(faults))
+
+
 def setup(app: Sphinx) -> None:
     """Connect what this file does to a build."""
     app.connect("source-read", read_source)
     app.connect("doctree-read", leave_files_as_text, priority=100)
     app.connect("autodoc-process-docstring", take_signs_literally, priority=100)
+    app.connect("build-finished", check_site)
