@@ -283,7 +283,7 @@ TOO_LONG = r"(?s)IndexError.* Sample {} is a text of 33 tokens: texts must"
     ("i", "change", "expected"),
     [
         (11, "x[:3].repeat(11)", TOO_LONG.format("text-11")),
-        (4, "x[:1]", r"one after its first token\. Found none in .*text-4"),
+        (4, "x[:1]", r"after its first token: one that is not -100\. Found none in .*text-4"),
     ],
     ids=["longer than the positions", "one token"],
 )

@@ -46,3 +46,12 @@ def test_errors_of_sketches_are_those_of_their_theory():
         assert 0.02 < float(norm) < 2 * (2 / 256) ** 0.5
         assert 0.7 < float(spearman) <= 1
         assert 7 < float(same_of_ten) <= 10
+
+
+def test_architectures_take_their_way_and_are_right():
+    pytest.importorskip("transformers", reason="needs transformers, which `make test` has")
+    found = {row[0]: row for row in rows("architectures.py", "gpt2", "t5", "bloom")}
+    for name, way in (("gpt2", "at once"), ("t5", "at once"), ("bloom", "one by one")):
+        _, said, *errors = found[f"transformers {name}"][:4]
+        assert said == way
+        assert all(0 < float(error) < 1e-5 for error in errors)
