@@ -241,7 +241,7 @@ def truth(case: Case) -> list[Tensor]:
     for i in range(len(batch)):
         twice = batch.rows(torch.tensor([i, i]))
         outputs = case.output.read(twice.given_to(model))
-        f = sum(case.output.value(x, twice.labels[0]) for x in outputs) / 2
+        f = torch.stack([case.output.value(x, twice.labels[0]) for x in outputs]).mean()
         found = torch.autograd.grad(f, parameters, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in found]))
     return rows
@@ -317,8 +317,8 @@ def main() -> None:
         line = f"{row.package} {row.model}: {row.way}, {row.error:.0e}, {row.milliseconds:.0f} ms"
         print(f"{line}; {row.reason}".replace("\n", " "), file=sys.stderr, flush=True)
     ways = "one pass", "one by one", "refused", "not built"
-    print(f"| package | {' | '.join(ways)} | worst error |
-|---|---|---|---|---|---|")
+    print(f"| package | {' | '.join(ways)} | worst error |")
+    print(f"|{'---|' * (len(ways) + 2)}")
     for package in dict.fromkeys(row.package for row in rows):
         own = [row for row in rows if row.package == package]
         counts = [sum(row.way == way for row in own) for way in ways]
