@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import io
+import math
 import sys
 import time
 import warnings
