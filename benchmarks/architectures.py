@@ -44,9 +44,9 @@ N_SAMPLES, N_TOKENS, N_WORDS = 4, 11, 96
 NAMES: dict[str, list[str]] = {}
 for _word in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").split():
     if _word.endswith(":"):
-        NAMES[_word[:-1]] = _names = []
+        NAMES[_word[:-1]] = []
     else:
-        _names.append(_word)
+        NAMES[list(NAMES)[-1]].append(_word)
 
 # Names of settings differ from family to family; what a configuration has is set.
 SMALL: dict[str, Any] = {
