@@ -193,7 +193,7 @@ def images(model: nn.Module, size: int) -> Case:
 
 def of_timm(name: str) -> Case:
     """Return a model of timm, for small images if it takes them."""
-    import timm
+    timm: Any = importlib.import_module("timm")  # no part of the tests' environment
 
     for settings, size in (({"img_size": 64}, 64), ({}, 64), ({}, 224), ({}, 256)):
         with contextlib.suppress(
@@ -209,7 +209,7 @@ def of_timm(name: str) -> Case:
 
 def of_torchvision(name: str) -> Case:
     """Return a model of torchvision."""
-    import torchvision
+    torchvision: Any = importlib.import_module("torchvision")
 
     size = {"inception_v3": 96, "maxvit_t": 224, "vit_b_32": 224, "alexnet": 96}.get(name, 64)
     extra = {"aux_logits": False} if name in {"googlenet", "inception_v3"} else {}
@@ -228,7 +228,8 @@ def perturb(model: nn.Module) -> None:
                 isinstance(module, nn.modules.batchnorm._BatchNorm)
                 and module.running_mean is not None
             ):
-                module.running_mean.add_(0.1 * torch.randn_like(module.running_mean))
+                mean: Tensor = module.running_mean
+                mean.add_(0.1 * torch.randn_like(mean))
 
 
 def truth(case: Case) -> list[Tensor]:

@@ -223,6 +223,31 @@ def test_what_one_pass_cannot_take_goes_one_by_one(forward, parts, shape, reason
     assert_same(result.gradients, expected)
 
 
+def grouped(m, x):
+    """Each token goes to the two of three experts that a router chooses, sorted by expert."""
+    tokens = x.flatten(0, 1)
+    scores, chosen = m.router(tokens).softmax(-1).topk(2)
+    order = chosen.flatten().argsort(stable=True)
+    ends = nn.functional.one_hot(chosen.flatten(), 3).sum(0).cumsum(0).int()
+    hidden = nn.functional.grouped_mm(tokens[order // 2], m.weights, offs=ends)
+    hidden = (hidden.tanh() * scores.flatten()[order, None])[order.argsort()]
+    return m.linear(hidden.view(-1, 2, 4).sum(1).view_as(x).mean(1))
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="the newest torch has it")
+def test_experts_by_grouped_products(capsys):
+    parts = {
+        "router": lambda: nn.Linear(4, 3),
+        "weights": lambda: nn.Parameter(torch.randn(3, 4, 4)),
+    }
+    model, batch = linear(grouped, **parts), classified(torch.randn(5, 6, 4))
+    assert chosen(model, batch) is gradients_at_once
+    assert not capsys.readouterr().out
+    expected, _ = by_backward(model, batch, CLASSIFICATION)
+    for method in (gradients_at_once, gradients_in_turn):
+        assert_same(formed(method, model, batch).gradients, expected, rtol=1e-4, atol=1e-5)
+
+
 class Kinds(Formed):
     """Notes in which form gradients come."""
 

@@ -1,5 +1,6 @@
 """Compute an input's contribution from what its operation saved, by closed forms."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +148,24 @@ def _matrix_product(use: Use) -> Contribution | None:
     return Outer(gradients, use.by_sample(inputs, 0, 0), is_transposed=is_left)
 
 
+def _grouped_product(use: Use) -> Contribution | None:
+    """Serve experts: each group of rows is multiplied by a matrix of its own."""
+    inputs = use.saved("self")
+    if use.edge.index != 1 or inputs.ndim != 2 or not use.is_along(0):
+        return None
+    n_samples, ends = use.layout.n_samples, use.saved("offs").tolist()
+    formed = use.gradient.new_zeros(len(use.gradient), n_samples, *use.input_shape)
+    owners = torch.zeros(len(inputs))
+    if n_samples > 1:
+        owners = use.layout.of_blocks(use.gradient.shape[2], len(inputs))
+    for sample in range(n_samples):
+        for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            own = (start + (owners[start:end] == sample).nonzero().flatten()).to(inputs.device)
+            if len(own):
+                formed[:, sample, group] = inputs[own].T @ use.gradient[:, own]
+    return Dense(formed)
+
+
 def _convolved(use: Use) -> Contribution | None:
     if not use.is_along(0):
         return None
@@ -251,6 +270,7 @@ _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
     "Expand": lambda use: _summed(use, use.gradient),
     "Addmm": _matrix_product,
     "Mm": _matrix_product,
+    "GroupedMm": _grouped_product,
     "Convolution": _convolved,
     "Embedding": _looked_up,
     "NativeLayerNorm": _layer_normed,

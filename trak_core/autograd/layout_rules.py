@@ -229,7 +229,7 @@ def _pooled(at: At, n_spatial: int) -> Layout | None:
 
 def _strided(at: At) -> Layout | None:
     """Means over images whose channels lie last, by ``adaptive_avg_pool2d(x, 1)``."""
-    # Of shape (N, C, 1, 1), they only get the strides that mark such tensors.
+    # Their shape is (N, C, 1, 1); they only get the strides that mark such tensors.
     c = at.input[1] if len(at.input) == 4 else 0
     is_mark = at.input[2:] == (1, 1) and tuple(at.node._saved_stride) == (c, 1, c, c)
     return at.layout if is_mark and at.input == at.output else None
