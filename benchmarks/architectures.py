@@ -13,6 +13,7 @@ entry of the sample's gradient. Prints a Markdown table; --csv writes a row a mo
 import argparse
 import contextlib
 import copy
+import importlib
 import io
 import math
 import sys
