@@ -19,8 +19,8 @@ from trak_core.projection.cuda import (
     hadamard,
     portable,
     project_cuda,
+    project_slices,
     sjlt,
-    slices,
     tensor_core,
 )
 from trak_core.projection.cuda import project as project_module
@@ -54,8 +54,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def small_and_poisoned(monkeypatch):
     """Many slices and launches of small inputs; memory that a kernel must write starts as NaN."""
-    monkeypatch.setattr(slices, "SLICE", SLICE)
-    monkeypatch.setattr(slices, "_FILL", 1)
+    monkeypatch.setattr(project_slices, "SLICE", SLICE)
+    monkeypatch.setattr(project_slices, "_FILL", 1)
     monkeypatch.setattr(tensor_core, "FLUSH", 256)
     monkeypatch.setattr(hadamard, "INNER", 128)
     monkeypatch.setattr(hadamard, "FLUSH", 4)
@@ -161,7 +161,7 @@ def test_every_width(name, proj_dim, use):
 def test_transforms_of_full_length(proj_dim, use, monkeypatch):
     """Three and four rounds of butterflies, and two inputs added up."""
     monkeypatch.setattr(hadamard, "INNER", min(proj_dim, 8192))
-    monkeypatch.setattr(slices, "SLICE", 16384)
+    monkeypatch.setattr(project_slices, "SLICE", 16384)
     spec = use("hadamard", FAR + 100, proj_dim=proj_dim)
     gradients = integers(1, 100)
     np.testing.assert_array_equal(projected(gradients, spec, FAR), exact(gradients, spec, FAR))
@@ -194,7 +194,7 @@ def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
 def test_blocks_equal_their_concatenation(name, dtype, use, monkeypatch):
     """Also where the last slice lies in one block, to be read in place, and the first does not."""
     widths = [5, 0, 160, 11, 64]
-    monkeypatch.setattr(slices, "BUDGET_BYTES", 20_000)  # several launches
+    monkeypatch.setattr(project_slices, "BUDGET_BYTES", 20_000)  # several launches
     spec = use(name, FAR + sum(widths))
     gradients = torch.randn((2, sum(widths))).to(dtype)
     whole = projected(gradients, spec, FAR)
@@ -214,7 +214,7 @@ def test_chunks_cut_at_slices_and_batches_change_no_bit(name, use, monkeypatch):
     if spec.entry_factor % 1 == 0:
         np.testing.assert_array_equal(out.cpu().numpy(), whole)
     np.testing.assert_allclose(out.cpu().numpy(), whole, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(slices, "BUDGET_BYTES", 1)  # row by row, slice by slice
+    monkeypatch.setattr(project_slices, "BUDGET_BYTES", 1)  # row by row, slice by slice
     np.testing.assert_array_equal(projected(gradients, spec, offset), whole)
 
 
@@ -250,7 +250,7 @@ def test_accurate_at_any_scale(name, deviation, use):
 
 def test_long_sums_on_tensor_cores_are_made_of_short_ones(use, monkeypatch):
     """One sum of all would stand at 2^24, where adding 1 changes nothing."""
-    monkeypatch.setattr(slices, "SLICE", 512)
+    monkeypatch.setattr(project_slices, "SLICE", 512)
     spec = use("tensor_core", 512)
     signs = torch.tensor(projection_matrix(spec, 0, 512)[:, 0])
     gradients = torch.zeros(512)
@@ -303,7 +303,9 @@ def test_runs_cover_every_slice_once():
         usable = (generator.random(7) < 0.7).tolist()
         least, most = int(generator.integers(1, 4)), int(generator.integers(1, 5))
         found = list(
-            slices.runs(bounds, usable, least=least, most_in_place=most, most_gathered=most + 1)
+            project_slices.runs(
+                bounds, usable, least=least, most_in_place=most, most_gathered=most + 1
+            )
         )
         covered = [s for run in found for s in range(run.first_slice, run.last_slice)]
         assert covered == list(range(edges[0] // SLICE, -(-edges[-1] // SLICE)))
@@ -392,7 +394,7 @@ class TestSelfTest:
         def refuse(*_):
             raise RuntimeError("unsupported PTX version")
 
-        monkeypatch.setattr(slices, "launch", refuse)
+        monkeypatch.setattr(project_slices, "launch", refuse)
         with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
 
@@ -473,8 +475,8 @@ def test_work_is_ordered_on_the_current_stream(name, use):
 @pytest.mark.parametrize("name", CASES)
 def test_memory_is_bounded_and_sizes_are_64_bit(name, use, monkeypatch):
     """Rows further apart than 2^31 elements."""
-    monkeypatch.setattr(slices, "SLICE", 65536)
-    monkeypatch.setattr(slices, "_FILL", 512)
+    monkeypatch.setattr(project_slices, "SLICE", 65536)
+    monkeypatch.setattr(project_slices, "_FILL", 512)
     n = 2**31 + 8
     spec = use(name, FAR + n)
     memory = torch.zeros((2, n), dtype=torch.float16, device=DEVICE)

@@ -19,7 +19,7 @@ from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
-from trak_core.projection.cuda import choose_kernel, slices
+from trak_core.projection.cuda import choose_kernel, project_slices
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -156,7 +156,7 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
     nvrtc.get_arch_option = lambda *_: ""
     # Functions of kernels are compiled for the GPU at hand; there is none.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=(8, 0))
-    slices.launch = compile_instead
+    project_slices.launch = compile_instead
     for kernel_name, kind, proj_dim, rows, dtype in cases:
         # The portable kernel is for GPUs whose tensor cores don't know m16n8k16.
         assumed = (7, 5) if kernel_name == "portable" else (8, 0)
@@ -167,7 +167,7 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
         method = choose_kernel.choose(spec, dtype, out.device)
         if method.name != kernel_name:
             raise ValueError(f"{label} is projected by {method.name}")
-        slices.project_slices([gradients], spec, 0, out, method)
+        project_slices.project_slices([gradients], spec, 0, out, method)
 
 
 if __name__ == "__main__":

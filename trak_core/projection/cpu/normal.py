@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from trak_core.projection.cpu.kernel import compiled, fill_words
+from trak_core.projection.cpu.kernel_basics import compiled, fill_words
 from trak_core.projection.cpu.sample_lanes import (
     LANES,
     LaneArrays,

@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.cpu.kernel import compiled, fill_words
+from trak_core.projection.cpu.kernel_basics import compiled, fill_words
 from trak_core.projection.cpu.sample_lanes import (
     LANES,
     LaneArrays,

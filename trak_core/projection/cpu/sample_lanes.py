@@ -16,7 +16,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba import config, extending, types
 
-from trak_core.projection.cpu.kernel import compiled
+from trak_core.projection.cpu.kernel_basics import compiled
 
 LANES = 8
 # Typed here because the function called has one argument less than the one that is decorated.

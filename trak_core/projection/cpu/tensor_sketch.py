@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trak_core.projection.cpu.kernel import compiled, fill_words
+from trak_core.projection.cpu.kernel_basics import compiled, fill_words
 from trak_core.projection.cpu.sample_lanes import (
     LANES,
     fill_from_lanes,

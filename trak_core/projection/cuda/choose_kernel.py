@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from trak_core.errors import InputError
-from trak_core.projection.cuda import hadamard, portable, sjlt, slices, tensor_core
+from trak_core.projection.cuda import hadamard, portable, project_slices, sjlt, tensor_core
 from trak_core.projection.cuda.availability import INSTEAD, capability_of, name_of
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -16,7 +16,7 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 _TENSOR_CORES = (8, 0)  # the first capability that multiplies m16n8k16, and copies on its own
 
 
-def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> slices.Method:
+def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> project_slices.Method:
     """Return the one method that projects gradients of a dtype on a device; there is no other try.
 
     Raises:
@@ -30,9 +30,9 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
         case ProjectionKind.RADEMACHER | ProjectionKind.NORMAL:
             module = portable
         case ProjectionKind.HADAMARD:
-            if spec.proj_dim > slices.SLICE:
+            if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
-                    f"The projection kind hadamard needs proj_dim at most {slices.SLICE} on a "
+                    f"The projection kind hadamard needs proj_dim at most {project_slices.SLICE} on a "
                     f"GPU. Found {spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
@@ -46,7 +46,7 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> sl
                 code="projection.gpu_kind",
             )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
-    return slices.Method(
+    return project_slices.Method(
         name=module.__name__.rpartition(".")[2],
         variant=partial(module.variant, spec, bfloat16),
         dtype=torch.bfloat16 if n_planes == 2 else dtype,
@@ -63,7 +63,7 @@ _passed: set[tuple[Any, ...]] = set()
 
 
 def require_right_matrix(
-    method: slices.Method,
+    method: project_slices.Method,
     spec: ProjectionSpec,
     dtype: torch.dtype,
     device: torch.device,
@@ -89,7 +89,7 @@ def require_right_matrix(
         return
     proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
     n_rows = min(n_samples, ROWS, max(1, _ENTRIES // proj_dim))
-    offset = 2**33 + 5 * slices.SLICE - STEP * n_rows // 2
+    offset = 2**33 + 5 * project_slices.SLICE - STEP * n_rows // 2
     small = replace(
         spec,
         proj_dim=proj_dim,
@@ -103,7 +103,7 @@ def require_right_matrix(
     out = torch.zeros((n_rows, proj_dim), dtype=torch.float32, device=device)
     try:
         small_method = choose(small, dtype, device)
-        slices.project_slices([gradients.to(device)], small, offset, out, small_method)
+        project_slices.project_slices([gradients.to(device)], small, offset, out, small_method)
         matrix = out.cpu().numpy()
     except Exception as error:
         raise InputError(

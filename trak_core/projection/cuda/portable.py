@@ -21,7 +21,7 @@ from trak_core.projection.cuda.device_functions import (
     widen_bfloat16,
     words_at,
 )
-from trak_core.projection.cuda.slices import Variant
+from trak_core.projection.cuda.project_slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _RADEMACHER = ProjectionKind.RADEMACHER.tag

@@ -50,7 +50,7 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
     require_numba_cuda()
     # Only now: they need what was just looked for.
     from trak_core.projection.cuda.choose_kernel import choose, require_right_matrix
-    from trak_core.projection.cuda.slices import project_slices
+    from trak_core.projection.cuda.project_slices import project_slices
 
     blocks = [block.detach() for block in blocks if block.shape[1]]
     if not blocks or not len(out):

@@ -32,7 +32,7 @@ from trak_core.projection.cuda.device_functions import (
     uint64,
     unrolled,
 )
-from trak_core.projection.cuda.slices import Variant
+from trak_core.projection.cuda.project_slices import Variant
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 if SIMULATED:
