@@ -1,5 +1,5 @@
 # Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make check`,
-# `make test`, `make docs`.
+# `make test`, `make docs`. `make install` alone sets up what a run needs.
 # All make a virtual environment in .venv first, with the versions that the tests passed with.
 # `make run` installs what a run needs; the others add what tests and docs need.
 PYTHON ?= python3
@@ -8,7 +8,9 @@ CONFIG ?= config/config.yaml
 
 PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
 
-.PHONY: run check test docs clean
+.PHONY: install run check test docs clean
+
+install: .venv/can-run
 
 run: .venv/can-run
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)

@@ -225,17 +225,15 @@ def perturb(model: nn.Module) -> None:
             if parameter.is_floating_point():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         for module in model.modules():
-            if (
-                isinstance(module, nn.modules.batchnorm._BatchNorm)
-                and module.running_mean is not None
-            ):
-                mean: Tensor = module.running_mean
-                mean.add_(0.1 * torch.randn_like(mean))
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                mean: Any = module.running_mean
+                if mean is not None:
+                    mean.add_(0.1 * torch.randn_like(mean))
 
 
 def truth(case: Case) -> list[Tensor]:
     """Return each sample's gradient by autograd in float64, from two copies of the sample."""
-    model = copy.deepcopy(case.model).double().eval()
+    model: Any = copy.deepcopy(case.model).double().eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products know no float64
     parameters = list(select_parameters(model, None).values())

@@ -60,6 +60,8 @@ def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weigh
     templates = {"prompt": "{prompt} ", "text": "{completion}"}
     study = language_model(file, str(weights), **templates, targets=file)
     (sample,) = study.train_data()
+    question = language_model(file, str(weights)).encode(prompt="what is red ", text="the sun")
+    assert torch.equal(question["labels"], sample["labels"])
     assert sample["input_ids"].tolist() == ids("what is red the sun")
     assert sample["labels"].tolist() == [-100, -100, -100, *ids("the sun")]
     assert torch.equal(study.target_data()[0]["labels"], sample["labels"])
@@ -88,10 +90,14 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
     (adapter := tmp_path / "adapter").mkdir()
     settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
     settings |= {"base_model_name_or_path": str(weights), "task_type": "CAUSAL_LM"}
+    settings["inference_mode"] = True
     (adapter / "adapter_config.json").write_text(json.dumps(settings))
     model = language_model(file, str(adapter)).make_model()
     trained = {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {"lora_A", "lora_B"}
+    (weights / "tokenizer_config.json").unlink()
+    with refused("studies.tokenizer", weights):
+        language_model(file, str(weights))
     with refused("studies.weights", tmp_path):
         language_model(file, str(tmp_path))
 
@@ -137,6 +143,10 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     assert torch.equal(of_table.train_data()[0][0], torch.tensor(pixels[2]).permute(2, 0, 1) / 255)
     with refused("studies.label", "wolf", "cat, dog"):
         image_folder(str(table_file), net, classes=["cat", "dog"]).train_data()[0]
+    (tmp_path / "nets.py").write_text(f"{NET}\ndef prepared(image):\n    return 3\n")
+    other = image_folder(str(tmp_path / "images"), net, transform=f"{tmp_path}/nets.py:prepared")
+    with refused("studies.transform", "int"):
+        other.train_data()[0]
     with refused("studies.no_images", tmp_path / "images/cat"):
         image_folder(str(tmp_path / "images/cat/b"), net)
     for wrong in ("nets:net", f"{tmp_path}/nets.py:other"):

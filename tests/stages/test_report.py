@@ -315,13 +315,18 @@ def titles(**numbers):
 
 
 def test_nothing_to_warn_of():
-    assert titles() == titles(saturated=1.0, model_output="regression") == []  # small residuals
-    assert "None. These were looked for, and not found: fewer than 5" in warned().text
+    of_numbers = {"saturated": 1.0, "right": 0.0, "model_output": "regression"}  # small residuals
+    assert titles() == titles(**of_numbers) == []
+    assert (
+        "None. These were looked for, and not found: models that predict fewer than 50 %"
+        in warned().text
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "title"),
     [
+        ({"right": 0.49}, "The models get most training labels wrong"),
         ({"n_checkpoints": 4}, "Few checkpoints"),
         ({"saturated": 0.51}, "Saturated loss weights"),
         ({"smallest": 0.9e-3}, "Near-singular matrices"),

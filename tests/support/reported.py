@@ -160,6 +160,7 @@ def file(spec=(), tables=None, **attributes):
 def results_of(
     n_checkpoints=10,
     saturated=0.0,
+    right=1.0,
     sd=0.1,
     smallest=1.0,
     power=1.0,
@@ -174,7 +175,7 @@ def results_of(
         "combine": "product_of_averages",
     }
     targets = pd.DataFrame([{"id": i, "output": float(i), "output_sd": sd} for i in range(8)])
-    experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated)
+    experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated, right=right)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}

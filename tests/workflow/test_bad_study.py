@@ -9,6 +9,13 @@ from workspace import Workspace
 from trak_core.errors import InputError
 
 DATA = "return TensorDataset(x[:342], y[:342])"
+NOISY = """class Noisy(tuple):
+    def __new__(cls):
+        return super().__new__(cls, (0, 0))
+
+    def __iter__(self):
+        return iter((torch.randn(10), torch.tensor(1.0)))
+"""
 ENDS = r"must end without an error\. Found"
 # A text of the good study, what stands in its place, and the refusal.
 STUDIES = {
@@ -65,6 +72,10 @@ STUDIES = {
     "ids of two types": (
         *('f"patient-{i}"', "i if i % 2 else str(i)"),
         r"target_ids\(\) must give integers of 64 bits only, or strings .* Found 343, 345, 347",
+    ),
+    "samples change": (
+        *("return TensorDataset(x[:342], y[:342])", "return [Noisy()] * 4\n\n\n" + NOISY),
+        r"must be the same whenever it is read\. Found two of 0, which differ in .* augmentation",
     ),
     "sample does not fit the model": (
         *("nn.Linear(10, 32)", "nn.Linear(11, 32)"),

@@ -47,16 +47,20 @@ def study(tmp_path):
 def test_texts_and_weights_are_a_study(study, monkeypatch):
     page = dict(blocks("docs/how-to/ready-made.md"))
     assert yaml.safe_load(SHOWN) == yaml.safe_load(page["yaml texts.yaml"])
-    study.run("results/scores/asked.h5", "results/answers/asked.h5")
+    study.run("results-texts/scores/asked.h5", "results-texts/answers/asked.h5")
     monkeypatch.chdir(study.folder)
     assert len(run_code(READ).splitlines()) == 4  # the three texts, and a line above
-    scores = pd.read_hdf(study.path("results/scores/asked.h5"), "scores")
-    described = pd.read_hdf(study.path("results/answers/asked.h5"), "train").set_index("id")["text"]
+    scores = pd.read_hdf(study.path("results-texts/scores/asked.h5"), "scores")
+    described = pd.read_hdf(study.path("results-texts/answers/asked.h5"), "train").set_index("id")[
+        "text"
+    ]
     assert described.to_dict() == {row["id"]: row["text"] for row in ROWS}
     assert study.would_run() == {}
 
     # The file that was written is a study like any other, and may be taken further.
-    study.path("mine.py").write_text(study.path("results/language_model_study.py").read_text())
+    study.path("mine.py").write_text(
+        study.path("results-texts/language_model_study.py").read_text()
+    )
     study.path("hand.py").write_text(HAND_WRITTEN)
     written = {"study": "hand.py", "model_output": "language_modelling", "results": "others"}
     by_hand = Workspace(
@@ -85,6 +89,13 @@ def test_what_a_config_may_not_say(study, monkeypatch):
         with_ready_study({"study": "language_modl", "study_arguments": {}})
     with refused("config.study", "tabular without"):
         with_ready_study({"study": "tabular"})
+    for wrong, named in (
+        ({"text": "train.jsonl"}, "no texts"),
+        ({"texts": "trian.jsonl"}, "trian.jsonl"),
+        ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
+    ):
+        with refused("config.study_arguments", named):
+            with_ready_study({"study": "language_model", "study_arguments": wrong})
     with refused("config.weights", "null"):
         with_ready_study({"study": "language_model", "study_arguments": {"texts": "train.jsonl"}})
 
@@ -93,6 +104,7 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     monkeypatch.chdir(study.folder)
     study.path("nets.py").write_text("import layers\n\ndef net(n):\n    return layers.made(n)\n")
     study.path("layers.py").write_text("from torch import nn\n\nmade = nn.Linear\n")
+    study.path("images").mkdir()
     arguments = {"images": "images", "model": "nets.py:net"}
     config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
     assert config["data_files"] == ["images", "nets.py", "layers.py"]

@@ -1,5 +1,6 @@
 """Write the study's file of a config that names a ready-made study; standard library only."""
 
+import ast
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), draws=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
+_STUDIES = Path(__file__).parents[1] / "studies"
 _FUNCTIONS = (
     *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
 )
@@ -79,6 +81,7 @@ def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     about = READY_MADE[name]
     arguments = dict(arguments)
+    _check_arguments(name, arguments, about)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
     file = Path(str(config.get("results", "results")), f"{name}_study.py")
@@ -86,13 +89,36 @@ def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
     known = config.get("data_files", [])
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     for argument in arguments.values():
-        named += _code_of(argument)
+        named += [path for path in _code_of(argument) if path not in named]
     return {
         **({} if about.model_output is None else {"model_output": about.model_output}),
         **config,
         "study": str(file),
         "data_files": [*known, *(path for path in named if path not in known)],
     }
+
+
+def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
+    """Refuse arguments that the study doesn't take, and files that are not there."""
+    nodes = ast.parse((_STUDIES / f"{name}.py").read_text()).body
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    function = next(function for function in functions if function.name == name)
+    names = [argument.arg for argument in function.args.args]
+    unknown = [key for key in arguments if key not in names]
+    if unknown or about.files[0] not in arguments:
+        found = f"unknown key {unknown[0]}" if unknown else f"no {about.files[0]}"
+        raise InputError(
+            f"study_arguments of {name} must be of {', '.join(names)}; {about.files[0]} must be "
+            f"there. Found {found}.",
+            code="config.study_arguments",
+        )
+    for key in about.files:
+        if key in arguments and not Path(str(arguments[key])).exists():
+            raise InputError(
+                f"study_arguments: {key} must exist. Found nothing at {arguments[key]} (from "
+                f"{Path.cwd()}).",
+                code="config.study_arguments",
+            )
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:

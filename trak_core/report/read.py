@@ -134,8 +134,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
         Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
-        near 0 at the ends of runs; and ``influential``, the ids of all in the file's
-        ``top_influences``.
+        near 0 at the ends of runs; ``right``, the part whose prediction is the label; and
+        ``influential``, the ids of all in the file's ``top_influences``.
 
     Raises:
         ArtifactError: If the file is not what it must be, or of a version before the report.
@@ -154,6 +154,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
+            right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
         )
 

@@ -12,7 +12,7 @@ from trak_core.spec import Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
 # digit, since features are float32, right to 6e-8.
-LIMITS = {"checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6}
+LIMITS = {"right": 0.5, "checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6}
 # Fewer targets than this hardly tell how far targets differ.
 _ENOUGH_TARGETS = 8
 # A measured error is above theory's by so many standard errors, and by such a part.
@@ -29,8 +29,16 @@ class StudyWarning:
 
 def study_warnings(results: Results) -> list[StudyWarning]:
     """Return what may mislead, most consequential first."""
-    kinds = (_lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
+    kinds = (_predictions, _lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
     return [warning for kind in kinds for warning in kind(results)]
+
+
+def _predictions(results: Results) -> list[StudyWarning]:
+    """Look whether the models know their own training data."""
+    right = results.experiments[0].attributes["right"]
+    if right >= LIMITS["right"] or not TABLE[results.config["model_output"]].labels_are_classes:
+        return []
+    return [StudyWarning("wrong_predictions", {"right": right})]
 
 
 def _lds(results: Results) -> list[StudyWarning]:

@@ -71,6 +71,19 @@ def _check_split(
             model.count_classes(output, sample)
 
 
+def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
+    """Refuse samples that come out otherwise when they are read again, as by augmentation."""
+    again = as_batch(split.batch(0, 1), output)
+    for (name, before), (_, after) in zip(first.tensors(), again.tensors(), strict=True):
+        # NaN is not itself.
+        if before.shape != after.shape or not ((before == after) | (before != before)).all():
+            raise InputError(
+                "A sample must be the same whenever it is read. Found two of "
+                f"{split.ids[0]}, which differ in {name or 'the inputs'}. Take what is random out "
+                "of the data, such as augmentation: prepare samples as in evaluation."
+            )
+
+
 def _check_training(study: Study, training: Mapping[str, Mapping[str, Any]]) -> None:
     """Compare every run's arguments with what ``train`` takes."""
     signature = inspect.signature(study.function("train"))
@@ -191,6 +204,7 @@ def preflight_study(
             )
             _check_weighting(weighting, model_output, output)
             first = as_batch(split.batch(0, 1), output)
+            _check_repeatable(split, output, first)
             is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
             with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
                 n_classes = model.count_classes(output, first)

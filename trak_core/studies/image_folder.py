@@ -46,12 +46,20 @@ def image_folder(
         name = str(field(row, "label"))
         if name not in numbers:
             raise InputError(
-                f"study_arguments: a label must be one of the classes {', '.join(names)}. Found "
-                f"{name} for {row['path']}.",
+                f"study_arguments: a label must be one of the classes {', '.join(names)}, which "
+                f"{'`classes` gives' if classes else f'come from {images}'}. Found {name} for "
+                f"{row['path']}.",
                 code="studies.label",
             )
         with Image.open(row["path"]) as image:
-            return prepared(image.convert("RGB")), torch.tensor(numbers[name])
+            pixels = prepared(image.convert("RGB"))
+        if not isinstance(pixels, Tensor):
+            raise InputError(
+                "study_arguments: transform must return a tensor. Found "
+                f"{type(pixels).__name__}; torch.from_numpy makes one of NumPy's arrays.",
+                code="studies.transform",
+            )
+        return pixels, torch.tensor(numbers[name])
 
     def draw(axes: Any, one: tuple[Tensor, Tensor]) -> None:
         pixels = one[0].movedim(0, -1)

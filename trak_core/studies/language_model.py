@@ -21,7 +21,7 @@ def language_model(
     weights: str,
     targets: str | None = None,
     text: str | None = None,
-    prompt: str = "",
+    prompt: str | None = None,
     max_tokens: int | None = None,
 ) -> ReadyStudy:
     """Return the study of texts that trained a language model.
@@ -33,7 +33,8 @@ def language_model(
         targets: Rows to explain, by id; not needed where experiments bring ``data`` of their own.
         text: What counts, a template with fields of a row such as ``"{completion}"``. If not given,
             the field ``text``; or of a chat in the field ``messages`` the last message.
-        prompt: What comes before and doesn't count, likewise.
+        prompt: What comes before and doesn't count, likewise. If not given, the field ``prompt`` of
+            the rows that have one.
         max_tokens: Where to cut longer texts; without it they are refused.
     """
     needed("transformers")
@@ -47,7 +48,7 @@ def language_model(
         if is_chat:
             before, whole = _chat(tokenizer, row["messages"])
         else:
-            before = filled_in(prompt, row)
+            before = str(row.get("prompt", "")) if prompt is None else filled_in(prompt, row)
             whole = before + filled_in(text or _TEXT, row)
         tokens = tokenizer(
             whole,
@@ -57,8 +58,12 @@ def language_model(
             max_length=max_tokens,
         )
         input_ids = torch.tensor(tokens["input_ids"])
-        ends = torch.tensor(tokens["offset_mapping"])[:, 1]
-        labels = torch.where(ends > len(before), input_ids, -100) if before else input_ids
+        # Tokens that the tokenizer adds have no place in the text.
+        in_prompt = [
+            i for i, (_, end) in enumerate(tokens["offset_mapping"]) if 0 < end <= len(before)
+        ]
+        labels = input_ids.clone()
+        labels[: max(in_prompt, default=-1) + 1] = -100
         return {"input_ids": input_ids, "labels": labels}
 
     rows = read_rows(texts)
@@ -116,7 +121,14 @@ def _tokenizer_source(folder: Path) -> str:
     for place in (folder, folder.parent):
         if (place / "tokenizer_config.json").is_file():
             return str(place)
-    return _base(folder) or str(folder)
+    base = _base(folder)
+    if base is None:
+        raise InputError(
+            f"study_arguments: a tokenizer must lie beside the weights. Found none in {folder} or "
+            f"{folder.parent}. Save it there: `tokenizer.save_pretrained({str(folder)!r})`.",
+            code="studies.tokenizer",
+        )
+    return base
 
 
 def _model(folder: Path) -> nn.Module:
@@ -130,4 +142,6 @@ def _model(folder: Path) -> nn.Module:
     from peft import PeftConfig, get_peft_model
 
     model: Any = AutoModelForCausalLM.from_pretrained(base)
-    return get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False  # else peft freezes the adapter
+    return get_peft_model(model, config)

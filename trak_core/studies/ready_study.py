@@ -45,8 +45,8 @@ def needed(package: str) -> None:
     """Refuse to go on without a package of Hugging Face's, and say what brings it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
-            f"This study must find the package {package}. Found none: "
-            "pip install 'trak-core[language]'.",
+            f"This study must find the package {package}. Found none: call "
+            f"`{Path(sys.executable)} -m pip install {package}`.",
             code="studies.package",
         )
 
@@ -56,8 +56,10 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
     file, _, name = place.rpartition(":")
     path = Path(file)
     if path.suffix != ".py" or not path.is_file():
+        problem = f"no file {file} in {Path.cwd()}" if path.suffix == ".py" else place
         raise InputError(
-            f"study_arguments: {argument} must name a function as file.py:function. Found {place}.",
+            f"study_arguments: {argument} must name a function as file.py:function. Found "
+            f"{problem}.",
             code="studies.function",
         )
     sys.path.insert(0, str(path.parent.resolve()))

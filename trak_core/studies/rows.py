@@ -72,7 +72,7 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
         raise InputError(
-            f"study_arguments: a template must name fields of the rows in braces. Found "
-            f"{template!r} for a row with {', '.join(row)}.",
+            f"study_arguments: a row must have the fields of the template {template!r}. Found one "
+            f"with {', '.join(row)}: {str(dict(row))[:80]}.",
             code="studies.template",
         ) from error

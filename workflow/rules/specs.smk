@@ -132,5 +132,12 @@ def name_results():
     }
     if scores:
         logger.info(f"Scores: {', '.join(sorted(scores))}")
+    answers = {
+        f"{folder}/answers/{job.wildcards.experiment}.html"
+        for job in jobs
+        if job.rule.name == "draw_influences"
+    }
+    if answers:
+        logger.info(f"Answers: {', '.join(sorted(answers))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")

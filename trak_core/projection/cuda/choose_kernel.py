@@ -32,8 +32,8 @@ def choose(spec: ProjectionSpec, dtype: torch.dtype, device: torch.device) -> pr
         case ProjectionKind.HADAMARD:
             if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
-                    f"The projection kind hadamard needs proj_dim at most {project_slices.SLICE} on a "
-                    f"GPU. Found {spec.proj_dim}. {INSTEAD}",
+                    "The projection kind hadamard needs proj_dim at most "
+                    f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
             module = hadamard
