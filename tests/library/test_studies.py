@@ -1,6 +1,7 @@
 """Ready-made studies, beside what a person would write for the same files."""
 
 import json
+import sys
 
 import numpy as np
 import pandas as pd
@@ -183,5 +184,5 @@ def test_files_that_hold_no_rows(tmp_path):
     assert ids_of([{"id": 3}, {}]) == [0, 1]
     with refused("studies.field", "path", "id, label"):
         field({"id": 3, "label": 1}, "path")
-    with refused("studies.package", "no_such_package"):
+    with refused("studies.package", sys.executable, "no_such_package"):
         needed("no_such_package")

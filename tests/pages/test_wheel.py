@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 import yaml
+from own_checkpoints import network
 from pages import blocks
-from refusals import save_weights
 from workspace import REPOSITORY
 
 from trak_core.projection import project
@@ -131,7 +132,7 @@ def test_a_study_runs_where_nothing_but_the_wheel_is(python, tmp_path):
     config = {"study": "diabetes.py", "model_output": "regression", "projection": {"proj_dim": 16}}
     config |= {"checkpoints": {"c0": "c0.pt"}, "experiments": {"one": {"targets": ["patient-342"]}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
-    save_weights(tmp_path / "c0.pt")
+    torch.save(network().state_dict(), tmp_path / "c0.pt")
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     trak = [python.with_name("trak"), "run", "mine.yaml"]
