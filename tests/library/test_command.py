@@ -30,6 +30,7 @@ def test_a_cluster_s_profile_is_the_workflow_s_or_the_folder_s_own(tmp_path, mon
     folders = [workflow_folder().parent / name for name in ("slurm", "slurm-gpu")]
     assert profiles == [str(folder) for folder in folders]
     assert all((folder / "profile.yaml").is_file() for folder in folders)
+    assert snakemake_command("a.yaml", ["--profile=slurm"])[3] == f"--profile={folders[0]}"
     (tmp_path / "slurm").mkdir()
     assert snakemake_command("a.yaml", given)[4] == "slurm"
 

@@ -1,6 +1,7 @@
 """Ready-made studies, beside what a person would write for the same files."""
 
 import json
+import re
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ import pandas as pd
 import pytest
 import texts as small
 import torch
-from few_words import ids, tokenizer, write
+from few_words import CHAT, ids, tokenizer, write
 from PIL import Image
 from refused import refused
 from transformers import GPT2Config, GPT2ForSequenceClassification
@@ -75,6 +76,18 @@ def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     file = write(tmp_path / "chats.jsonl", [{"messages": messages}])
     (sample,) = language_model(file, str(weights)).train_data()
     assert sample["input_ids"].tolist() == ids("user said what is blue user said sky")
+    other = tokenizer()
+    other.chat_template = CHAT.replace("user said {% endif %}", "sun said {% endif %}")
+    other.save_pretrained(weights)
+    with refused(
+        "studies.chat_template", "'user said what is blue sun said '", re.compile(r"'[^']*' w")
+    ):
+        language_model(file, str(weights)).train_data()[0]
+    empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
+    first, second = language_model(empty, str(weights)).train_data()._rows
+    assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
+    with refused("studies.template", re.compile(r"'{text}'.*", re.S)):
+        language_model(empty, str(weights)).encode(**second)
     assert sample["labels"].tolist() == [-100] * 7 + ids("sky")
 
 
@@ -148,6 +161,17 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     other = image_folder(str(tmp_path / "images"), net, transform=f"{tmp_path}/nets.py:prepared")
     with refused("studies.transform", "int"):
         other.train_data()[0]
+    rows = [{"path": "images/dog/3.png", "label": label} for label in (2, 10, 0)]
+    numbered = image_folder(write(tmp_path / "numbers.jsonl", rows), net)
+    assert [int(label) for _, label in numbered.train_data()] == [2, 10, 0]
+    assert numbered.make_model().out_features == 11
+    (tmp_path / "images/dog/.hidden").mkdir()
+    Image.fromarray(pixels[0]).save(tmp_path / "images/dog/.hidden/4.png")
+    assert image_folder(str(tmp_path / "images"), net).train_ids() == study.train_ids()
+    (tmp_path / "images/wolf").symlink_to(tmp_path / "images/dog")
+    with refused("studies.linked_images", tmp_path / "images", "wolf"):
+        image_folder(str(tmp_path / "images"), net)
+    (tmp_path / "images/wolf").unlink()
     with refused("studies.no_images", tmp_path / "images/cat"):
         image_folder(str(tmp_path / "images/cat/b"), net)
     for wrong in ("nets:net", f"{tmp_path}/nets.py:other"):

@@ -34,6 +34,11 @@ def target_data():
 CONFIG = yaml.safe_load(SHOWN) | {"projection": {"proj_dim": 16}}
 
 
+def written_study(study, results):
+    (file,) = study.path(results).glob("*_study_*.py")
+    return file
+
+
 @pytest.fixture
 def study(tmp_path):
     study = Workspace(tmp_path, CONFIG)
@@ -58,9 +63,7 @@ def test_texts_and_weights_are_a_study(study, monkeypatch):
     assert study.would_run() == {}
 
     # The file that was written is a study like any other, and may be taken further.
-    study.path("mine.py").write_text(
-        study.path("results-texts/language_model_study.py").read_text()
-    )
+    study.path("mine.py").write_text(written_study(study, "results-texts").read_text())
     study.path("hand.py").write_text(HAND_WRITTEN)
     written = {"study": "hand.py", "model_output": "language_modelling", "results": "others"}
     by_hand = Workspace(
@@ -93,6 +96,7 @@ def test_what_a_config_may_not_say(study, monkeypatch):
         ({"text": "train.jsonl"}, "no texts"),
         ({"texts": "trian.jsonl"}, "trian.jsonl"),
         ({"texts": "train.jsonl", "txt": 3}, "unknown key txt"),
+        ({"texts": "train.jsonl", "max_tokens": float("inf")}, "max_tokens: inf"),
     ):
         with refused("config.study_arguments", named):
             with_ready_study({"study": "language_model", "study_arguments": wrong})
@@ -109,4 +113,4 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
     assert config["data_files"] == ["images", "nets.py", "layers.py"]
     assert config["model_output"] == "image_classification"
-    assert "draw = study.draw" in study.path("results/image_folder_study.py").read_text()
+    assert "draw = study.draw" in written_study(study, "results").read_text()

@@ -37,8 +37,11 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     """
     handed, before = list(arguments), ""
     for i, argument in enumerate(handed):
+        option, _, value = argument.partition("=")
         if before == "--profile":
             handed[i] = _profile(argument)
+        elif option == "--profile" and value:
+            handed[i] = f"--profile={_profile(value)}"
         before = argument
     if not any(argument.startswith(_SAY_HOW_MUCH) for argument in handed):
         handed += ["--cores", "all"]
@@ -68,5 +71,6 @@ def run(config: str, arguments: Sequence[str]) -> None:
         )
     command = snakemake_command(config, arguments)
     print(shlex.join(command), file=sys.stderr, flush=True)
+    # A module of the user's folder must not stand for an installed one, hence -P.
     # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
-    os.execv(sys.executable, [sys.executable, "-m", *command])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", *command])

@@ -1,7 +1,9 @@
 """Write the study's file of a config that names a ready-made study; standard library only."""
 
 import ast
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +52,7 @@ READY_MADE = {
     "image_folder": _Ready("image_classification", ("images", "targets"), draws=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
+_FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
 _STUDIES = Path(__file__).parents[1] / "studies"
 _FUNCTIONS = (
     *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
@@ -59,7 +62,7 @@ _FUNCTIONS = (
 def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config whose study is a file, which is written if it names a ready-made one.
 
-    ``study: language_model`` becomes ``{results}/language_model_study.py``; the files that
+    ``study: language_model`` becomes a file in the results folder; the files that
     ``study_arguments`` name are among ``data_files``, and its model output is filled in. The
     weights that a language model is built from are those of the first checkpoint, unless given.
     """
@@ -80,14 +83,21 @@ def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
             code="config.study",
         )
     about = READY_MADE[name]
-    arguments = dict(arguments)
+    arguments = {key: value for key, value in arguments.items() if value is not None}
+    results, known = config.get("results", "results"), config.get("data_files", [])
+    if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
+        return dict(config)  # which the schema refuses
     _check_arguments(name, arguments, about)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
-    file = Path(str(config.get("results", "results")), f"{name}_study.py")
-    _write(file, _source(name, arguments, about))
-    known = config.get("data_files", [])
+    text = _source(name, arguments, about)
+    # Two configs may share a results folder: neither overwrites the study of the other's jobs.
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    file = Path(results, f"{name}_study_{digest}.py")
+    _write(file, text)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
+    if about.takes_weights:
+        named += _beside_weights(Path(arguments["weights"]))
     for argument in arguments.values():
         named += [path for path in _code_of(argument) if path not in named]
     return {
@@ -104,12 +114,16 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     function = next(function for function in functions if function.name == name)
     names = [argument.arg for argument in function.args.args]
-    unknown = [key for key in arguments if key not in names]
-    if unknown or about.files[0] not in arguments:
-        found = f"unknown key {unknown[0]}" if unknown else f"no {about.files[0]}"
+    required = names[: len(names) - len(function.args.defaults)]
+    if about.takes_weights:
+        required.remove("weights")  # a checkpoint's, if not given
+    problems = [f"unknown key {key}" for key in arguments if key not in names]
+    problems += [f"no {key}" for key in required if key not in arguments]
+    problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
+    if problems:
         raise InputError(
-            f"study_arguments of {name} must be of {', '.join(names)}; {about.files[0]} must be "
-            f"there. Found {found}.",
+            f"study_arguments of {name} must be plain values for {', '.join(names)}, with "
+            f"{' and '.join(required)}. Found {'; '.join(problems)}.",
             code="config.study_arguments",
         )
     for key in about.files:
@@ -119,6 +133,23 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
                 f"{Path.cwd()}).",
                 code="config.study_arguments",
             )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is written in Python as it is: no date, no infinity."""
+    try:
+        return ast.literal_eval(repr(value)) == value
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _beside_weights(weights: Path) -> list[str]:
+    """Return the files beside weights that say what the model and its tokens are."""
+    folders = [weights, *sorted(weights.glob("checkpoint-*"))]
+    folders += [weights.parent] if (weights.parent / "tokenizer_config.json").is_file() else []
+    patterns = ("*token*", "config.json", "vocab*", "merges.txt", "*.jinja", "adapter_config.json")
+    found = {path for folder in folders for pattern in patterns for path in folder.glob(pattern)}
+    return [str(path) for path in sorted(found) if path.is_file() and path.suffix != ".bin"]
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:

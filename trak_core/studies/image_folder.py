@@ -38,7 +38,7 @@ def image_folder(
     """
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
-    names = classes or sorted({str(row["label"]) for row in rows})
+    names = [str(name) for name in classes] if classes else _class_names(rows)
     numbers = {name: number for number, name in enumerate(names)}
     prepared = function_at(transform, "transform") if transform else _as_is
 
@@ -78,10 +78,29 @@ def image_folder(
     )
 
 
+def _class_names(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the classes in order: numbers as they are, names by the alphabet."""
+    labels = {row["label"] for row in rows}
+    if all(type(label) is int and label >= 0 for label in labels):
+        return [str(number) for number in range(max(labels) + 1)]
+    return sorted(map(str, labels))
+
+
 def _rows(images: Path) -> list[dict[str, Any]]:
     """Return path, label and id of every image of a folder or table."""
     if images.is_dir():
-        files = sorted(path for path in images.glob("*/**/*") if path.suffix.lower() in _SUFFIXES)
+        # As `data_files` are watched: without what is hidden, and not through links.
+        inside = (path.relative_to(images) for path in sorted(images.glob("*/**/*")))
+        shown = [path for path in inside if not any(part.startswith(".") for part in path.parts)]
+        linked = [path for path in shown if (images / path.parts[0]).is_symlink()]
+        if linked:
+            raise InputError(
+                f"study_arguments: {images} must hold its images itself. Found a link, "
+                f"{linked[0].parts[0]}, through which changes go unnoticed. Name the folder that "
+                "it leads to, or copy it.",
+                code="studies.linked_images",
+            )
+        files = [images / path for path in shown if path.suffix.lower() in _SUFFIXES]
         if not files:
             raise InputError(
                 f"study_arguments: {images} must hold a folder of images for each class. Found "

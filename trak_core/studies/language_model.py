@@ -35,7 +35,7 @@ def language_model(
             the field ``text``; or of a chat in the field ``messages`` the last message.
         prompt: What comes before and doesn't count, likewise. If not given, the field ``prompt`` of
             the rows that have one.
-        max_tokens: Where to cut longer texts; without it they are refused.
+        max_tokens: Where to cut longer texts; if not given, all stay whole.
     """
     needed("transformers")
     from transformers import AutoTokenizer
@@ -48,7 +48,8 @@ def language_model(
         if is_chat:
             before, whole = _chat(tokenizer, row["messages"])
         else:
-            before = str(row.get("prompt", "")) if prompt is None else filled_in(prompt, row)
+            own = "{prompt}" if row.get("prompt") else ""  # ruff: ignore[missing-f-string-syntax]
+            before = filled_in(own if prompt is None else prompt, row)
             whole = before + filled_in(text or _TEXT, row)
         tokens = tokenizer(
             whole,
@@ -93,7 +94,15 @@ def _chat(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
     before = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True
     )
-    return before, tokenizer.apply_chat_template(messages, tokenize=False)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    if not whole.startswith(before):
+        raise InputError(
+            "A chat's template must write a conversation as it begins, whatever follows. Found "
+            f"{before[-40:]!r} before the last message, {whole[: len(before)][-40:]!r} with it. "
+            "Write prompt and text into fields of their own, in the model's form.",
+            code="studies.chat_template",
+        )
+    return before, whole
 
 
 def _config_folder(weights: Path) -> Path:

@@ -66,8 +66,13 @@ def field(row: Mapping[str, Any], name: str) -> Any:
     return row[name]
 
 
+def _is_missing(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and value != value)
+
+
 def filled_in(template: str, row: Mapping[str, Any]) -> str:
-    """Return a template such as ``"{prompt} {completion}"`` with a row's fields."""
+    """Return a template such as ``"{prompt} {completion}"`` with a row's fields, none empty."""
+    row = {key: value for key, value in row.items() if not _is_missing(value)}
     try:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError) as error:

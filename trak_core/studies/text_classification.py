@@ -33,6 +33,11 @@ def text_classification(
     needed("transformers")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+    if not (Path(weights) / "config.json").is_file():
+        raise InputError(
+            f"study_arguments: weights must be a folder with config.json. Found none in {weights}.",
+            code="studies.weights",
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(weights)
     config: Any = AutoConfig.from_pretrained(weights)
     numbers = dict(config.label2id)
@@ -42,8 +47,8 @@ def text_classification(
 
     def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
         of_row = field(row, label)
-        number = numbers.get(of_row, of_row)
-        if not isinstance(number, int):
+        number = numbers.get(str(of_row), of_row)
+        if isinstance(number, bool) or not isinstance(number, int):
             raise InputError(
                 f"study_arguments: a label must be a class's number or one of the model's names, "
                 f"{', '.join(map(str, numbers))}. Found {of_row!r}.",
@@ -57,11 +62,6 @@ def text_classification(
 
     rows = read_rows(texts)
     target_rows = read_rows(targets) if targets else rows
-    if not Path(weights).is_dir():
-        raise InputError(
-            f"study_arguments: weights must be a folder. Found none at {weights}.",
-            code="studies.weights",
-        )
     return ReadyStudy(
         make_model=make_model,
         train_data=lambda: Rows(rows, sample),
