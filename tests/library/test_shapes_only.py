@@ -1,8 +1,6 @@
 """Models without numbers: they say of a study what the models themselves say."""
 
-import lora_models as lora
 import pytest
-import texts
 import torch
 
 from trak_core.config.preflight import _is_large
@@ -13,6 +11,8 @@ from trak_core.model_outputs.table import TABLE
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.study import Study
 
+lora = pytest.importorskip("lora_models", reason="with the extra `test`, as `make test` has it")
+texts = pytest.importorskip("texts")
 TEXT = "language_modelling"
 READS_NUMBERS = """
 import torch
@@ -76,7 +76,6 @@ def test_a_base_that_is_read(around, tmp_path):
     folder = lora.save(lora.adapted(lora.llama()), tmp_path / "adapter")
     made = around.format(f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})")
     code = f"""
-import lora_models as lora
 from transformers import AutoModelForCausalLM
 
 def make_model():

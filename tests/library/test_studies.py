@@ -7,12 +7,9 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-import texts as small
 import torch
-from few_words import CHAT, ids, tokenizer, write
 from PIL import Image
 from refused import refused
-from transformers import GPT2Config, GPT2ForSequenceClassification
 
 from trak_core.studies.image_folder import image_folder
 from trak_core.studies.language_model import language_model
@@ -21,6 +18,9 @@ from trak_core.studies.rows import field, ids_of, read_rows
 from trak_core.studies.tabular import tabular
 from trak_core.studies.text_classification import text_classification
 
+transformers = pytest.importorskip("transformers", reason="with the extra `test`")
+few_words, small = pytest.importorskip("few_words"), pytest.importorskip("texts")
+CHAT, ids, tokenizer, write = few_words.CHAT, few_words.ids, few_words.tokenizer, few_words.write
 NET = "from torch import nn\n\ndef net(n=2):\n    return nn.Linear(2, n)\n"
 
 
@@ -117,9 +117,9 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
 
 
 def test_labelled_texts(tmp_path):
-    config = GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, pad_token_id=0)
+    config = transformers.GPT2Config(vocab_size=20, n_embd=8, n_layer=1, n_head=1, pad_token_id=0)
     config.label2id, config.id2label = {"no": 0, "yes": 1}, {0: "no", 1: "yes"}
-    GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "out")
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path / "out")
     tokenizer().save_pretrained(tmp_path / "out")
     rows = [{"text": "sky is blue", "label": "yes"}, {"text": "sky is", "label": 0}]
     file = write(tmp_path / "train.jsonl", [*rows, {"text": "sun", "label": "perhaps"}])
