@@ -76,6 +76,7 @@ def test_a_base_that_is_read(around, tmp_path):
     folder = lora.save(lora.adapted(lora.llama()), tmp_path / "adapter")
     made = around.format(f"AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})")
     code = f"""
+import lora_models as lora
 from transformers import AutoModelForCausalLM
 
 def make_model():
