@@ -32,7 +32,7 @@ _REFLECTS = {
     *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"),
     *("jsonpickle", "read_pickle", "weights_only", "allow_pickle", "hydra", "instantiate"),
     *("pydoc", "pkgutil", "locate", "resolve_name", "run_path"),
-    # PyYAML's, of which Loader is another name of UnsafeLoader.
+    # PyYAML's loaders that make objects. Its Loader is UnsafeLoader.
     *("Loader", "CLoader", "FullLoader", "CFullLoader", "UnsafeLoader", "CUnsafeLoader"),
     *("unsafe_load", "unsafe_load_all", "full_load", "full_load_all"),
 }

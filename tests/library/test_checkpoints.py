@@ -270,7 +270,7 @@ def test_weights_that_training_did_not_tie_are_refused(tmp_path):
 
 @pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])
 def test_a_weight_in_two_shards_is_refused(state, tmp_path, read):
-    """Of two saves into one folder: which is the older one, nobody knows."""
+    """Two saves into one folder: nobody knows which one is older."""
     for number in (1, 2):
         save_file(state, tmp_path / f"model-{number}.safetensors")
     files = {key: f"model-{1 + (key > '1')}.safetensors" for key in state}

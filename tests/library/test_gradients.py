@@ -234,7 +234,6 @@ def grouped(m, x):
     return m.linear(hidden.view(-1, 2, 4).sum(1).view_as(x).mean(1))
 
 
-@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="the newest torch has it")
 def test_experts_by_grouped_products(capsys):
     parts = {
         "router": lambda: nn.Linear(4, 3),

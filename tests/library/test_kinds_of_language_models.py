@@ -40,7 +40,7 @@ def pairs(*sizes, mask=None):
 
 
 def masked(*lengths):
-    """Texts with every third token masked, which is to be found again."""
+    """Texts with every third token masked; the label is the token that was there."""
     samples = []
     for n in lengths:
         whole, hidden = tokens(n), torch.arange(n) % 3 == 0

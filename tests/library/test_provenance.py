@@ -168,7 +168,7 @@ def test_study_digest_follows_modules_beside_the_study(study):
 
 
 def test_modules_are_those_that_python_imports(tmp_path):
-    """Of a question in a folder of its own: packages before modules, the first folder first."""
+    """A question in its own folder: packages come before modules, the first folder comes first."""
     imports = "import both, beside, tool, parts.a, parts.b, whole.in_it\n"
     texts = {
         "asked/question.py": imports,

@@ -44,11 +44,6 @@ class StudyModel:
         if self._mode is None:
             self._take_numbers()
 
-    @property
-    def has_numbers(self) -> bool:
-        """Whether the module holds its initial weights."""
-        return self._mode is None
-
     def _take_numbers(self) -> None:
         self.module, self._mode = self._study.make_model().eval(), None
 

@@ -75,7 +75,7 @@ class Setting:
 def settings_of(sweep: Mapping[str, Sequence[Any]] | None, own: Setting) -> list[Setting]:
     """Return the settings to measure, each value with each, sorted; none without a sweep.
 
-    A sweep has values of each field except ``combine``, of which all are taken; the study's
+    A sweep has values of each field except ``combine``, whose values are all taken; the study's
     ``own`` setting is always among them.
     """
     if sweep is None:

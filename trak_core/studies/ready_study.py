@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.study.study import Study
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,7 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
             f"{problem}.",
             code="studies.function",
         )
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
+    function = getattr(Study.load(path).module, name, None)
     if not callable(function):
         raise InputError(
             f"study_arguments: {argument} must name a function of {file}. Found no {name} there.",
