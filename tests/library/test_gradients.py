@@ -5,7 +5,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import ClassVar
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from refused import refused
 from torch import nn
 
 from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method, model_inputs
-from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
+from trak_core.gradients.batch_size import sample_memory
 from trak_core.gradients.checks import (
     check_finite,
     check_samples_apart,
@@ -381,35 +380,6 @@ def test_bad_values_are_left_for_the_check_of_gradients():
         check_finite(result, range(3))
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        MemoryError(),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_chunks_are_halved_when_memory_runs_out(error, capsys):
-    def compute(start, stop):
-        if stop - start > 3:
-            raise error
-        return list(range(start, stop))
-
-    found = list(in_chunks(compute, 10, 8))
-    assert found == [(i, i + 2, [i, i + 1]) for i in range(0, 10, 2)]
-    assert "out of memory; going on with 2 samples at once" in capsys.readouterr().out
-
-
-def test_memory_that_does_not_hold_one_sample_and_other_errors():
-    compute = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
-    with refused("gradients.out_of_memory", "CUDA out of memory. Tried 9 GiB"):
-        list(in_chunks(compute, 10, 8))
-    compute.side_effect = RuntimeError("shapes")
-    with pytest.raises(RuntimeError, match="shapes"):
-        list(in_chunks(compute, 10, 8))
-
-
 def detached(m, x):
     with torch.no_grad():
         return m.linear(x)
@@ -479,37 +449,6 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_memory_of_samples():
-    wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 3))
-    batch = (torch.randn(4, 1000), torch.tensor([0, 1, 2, 0]))
-    whole = sample_memory(wide, select_parameters(wide, None), CLASSIFICATION, batch)
-    part = sample_memory(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
-    gradients = 4 * (1000 * 500 + 500)
-    assert whole.gradient_bytes - part.gradient_bytes == gradients
-    # What only frozen layers need isn't kept: the input of the first.
-    assert 2 * 4 * 1000 <= whole.activation_bytes - part.activation_bytes < 4 * 4 * 1000
-    for budget in (10**7, 5 * 10**7, 10**8, 10**9):
-        n = whole.most(budget)
-        assert whole.of(n) <= budget < whole.of(n + 1)
-    # Of any number of samples no more is formed than a piece.
-    assert whole.of(10**4) < 10**4 * whole.activation_bytes + 2**26
-    assert samples_that_fit(whole, CPU, 100) == whole.most(100 * 2**20)
-    with refused("gradients.memory_limit", "compute.memory_mb", "6 MiB", "3"):
-        samples_that_fit(whole, CPU, 3)
-
-
-def test_frozen_parameters_are_left_out():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    model[0].requires_grad_(False)
-    assert list(select_parameters(model, None)) == ["1.weight", "1.bias"]
-    # A pattern that matches others as well means those alone.
-    assert list(select_parameters(model, ["*.weight"])) == ["1.weight"]
-    assert not model[0].weight.requires_grad
-    model.requires_grad_(False)
-    with refused("gradients.no_parameter", "none of 4"):
-        select_parameters(model, None)
-
-
 def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     model[0].requires_grad_(False)
@@ -522,21 +461,6 @@ def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():
     model.requires_grad_(False)
     assert list(select_parameters(model, ["0.w*"])) == ["0.weight"]
     assert [p.requires_grad for p in model.parameters()] == [True, False, False, False]
-
-
-def test_patterns_of_nothing_and_of_integers_are_refused():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
-    with refused("gradients.unmatched_pattern", "'lora'", "0.weight, 0.bias, 1.weight, 1.bias"):
-        select_parameters(model, ["0.*", "lora"])
-    larger = nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
-    some = re.compile(r"0\.0\.weight, .*, 1\.1\.bias, \.\.\.")
-    with refused("gradients.unmatched_pattern", "'lora'", some):
-        select_parameters(larger, ["lora"])
-    quantized = torch.zeros(3, 3, dtype=torch.int8)
-    model[0].weight = nn.Parameter(quantized, requires_grad=False)
-    assert "0.weight" not in select_parameters(model, None)
-    with refused("gradients.integer_parameter", "0.weight torch.int8"):
-        select_parameters(model, ["*.bias", "0.weight"])
 
 
 def test_what_is_not_finite_is_named():

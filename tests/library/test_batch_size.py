@@ -1,0 +1,62 @@
+"""How many samples fit into memory, and what happens when they don't."""
+
+from unittest import mock
+
+import pytest
+import torch
+from refused import refused
+from torch import nn
+
+from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
+from trak_core.gradients.per_sample import select_parameters
+from trak_core.model_outputs.classification import CLASSIFICATION
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_chunks_are_halved_when_memory_runs_out(error, capsys):
+    def compute(start, stop):
+        if stop - start > 3:
+            raise error
+        return list(range(start, stop))
+
+    found = list(in_chunks(compute, 10, 8))
+    assert found == [(i, i + 2, [i, i + 1]) for i in range(0, 10, 2)]
+    assert "out of memory; going on with 2 samples at once" in capsys.readouterr().out
+
+
+def test_memory_that_does_not_hold_one_sample_and_other_errors():
+    compute = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried 9 GiB"))
+    with refused("gradients.out_of_memory", "CUDA out of memory. Tried 9 GiB"):
+        list(in_chunks(compute, 10, 8))
+    compute.side_effect = RuntimeError("shapes")
+    with pytest.raises(RuntimeError, match="shapes"):
+        list(in_chunks(compute, 10, 8))
+
+
+def test_memory_of_samples():
+    wide = nn.Sequential(nn.Linear(1000, 500), nn.ReLU(), nn.Linear(500, 3))
+    batch = (torch.randn(4, 1000), torch.tensor([0, 1, 2, 0]))
+    whole = sample_memory(wide, select_parameters(wide, None), CLASSIFICATION, batch)
+    part = sample_memory(wide, select_parameters(wide, ["2.*"]), CLASSIFICATION, batch)
+    gradients = 4 * (1000 * 500 + 500)
+    assert whole.gradient_bytes - part.gradient_bytes == gradients
+    # What only frozen layers need isn't kept: the input of the first.
+    assert 2 * 4 * 1000 <= whole.activation_bytes - part.activation_bytes < 4 * 4 * 1000
+    for budget in (10**7, 5 * 10**7, 10**8, 10**9):
+        n = whole.most(budget)
+        assert whole.of(n) <= budget < whole.of(n + 1)
+    # Of any number of samples no more is formed than a piece.
+    assert whole.of(10**4) < 10**4 * whole.activation_bytes + 2**26
+    assert samples_that_fit(whole, CPU, 100) == whole.most(100 * 2**20)
+    with refused("gradients.memory_limit", "compute.memory_mb", "6 MiB", "3"):
+        samples_that_fit(whole, CPU, 3)

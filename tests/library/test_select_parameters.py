@@ -1,0 +1,36 @@
+"""Which parameters are differentiated: patterns of names, frozen ones and integers."""
+
+import re
+
+import torch
+from refused import refused
+from torch import nn
+
+from trak_core.gradients.per_sample import select_parameters
+
+
+def test_frozen_parameters_are_left_out():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    assert list(select_parameters(model, None)) == ["1.weight", "1.bias"]
+    # A pattern that matches others as well means those alone.
+    assert list(select_parameters(model, ["*.weight"])) == ["1.weight"]
+    assert not model[0].weight.requires_grad
+    model.requires_grad_(False)
+    with refused("gradients.no_parameter", "none of 4"):
+        select_parameters(model, None)
+
+
+def test_patterns_of_nothing_and_of_integers_are_refused():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    with refused("gradients.unmatched_pattern", "'lora'", "0.weight, 0.bias, 1.weight, 1.bias"):
+        select_parameters(model, ["0.*", "lora"])
+    larger = nn.Sequential(model, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), nn.Linear(1, 1))
+    some = re.compile(r"0\.0\.weight, .*, 1\.1\.bias, \.\.\.")
+    with refused("gradients.unmatched_pattern", "'lora'", some):
+        select_parameters(larger, ["lora"])
+    quantized = torch.zeros(3, 3, dtype=torch.int8)
+    model[0].weight = nn.Parameter(quantized, requires_grad=False)
+    assert "0.weight" not in select_parameters(model, None)
+    with refused("gradients.integer_parameter", "0.weight torch.int8"):
+        select_parameters(model, ["*.bias", "0.weight"])
