@@ -1,6 +1,7 @@
 """An experiment's figure, answer and texts show the samples as the report does."""
 
 import io
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pandas as pd
@@ -119,6 +120,40 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     assert describes or all(text.startswith("[") for text in targets + train)
     on_page = targets if describes else targets + train
     assert [text for text in on_page if text not in page.text] == []
+
+
+def links(page, entry, stop):
+    """Where the links lead that stand between the heading with this id and the next with such."""
+    where = [i for i, (_, a) in enumerate(page.elements) if a.get("id") == entry]
+    (start,) = where
+    after = page.elements[start + 1 :]
+    ends = [i for i, (_, a) in enumerate(after) if a.get("id", "").startswith(stop)]
+    found = (a["href"] for name, a in after[: min(ends, default=len(after))] if name == "a")
+    return [unquote(href[1:]) for href in found if href != f"#{entry}"]
+
+
+def test_samples_and_targets_lead_to_each_other(results, shown):
+    study_file, (_, answer, _) = shown
+    page = Page(answer.read_text())
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    top = top[top["rank"] <= (EACH if "def draw(" in study_file.read_text() else 10)]
+    places = {a["id"] for _, a in page.elements if "id" in a}
+    assert len({place for place in places if place.startswith("train-")}) == top.train_id.nunique()
+    for target, mine in top.groupby("target_id"):
+        found = links(page, f"target-{quote(target, safe='')}", ("target-", "pushed"))
+        assert found == [
+            f"train-{i}"
+            for i in mine.sort_values(["sign", "rank"], ascending=[False, True]).train_id
+        ]
+    for sample, mine in top.groupby("train_id"):
+        found = links(page, f"train-{quote(sample, safe='')}", "train-")
+        strongest_first = mine.iloc[mine.score.abs().argsort(kind="stable")[::-1]]
+        up, down = (strongest_first[strongest_first.sign == sign].target_id for sign in (1, -1))
+        assert found == [f"target-{i}" for i in (*up, *down)]
+        entry = page.text.rpartition(f"train {sample} label ")[2]
+        assert all(
+            f"target {row.target_id} {signed(row.score)}" in entry for row in mine.itertuples()
+        )
 
 
 def test_odd_texts_are_read_as_they_are(results, shown_as):

@@ -146,10 +146,13 @@ def check_alone(page):
     assert all(image["alt"] for image in page.all("img"))
     assert all(cell.get("scope") for cell in page.all("th"))
     assert page.all("html") == [{"lang": "en"}]
+    assert (
+        page.elements[page.elements.index(("body", page.all("body")[0])) + 1][1]["href"] == "#main"
+    )
     levels = [int(n[1]) for n, _ in page.elements if re.fullmatch(r"h[1-6]", n)]
     assert levels[0] == 1
     assert levels.count(1) == 1
-    assert all(after <= before + 2 for before, after in pairwise(levels))
+    assert all(after <= before + 1 for before, after in pairwise(levels))
 
 
 def file(spec=(), tables=None, **attributes):

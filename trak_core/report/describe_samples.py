@@ -6,6 +6,7 @@ The report (templates/examples.html.j2), the answers (templates/answer.html.j2) 
 
 import base64
 import io
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -75,6 +76,20 @@ class Examples:
     def shown(self) -> list[Any]:
         """Rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
+
+    def pushed(self) -> dict[Any, dict[int, list[Any]]]:
+        """Return by training sample the rows of the targets shown, by sign, that it moves most.
+
+        A sample that moves more targets comes first, and so does a larger score.
+        """
+        pushed: dict[Any, dict[int, list[Any]]] = {}
+        for target, sign in itertools.product(self.shown, (1, -1)):
+            for influence in self.strongest(target.id, sign):
+                pushed.setdefault(influence.train_id, {1: [], -1: []})[sign].append(influence)
+        for rows in (rows for by_sign in pushed.values() for rows in by_sign.values()):
+            rows.sort(key=lambda influence: -abs(influence.score))
+        by_targets = sorted(pushed.items(), key=lambda item: -sum(map(len, item[1].values())))
+        return dict(by_targets)
 
     def strongest(self, target: Any, sign: int) -> list[Any]:
         """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
@@ -196,6 +211,11 @@ def readable(text: str, characters: int) -> str:
     if len(whole) <= characters and len(begun) == len(text):
         return whole
     return whole[:characters].rstrip() + " ..."
+
+
+def beginning(sample: Picture | str) -> Picture | str:
+    """Return a picture, or the beginning of a text."""
+    return sample if isinstance(sample, Picture) else readable(sample, BEGINNING)
 
 
 def _printable(character: str) -> str:

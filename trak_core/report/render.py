@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
-from trak_core.report.describe_samples import EACH, Examples
+from trak_core.report.describe_samples import EACH, Examples, beginning
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
@@ -26,8 +26,10 @@ _FILTERS = (
     number_formats.thousands,
     number_formats.plural,
     number_formats.label,
+    number_formats.anchor,
     number_formats.of_target,
     number_formats.of_training_sample,
+    beginning,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.
