@@ -1,6 +1,8 @@
 """An experiment's figure, answer and texts show the samples as the report does."""
 
 import io
+import re
+from dataclasses import replace
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -16,6 +18,7 @@ from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, find_examples
 from trak_core.report.number_formats import signed
 from trak_core.report.read import read_experiment
+from trak_core.report.render import answer as rendered_answer
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
@@ -156,12 +159,42 @@ def test_samples_and_targets_lead_to_each_other(results, shown):
         )
 
 
+def test_the_script_holds_nothing_of_a_study(shown_as):
+    pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
+    (script,) = {page.scripts[0] for page in pages}
+    # What it looks at is there, and hidden from whoever runs no script.
+    for page in pages:
+        assert next(a for a in page.all("div") if "find" in a.get("class", ""))["hidden"] is None
+        assert [a["type"] for a in page.all("input")] == ["search"]  # a regression is never wrong
+        assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
+        classes = {name for _, a in page.elements for name in a.get("class", "").split()}
+        assert {"find", "target", "name"} <= classes
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function", script
+    )
+
+
+def test_wrong_predictions_are_marked(shown_as, results):
+    study = Study.load(shown_as["described"][0])
+    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
+    experiment.tables["shown"]["prediction"] = [1, 2, 3, 4]
+    experiment.tables["shown"]["label"] = [1, 0, 3, 0]
+    experiment = replace(experiment, spec=experiment.spec | {"model_output": "text_classification"})
+    split = study.split("mine", [*HOSTILE, "plain"])
+    (examples,) = find_examples(study, [experiment], study.split("train", None), [split])
+    page = Page(rendered_answer(examples, "study.py", EACH))
+    check_alone(page)
+    marked = ["data-wrong" in a for _, a in page.elements if "target" in a.get("class", "").split()]
+    assert marked == [False, True, False, True]
+    assert [a["type"] for a in page.all("input")] == ["search", "checkbox"]
+
+
 def test_odd_texts_are_read_as_they_are(results, shown_as):
     study_file, (_, answer, texts) = shown_as["described"]
     study = Study.load(study_file)
     markup = answer.read_text()
-    assert "<script" not in markup
     page = Page(markup)
+    assert markup.count("<script") == len(page.scripts) == 1
     # Whole lines and longer texts than in the table.
     assert "W" * 1000 + " ..." in page.text
     words = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]

@@ -50,6 +50,13 @@ def anchor(sample_id: Any) -> str:
     return quote(str(sample_id), safe="")
 
 
+def is_right(target: Any, output: About) -> bool | None:
+    """Return whether the models predict a target's label; None where no prediction is a label."""
+    if not (output.labels_are_classes or output.needs_pairs):
+        return None
+    return bool(target.label == target.prediction)
+
+
 def of_target(target: Any, output: About) -> str:
     """Return what stands in a row of ``targets``: ``label 3, predicted 5``."""
     parts = ((output.label, target.label), (output.prediction, target.prediction))

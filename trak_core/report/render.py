@@ -3,6 +3,8 @@
 Text is escaped where a template shows it. A name that a template uses and nobody gave is an error.
 """
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,7 @@ _FILTERS = (
     number_formats.plural,
     number_formats.label,
     number_formats.anchor,
+    number_formats.is_right,
     number_formats.of_target,
     number_formats.of_training_sample,
     beginning,
@@ -116,6 +119,7 @@ def _environment() -> Environment:
     functions = (
         *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
+        script_hash,
     )
     environment.filters |= {function.__name__: function for function in _FILTERS}
     environment.globals |= {function.__name__: function for function in functions}
@@ -124,6 +128,12 @@ def _environment() -> Environment:
         "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
     }
     return environment
+
+
+def script_hash() -> str:
+    """Return the hash by which a page's policy allows its script, and no other."""
+    script = _environment().get_template("explore.js.j2").render()
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:
