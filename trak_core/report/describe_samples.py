@@ -257,8 +257,10 @@ def readable(text: str, characters: int) -> str:
 
 
 def beginning(sample: Picture | str) -> Picture | str:
-    """Return a picture, or the beginning of a text."""
-    return sample if isinstance(sample, Picture) else readable(sample, BEGINNING)
+    """Return a sample with the beginning of its text alone."""
+    if isinstance(sample, Picture):
+        return replace(sample, text=readable(sample.text, BEGINNING))
+    return readable(sample, BEGINNING)
 
 
 def _printable(character: str) -> str:
