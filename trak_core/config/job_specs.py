@@ -21,7 +21,7 @@ from trak_core.config.checkpoint_list import (
 from trak_core.config.tables import target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import content_digest, study_digest, study_modules
+from trak_core.provenance import content_digest, mentions, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
     TRAIN,
@@ -42,8 +42,9 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
-# Functions of a study that are called to show samples alone, and for targets alone.
+# Functions of a study that are called to show samples alone, for columns alone, and for targets.
 _SHOWING = {"draw", "describe"}
+_COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
 
@@ -51,12 +52,13 @@ def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> d
     """Return hashes of a study's source and of the data files, whose digests are given by path.
 
     Returns ``training``, of what decides trained checkpoints and features of training samples;
-    ``targets``, which adds the functions called for targets; ``whole``, which adds those that draw
-    and describe samples.
+    ``targets``, which adds the functions called for targets; ``columns``, which adds those that
+    return columns; ``whole``, which adds those that draw and describe samples.
     """
     return {
-        "training": study_digest(study, data_files, _SHOWING | _TARGETS),
-        "targets": study_digest(study, data_files, _SHOWING),
+        "training": study_digest(study, data_files, _SHOWING | _COLUMNS | _TARGETS),
+        "targets": study_digest(study, data_files, _SHOWING | _COLUMNS),
+        "columns": study_digest(study, data_files, _SHOWING),
         "whole": study_digest(study, data_files),
     }
 
@@ -186,6 +188,12 @@ class Specs:
         return {
             name: experiment["data"] for name, experiment in experiments if "data" in experiment
         }
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the study, or a question in Python, may have columns of its own."""
+        questions = [path for path in self.questions.values() if path.endswith(".py")]
+        return any(mentions(Path(path), _COLUMNS) for path in [self.config["study"], *questions])
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""

@@ -79,6 +79,21 @@ def most_frequent(classes: np.ndarray) -> np.ndarray:
     return np.take_along_axis(ordered, run.argmax(axis=0)[None], axis=0)[0]
 
 
+def help_and_harm(scores: np.ndarray) -> np.ndarray:
+    """Return how much each training sample pushes targets up, and how much down.
+
+    Both are means over all targets, of rows of scores (rows, m): of ``max(scores, 0)`` and of
+    ``max(-scores, 0)``. Their difference is the mean score. How rows are cut into blocks changes
+    nothing.
+
+    Returns:
+        Shape (rows, 2), float64, neither negative.
+    """
+    n_targets = scores.shape[1]
+    up = np.maximum(scores, 0).sum(axis=1, dtype=np.float64)
+    return np.stack([up, -np.minimum(scores, 0).sum(axis=1, dtype=np.float64)], axis=1) / n_targets
+
+
 @dataclass(frozen=True, slots=True)
 class Extremes:
     """The largest scores of each target seen so far, with the numbers of their rows.

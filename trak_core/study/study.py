@@ -6,6 +6,7 @@ Its functions take no arguments unless said otherwise:
     train_data()             the training samples: anything with len() and [i]
     target_data()            the pool of samples to explain, likewise
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
+    train_columns(), target_columns()  optional: what is known of the samples, values by name
     train(**arguments)       optional: trains and returns a model; arguments come from the config
     encode(**line)           optional: makes a sample of a line of an experiment's own `data`
     draw(axes, sample)       optional: draws one sample into matplotlib axes
