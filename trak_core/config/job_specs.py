@@ -9,8 +9,10 @@ from typing import Any
 from trak_core.config.check_keys import (
     check_evaluation,
     check_exact,
+    check_lists,
     check_preconditioner,
     fill_in_scoring,
+    lists_of,
 )
 from trak_core.config.checkpoint_list import (
     Checkpoint,
@@ -194,6 +196,11 @@ class Specs:
         """Whether the study, or a question in Python, may have columns of its own."""
         questions = [path for path in self.questions.values() if path.endswith(".py")]
         return any(mentions(Path(path), _COLUMNS) for path in [self.config["study"], *questions])
+
+    @property
+    def lists(self) -> dict[str, dict[str, Any]]:
+        """Lists to act on, by name: each with the experiment whose targets count."""
+        return lists_of(self.config)
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
@@ -404,6 +411,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     }
     if "evaluation" in config:
         check_evaluation(config)
+    check_lists(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json")
     tables = [config["checkpoints"]]

@@ -19,7 +19,15 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import average_need
-from trak_core.scoring.scores import Extremes, help_and_harm, largest, most_frequent, similarities
+from trak_core.model_outputs.table import TABLE
+from trak_core.scoring.scores import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    largest,
+    most_frequent,
+    similarities,
+)
 from trak_core.spec import EXACT, TRAIN, Combine, ScoresSpec
 from trak_core.stages._inputs import ReadRows, read_rows, score_rows
 from trak_core.system.progress import blocks_with_progress, software
@@ -112,7 +120,7 @@ def _own_columns(
     from trak_core.study.study import Study
 
     study = None if study_file is None else Study.load(study_file)
-    name = TRAIN if is_train else spec.experiment
+    name = TRAIN if is_train else str(spec.experiment)
     return columns_of(study, name, ids, None if is_train else question)
 
 
@@ -198,15 +206,21 @@ def average_scores(
                 ids = train["id"].tolist(), targets["id"].tolist()
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
-            sums = []
+            sums, harmed = [], []
+            about = TABLE.get(spec.features.model_output)
+            has_classes = about is not None and about.labels_are_classes
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
                 sums.append(help_and_harm(mean))
+                if has_classes:
+                    harmed.append(harmed_class(mean, targets["label"].to_numpy()))
                 helpful = largest(helpful, start, mean, top)
                 harmful = largest(harmful, start, -mean, top)
             train["help"], train["harm"] = np.concatenate(sums).T.astype(np.float32)
+            if harmed:
+                train["harmed_label"] = np.concatenate(harmed)
             for key, table in (("targets", targets), ("train", train)):
                 own = _own_columns(study_file, question, spec, key, table["id"].tolist())
                 writer.table(key, table.join(own), ["id"])

@@ -72,8 +72,8 @@ def columns_of(
     missing = [i for i in ids if i not in rows]
     if missing:
         raise InputError(
-            f"{study.path}: {name} must have columns of the samples that have scores. Found none "
-            f"of {missing[0]}; there are {len(rows)}. Has the data changed since?",
+            f"{name}: there must be columns of all samples that have scores. Found none of "
+            f"{missing[0]}, and {len(rows)} others. Has the data changed since?",
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
