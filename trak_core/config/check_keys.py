@@ -121,6 +121,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "`data`.",
             code="config.evaluated_question",
         )
+    if removals and config["experiments"][removals["experiment"]].get("targets") == "all":
+        raise InputError(
+            "evaluation.removals takes the first of its experiment's `targets`, which must be ids. "
+            f"Found `targets: all` of {removals['experiment']}. Name those to remove for in an "
+            "experiment of their own.",
+            code="config.removals_of_all",
+        )
     if lds and all("data" in experiment for experiment in config["experiments"].values()):
         raise InputError(
             "An evaluation explains the study's own targets: some experiment must have `targets` "

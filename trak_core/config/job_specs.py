@@ -20,7 +20,7 @@ from trak_core.config.checkpoint_list import (
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import target_ids
+from trak_core.config.tables import ALL_TARGETS, target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.provenance import content_digest, mentions, study_digest, study_modules
@@ -110,7 +110,7 @@ class Specs:
     Attributes:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
-        experiments: Names with the ids of their targets; None for all that a question's file has.
+        experiments: Names with the ids of their targets; None for all that there are.
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
@@ -417,7 +417,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     tables = [config["checkpoints"]]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
-    tables = [path for path in tables if isinstance(path, str)]
+    tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
     modules = _modules(study, [Path(path) for path in tables if path.endswith(".py")])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
