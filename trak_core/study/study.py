@@ -84,6 +84,16 @@ class Study:
                 f"{self.path}: make_model() must return a torch.nn.Module. Found "
                 f"{type(model).__name__}."
             )
+        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
+        if len(places) > 1:
+            raise InputError(
+                f"{self.path}: make_model() must return a model that lies on one device: a job "
+                "moves it to its own and splits samples, not layers. Found `device_map` with "
+                f"{', '.join(places)}. Leave device_map out. If the model is too large for one "
+                "GPU, run with `compute: {device: cpu}`, or attribute to an adapter of a smaller "
+                "one.",
+                code="study.device_map",
+            )
         return model
 
     def describe(self, sample_id: int | str, sample: Any) -> str:
