@@ -25,6 +25,7 @@ PARAMS = {
     "digest": "the study: the parts of its code that count, and `data_files`",
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
+    "fraction": "`lists.select.fraction`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "question": "the experiment's own `data`",
