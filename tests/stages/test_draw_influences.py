@@ -1,7 +1,12 @@
 """An experiment's figure, answer and texts show the samples as the report does."""
 
+import hashlib
 import io
+import json
 import re
+import shutil
+import subprocess
+from base64 import b64encode
 from dataclasses import replace
 from urllib.parse import quote, unquote
 
@@ -22,6 +27,7 @@ from trak_core.report.render import answer as rendered_answer
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
+CHROMIUM = shutil.which("chromium")
 # What the study's functions are, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
@@ -172,6 +178,56 @@ def test_the_script_holds_nothing_of_a_study(shown_as):
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function", script
     )
+
+
+# Types each query, then follows a link to a hidden target; says what a reader sees.
+PROBE = """
+const seen = () => [...document.querySelectorAll(".target")].map((target) => !target.hidden);
+const box = document.querySelector("input[type=search]");
+const type = (query) => {
+  box.value = query;
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+  return seen();
+};
+addEventListener("load", () => setTimeout(() => {
+  const found = [document.querySelector(".find").checkVisibility(), QUERIES.map(type)];
+  location.hash = [...document.querySelectorAll("h3[id^=target-] a")].at(0).hash;
+  setTimeout(() => {
+    document.body.textContent = JSON.stringify([...found, seen(), box.value]);
+  }, 100);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_hides_what_is_not_searched_for(results, shown_as, tmp_path):
+    _, (_, answer, _) = shown_as["described"]
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    targets = pd.read_hdf(results / "scores/mine.h5", "targets")["id"].tolist()
+    beside = {target: set(top[top.target_id == target].train_id) for target in targets}
+    queries = {
+        "": targets,
+        "onerror=ALERT(2)": [HOSTILE[1]],
+        "nowhere plain": [],
+        "\uff50lain target": ["plain"],  # a wide p
+        "<script>alert(0)": [t for t in targets if "<script>alert(0)</script>" in beside[t]],
+        "9": [t for t in targets if "row-9" in beside[t]],  # and not row-19
+        "no such text": [],
+    }
+    probe = PROBE.replace("QUERIES", json.dumps(list(queries)))
+    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    page = tmp_path / "page.html"
+    # The page's own policy holds, except that it knows the probe as well.
+    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
+    page.write_text(markup.replace("</body>", f"<script>{probe}</script></body>"))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000")
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/profile", "--dump-dom", str(page)]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    is_there, found, followed, left = json.loads(Page(dumped).text[Page(dumped).text.index("[") :])
+    assert is_there
+    assert found == [[target in expected for target in targets] for expected in queries.values()]
+    assert followed == [True] * len(targets)
+    assert left == ""
 
 
 def test_wrong_predictions_are_marked(shown_as, results):
