@@ -42,7 +42,8 @@ def written(files, *words):
     assert "# " in Path("trak.yaml").read_text()
     whole = with_ready_study(config)
     check_config(whole, SCHEMA)
-    assert all(Path(c.path).exists() for c in checkpoint_table(whole["checkpoints"], None).values())
+    checkpoints = checkpoint_table(whole["checkpoints"], None).values()
+    assert all(Path(checkpoint.path or "none").exists() for checkpoint in checkpoints)
     return config
 
 
