@@ -1,6 +1,7 @@
 """`trak init`: the config of each kind of folder is a config, and says what it rests on."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,25 @@ def test_a_folder_that_is_no_study_is_refused(folder):
     with refused("command.weights_kind", "BertModel", "out"):
         init([])
     write({"out/config.json": "{"})
-    with refused("command.weights_config", "out/config.json"):
+    with refused("command.weights_config", "out/config.json", re.compile(r"Expecting.*[)]")):
         init([])
     with pytest.raises(SystemExit, match="Error: `trak init` must get a folder"):
         main(["init", "nowhere"])
     assert not (folder / "trak.yaml").exists()
+
+
+def test_results_come_neither_into_the_weights_nor_nowhere(folder, monkeypatch):
+    write({"out/config.json": CAUSAL, "out/train.jsonl": TEXTS})
+    with refused("command.config_name", "none/trak.yaml"):
+        init(["--config", "none/trak.yaml"])
+    with refused("command.config_name", "trak.txt"):
+        init(["--config", "trak.txt"])
+    monkeypatch.chdir("out")
+    with refused("command.weights_here", folder / "out", "init out"):
+        init([])
+    write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's folder: each checkpoint has its own
+    init([])
+    assert yaml.safe_load(Path("trak.yaml").read_text())["checkpoints"] == {"run": "."}
 
 
 def test_names_are_what_they_were_in_yaml():

@@ -52,6 +52,12 @@ def init(words: Sequence[str]) -> None:
             "by --config.",
             code="command.config_exists",
         )
+    if config.suffix not in {".yaml", ".yml"} or not config.parent.is_dir():
+        raise InputError(
+            "--config must name a file that ends in .yaml, in a folder that is there. Found "
+            f"{config}.",
+            code="command.config_name",
+        )
     if not folder.is_dir():
         raise InputError(
             f"`trak init` must get a folder. Found none at {folder} (from {Path.cwd()}).",
@@ -158,6 +164,13 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     alike = [path for path in (adapters or weights) if _is_alike(_json(files[path]), said)]
     other = [str(path) for path in weights if path not in alike]
     report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
+    if any(path.resolve() == Path.cwd() and not [*path.glob("checkpoint-*")] for path in alike):
+        raise InputError(
+            "Weights must lie in a folder of their own, because the results come into this one. "
+            f"Found them in {Path.cwd()}. Call from the folder above: "
+            f"trak init {Path.cwd().name}",
+            code="command.weights_here",
+        )
     train, target = _split(rows, report)
     samples = read_rows(str(train))
     study = "text_classification" if classifies else "language_model"
