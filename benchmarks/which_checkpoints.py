@@ -38,7 +38,7 @@ from trak_core.stages.train_checkpoint import train_checkpoint
 
 _REPOSITORY = Path(__file__).parents[1]
 _CONFIG = yaml.safe_load((_REPOSITORY / "config/config.yaml").read_text(encoding="utf-8"))
-_TARGETS = target_ids(str(_REPOSITORY / _CONFIG["experiments"]["sample"]["targets"]))
+_TARGETS = target_ids(str(_REPOSITORY / _CONFIG["experiments"]["sample"]["targets"])) or []
 _EPOCHS, _RUNS, _HALVES, _K = 15, 10, 100, 1024
 _TIMES = (1, 2, 3, 4, 5, 7, 10, 15)
 # The defaults of checkpoints from along runs, and of ends of runs.

@@ -309,6 +309,11 @@ def study_digest(
     return digest.hexdigest()
 
 
+def mentions(study: Path, names: Collection[str]) -> bool:
+    """Return whether a Python file says one of some names, as it must to define it."""
+    return not _source(study).words.isdisjoint(names)
+
+
 def content_digest(*parts: Any) -> str:
     """Hash plain values by their JSON: 32 hexadecimal digits."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

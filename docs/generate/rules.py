@@ -25,6 +25,7 @@ PARAMS = {
     "digest": "the study: the parts of its code that count, and `data_files`",
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
+    "fraction": "`lists.select.fraction`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "question": "the experiment's own `data`",
@@ -47,7 +48,9 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     return {
-        "projected": smoke | {"distortion": {}, "compute": {"shards": 2}},
+        "projected": smoke
+        | {"distortion": {}, "compute": {"shards": 2}}
+        | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},
     }
 

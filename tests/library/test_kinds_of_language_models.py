@@ -16,6 +16,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.length_order import order_samples
+from trak_core.model.named_output import model_output
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.table import TABLE
 from trak_core.study.split import Split
@@ -104,6 +105,19 @@ def test_features_of_padded_texts_are_those_of_the_loss_alone(name, capsys):
             own = found.gradients[key][i]
             expected = torch.zeros_like(own) if gradient is None else gradient
             torch.testing.assert_close(own, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "warns"),
+    [
+        ("bert", "language_modelling", True),
+        ("bert", "masked_language_modelling", False),
+        ("gpt2", "language_modelling", False),
+    ],
+)
+def test_a_masked_model_with_the_output_of_a_causal_one_is_told_of(make, kind, warns, capsys):
+    model_output(kind, getattr(texts, make)(), None, CPU)
+    assert ("BertForMaskedLM is a masked language model" in capsys.readouterr().out) is warns
 
 
 def test_decoder_inputs_that_are_shifted_belong_to_another_output():

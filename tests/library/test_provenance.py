@@ -245,6 +245,10 @@ def encode(text):
     return describe(text)
 
 
+def train_columns():
+    return {"annotator": ["anna"] * 4}
+
+
 def draw(axes, sample):
     axes.text(0, 0, describe(sample))
 
@@ -252,8 +256,8 @@ def draw(axes, sample):
 def describe(sample):
     return str(sample)
 '''
-ALL = {"training", "targets", "whole"}
-TARGETS, SHOWN = ALL - {"training"}, {"whole"}
+ALL = {"training", "targets", "columns", "whole"}
+TARGETS, COLUMNS, SHOWN = ALL - {"training"}, {"columns", "whole"}, {"whole"}
 
 
 def decided(study, old, new):
@@ -284,6 +288,7 @@ def study(tmp_path):
         ("describe(text)", "describe(text.lower())", TARGETS),
         # Said by encode() alone.
         ("str(sample)", "repr(sample)", TARGETS),
+        ("anna", "bert", COLUMNS),
         ("axes.text(0, 0,", "axes.text(0, 1,", SHOWN),
         ("def draw(axes, sample):\n    axes.text(0, 0, describe(sample))", "", SHOWN),
         ("patients", "persons", set()),

@@ -9,6 +9,7 @@ import torch
 from refused import refused
 
 from trak_core.study.split import Split
+from trak_core.study.study import Study
 
 REASON = re.compile(r"(?<=entry 0: |for ids: ).+")  # torch's own words
 
@@ -52,3 +53,22 @@ def test_dicts_stay_dicts(kind):
 def test_what_cannot_be_stacked(samples, code, values):
     with refused(f"study.{code}", *values):
         batch(*samples)
+
+
+DISPATCHED = """
+import torch
+from accelerate import dispatch_model
+
+
+def make_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    return dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=OFFLOADED)
+"""
+
+
+def test_a_model_over_several_devices_is_refused(tmp_path):
+    pytest.importorskip("accelerate", reason="`make test` has it")
+    path = tmp_path / "study.py"
+    path.write_text(f"OFFLOADED = {str(tmp_path)!r}\n{DISPATCHED}")
+    with refused("study.device_map", "cpu, disk"):
+        Study.load(path).make_model()

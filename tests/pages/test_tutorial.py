@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from pages import blocks, commands, follow
+from refusals import check, save_weights
 from workspace import REPOSITORY, Workspace, snakemake
 
 FIRST, TRUST = "docs/tutorial/first-study.md", "docs/tutorial/trust.md"
-SUSPECTS = "docs/how-to/clean-data.md"
+SUSPECTS, LISTS = "docs/how-to/clean-data.md", "docs/how-to/lists.md"
 
 
 def test_the_tutorial(tmp_path, monkeypatch):
@@ -28,7 +30,11 @@ def test_the_tutorial(tmp_path, monkeypatch):
     for results in ("results-tumours", "results-trust", "results-along"):
         assert "tumour-213" in study.path(f"{results}/report.html").read_text()
     (suspects,) = follow(SUSPECTS, study.folder, monkeypatch)
-    assert len(suspects.splitlines()) == 10  # two tables of three, and two lines above each
+    assert len(suspects.splitlines()) == 4  # three samples below a header
+    assert follow(LISTS, study.folder, monkeypatch) == []  # the list is there
+    shown = yaml.safe_load(dict(blocks(LISTS))["yaml"])
+    save_weights(study.path("c0.pt"))
+    check(study, {**shown, "experiments": {"held-out": {"targets": "all"}}})
 
 
 def test_the_page_on_clusters_plans_a_study(tmp_path):

@@ -1,6 +1,14 @@
 """An experiment's figure, answer and texts show the samples as the report does."""
 
+import hashlib
 import io
+import json
+import re
+import shutil
+import subprocess
+from base64 import b64encode
+from dataclasses import replace
+from urllib.parse import quote, unquote
 
 import numpy as np
 import pandas as pd
@@ -15,9 +23,11 @@ from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, find_examples
 from trak_core.report.number_formats import signed
 from trak_core.report.read import read_experiment
+from trak_core.report.render import answer as rendered_answer
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.study import Study
 
+CHROMIUM = shutil.which("chromium")
 # What the study's functions are, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 
@@ -121,12 +131,126 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     assert [text for text in on_page if text not in page.text] == []
 
 
+def links(page, entry, stop):
+    """Where the links lead that stand between the heading with this id and the next with such."""
+    where = [i for i, (_, a) in enumerate(page.elements) if a.get("id") == entry]
+    (start,) = where
+    after = page.elements[start + 1 :]
+    ends = [i for i, (_, a) in enumerate(after) if a.get("id", "").startswith(stop)]
+    found = (a["href"] for name, a in after[: min(ends, default=len(after))] if name == "a")
+    return [unquote(href[1:]) for href in found if href != f"#{entry}"]
+
+
+def test_samples_and_targets_lead_to_each_other(results, shown):
+    study_file, (_, answer, _) = shown
+    page = Page(answer.read_text())
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    top = top[top["rank"] <= (EACH if "def draw(" in study_file.read_text() else 10)]
+    places = {a["id"] for _, a in page.elements if "id" in a}
+    assert len({place for place in places if place.startswith("train-")}) == top.train_id.nunique()
+    for target, mine in top.groupby("target_id"):
+        found = links(page, f"target-{quote(target, safe='')}", ("target-", "pushed"))
+        assert found == [
+            f"train-{i}"
+            for i in mine.sort_values(["sign", "rank"], ascending=[False, True]).train_id
+        ]
+    for sample, mine in top.groupby("train_id"):
+        found = links(page, f"train-{quote(sample, safe='')}", "train-")
+        strongest_first = mine.iloc[mine.score.abs().argsort(kind="stable")[::-1]]
+        up, down = (strongest_first[strongest_first.sign == sign].target_id for sign in (1, -1))
+        assert found == [f"target-{i}" for i in (*up, *down)]
+        entry = page.text.rpartition(f"train {sample} label ")[2]
+        assert all(
+            f"target {row.target_id} {signed(row.score)}" in entry for row in mine.itertuples()
+        )
+
+
+def test_the_script_holds_nothing_of_a_study(shown_as):
+    pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
+    (script,) = {page.scripts[0] for page in pages}
+    # What it looks at is there, and hidden from whoever runs no script.
+    for page in pages:
+        assert next(a for a in page.all("div") if "find" in a.get("class", ""))["hidden"] is None
+        assert [a["type"] for a in page.all("input")] == ["search"]  # a regression is never wrong
+        assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
+        classes = {name for _, a in page.elements for name in a.get("class", "").split()}
+        assert {"find", "target", "name"} <= classes
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function", script
+    )
+
+
+# Types each query, then follows a link to a hidden target; says what a reader sees.
+PROBE = """
+const seen = () => [...document.querySelectorAll(".target")].map((target) => !target.hidden);
+const box = document.querySelector("input[type=search]");
+const type = (query) => {
+  box.value = query;
+  box.dispatchEvent(new Event("input", { bubbles: true }));
+  return seen();
+};
+addEventListener("load", () => setTimeout(() => {
+  const found = [document.querySelector(".find").checkVisibility(), QUERIES.map(type)];
+  location.hash = [...document.querySelectorAll("h3[id^=target-] a")].at(0).hash;
+  setTimeout(() => {
+    document.body.textContent = JSON.stringify([...found, seen(), box.value]);
+  }, 100);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_hides_what_is_not_searched_for(results, shown_as, tmp_path):
+    _, (_, answer, _) = shown_as["described"]
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    targets = pd.read_hdf(results / "scores/mine.h5", "targets")["id"].tolist()
+    beside = {target: set(top[top.target_id == target].train_id) for target in targets}
+    queries = {
+        "": targets,
+        "onerror=ALERT(2)": [HOSTILE[1]],
+        "nowhere plain": [],
+        "\uff50lain target": ["plain"],  # a wide p
+        "<script>alert(0)": [t for t in targets if "<script>alert(0)</script>" in beside[t]],
+        "9": [t for t in targets if "row-9" in beside[t]],  # and not row-19
+        "no such text": [],
+    }
+    probe = PROBE.replace("QUERIES", json.dumps(list(queries)))
+    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    page = tmp_path / "page.html"
+    # The page's own policy holds, except that it knows the probe as well.
+    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
+    page.write_text(markup.replace("</body>", f"<script>{probe}</script></body>"))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000")
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/profile", "--dump-dom", str(page)]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    is_there, found, followed, left = json.loads(Page(dumped).text[Page(dumped).text.index("[") :])
+    assert is_there
+    assert found == [[target in expected for target in targets] for expected in queries.values()]
+    assert followed == [True] * len(targets)
+    assert left == ""
+
+
+def test_wrong_predictions_are_marked(shown_as, results):
+    study = Study.load(shown_as["described"][0])
+    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
+    experiment.tables["shown"]["prediction"] = [1, 2, 3, 4]
+    experiment.tables["shown"]["label"] = [1, 0, 3, 0]
+    experiment = replace(experiment, spec=experiment.spec | {"model_output": "text_classification"})
+    split = study.split("mine", [*HOSTILE, "plain"])
+    (examples,) = find_examples(study, [experiment], study.split("train", None), [split])
+    page = Page(rendered_answer(examples, "study.py", EACH))
+    check_alone(page)
+    marked = ["data-wrong" in a for _, a in page.elements if "target" in a.get("class", "").split()]
+    assert marked == [False, True, False, True]
+    assert [a["type"] for a in page.all("input")] == ["search", "checkbox"]
+
+
 def test_odd_texts_are_read_as_they_are(results, shown_as):
     study_file, (_, answer, texts) = shown_as["described"]
     study = Study.load(study_file)
     markup = answer.read_text()
-    assert "<script" not in markup
     page = Page(markup)
+    assert markup.count("<script") == len(page.scripts) == 1
     # Whole lines and longer texts than in the table.
     assert "W" * 1000 + " ..." in page.text
     words = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]

@@ -5,14 +5,24 @@ import io
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.pyplot import imread
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.describe_samples import drawn, printed, readable, targets_shown
+from trak_core.report.describe_samples import (
+    are_drawn,
+    drawn,
+    find_examples,
+    printed,
+    readable,
+    targets_shown,
+)
 from trak_core.report.number_formats import number, of_target, of_training_sample, plural, signed
-from trak_core.report.read import read_timings
+from trak_core.report.read import File, read_timings
+from trak_core.study.split import Split
+from trak_core.study.study import Study
 
 
 def decoded(picture):
@@ -52,6 +62,56 @@ def test_a_photograph_is_kept_small():
 )
 def test_samples_that_are_not_drawn_are_printed(sample, text):
     assert printed(sample) == text
+
+
+def shown_without_draw(folder, samples):
+    """How samples show of a study that has no draw, and whether it counts as drawn."""
+    path = folder / "study.py"
+    path.write_text("")
+    study, split = Study.load(path), Split(samples, list(range(len(samples))))
+    top = pd.DataFrame({"train_id": split.ids})
+    file = File("", "", {}, {}, {"shown": top.head(0), "top_influences": top}, {})
+    (examples,) = find_examples(study, [file], split, [split])
+    assert examples.drawn is are_drawn(study, split)
+    return examples.drawn, list(examples.train.values())
+
+
+def test_images_are_drawn_by_themselves(tmp_path):
+    shades = torch.tensor([[0.0, 1.0], [0.5, 0.25]])
+    color = torch.stack([shades, shades.T, 1 - shades])
+    broken = torch.tensor([[-2.0, 2.0], [torch.nan, torch.inf]])
+    samples = [
+        (shades[None], 1),
+        {"pixel_values": color, "labels": 1},
+        ((255 * shades[None]).round().byte(), 1),
+        (4 * shades[None] - 2, 1),
+        (broken[None], 1),
+    ]
+    is_drawn, pictures = shown_without_draw(tmp_path, samples)
+    assert is_drawn
+    grey = shades[..., None].expand(2, 2, 3)
+    clean = torch.tensor([[0.0, 1.0], [0.0, 1.0]])[..., None].expand(2, 2, 3)
+    expected = [grey, color.movedim(0, -1), grey, grey, clean]
+    for picture, image in zip(pictures, expected, strict=True):
+        _, pixels = decoded(picture)
+        height, width = pixels.shape[:2]
+        middles = pixels[height // 4 :: height // 2, width // 4 :: width // 2, :3][:2, :2]
+        assert np.abs(middles - image.numpy()).max() < 0.01
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        (torch.zeros(4, 4), 1),
+        (torch.zeros(2, 4, 4), 1),
+        (torch.zeros(1, 3, 4, 4), 1),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), 1),
+        (torch.zeros(3, 0, 4), 1),
+        (torch.zeros(3, 4, 4), torch.zeros(3, 4, 4), 1),
+    ],
+)
+def test_what_is_no_image_is_printed(sample, tmp_path):
+    assert shown_without_draw(tmp_path, [sample]) == (False, [printed(sample)])
 
 
 @pytest.mark.parametrize(

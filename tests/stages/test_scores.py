@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from linear_study import with_two_checkpoints
-from pipeline import read_scores, run_exact_stages, run_stages
+from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
 from refused import refused
 from trained_cases import assert_close
 
@@ -324,3 +324,36 @@ def test_ids_are_as_long_as_paths(tmp_path):
     best = scores[targets[0]].idxmax()
     where = f"target_id == '{targets[0]}' & rank == 1 & score > 0"
     assert pd.read_hdf(file, "top_influences", where=where).train_id.tolist() == [best]
+
+
+COLUMNS = """
+
+def train_columns():
+    return {"annotator": ["anna", "bert", "anna"] * 10}
+
+
+def target_columns():
+    return {"page": list(range(10))}
+"""
+
+
+def test_tables_have_help_harm_and_the_columns_of_the_study(tmp_path):
+    study, checkpoints, targets = with_two_checkpoints(tmp_path)
+    settings = {"model_output": "regression"}
+    path = run_stages(tmp_path, study, checkpoints, targets, proj_dim=8, **settings)
+    scores, train = read_scores(path).astype(float), pd.read_hdf(path, "train")
+    assert_close(train["help"], scores.clip(lower=0).mean(axis=1), 1e-6)
+    assert_close(train["harm"], -scores.clip(upper=0).mean(axis=1), 1e-6)
+    parts = sorted((tmp_path / "scores/mine").glob("*.h5"))
+    with open_artifact(path, SCORES) as file:
+        before = file.content_hash
+    projection = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
+    spec = scores_spec(checkpoints, targets, projection=projection, **settings)
+    study.write_text(study.read_text() + COLUMNS)
+    again = averaged(tmp_path / "again.h5", parts, spec, study_file=study)
+    assert pd.read_hdf(again, "train", where="id == 4")["annotator"].tolist() == ["bert"]
+    assert pd.read_hdf(again, "targets")["page"].tolist() == [3, 1, 7]
+    assert read_scores(again).equals(read_scores(path))
+    with open_artifact(again, SCORES) as file:
+        assert file.table("train")["annotator"].tolist() == ["anna", "bert", "anna"] * 10
+        assert file.content_hash != before

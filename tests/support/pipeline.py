@@ -166,7 +166,9 @@ def run_exact_stages(
     return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
 
 
-def averaged(scores: Path, checkpoint_scores, spec, features=(), top=5, memory_mb=500) -> Path:
+def averaged(
+    scores: Path, checkpoint_scores, spec, features=(), top=5, memory_mb=500, study_file=None
+) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
         scores=scores,
@@ -176,6 +178,7 @@ def averaged(scores: Path, checkpoint_scores, spec, features=(), top=5, memory_m
         defaults="",
         columns=TABLE[spec.features.model_output].columns,
         top=top,
+        study_file=study_file,
         code="code",
         memory_mb=memory_mb,
     )

@@ -13,7 +13,8 @@ class Page(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.markup = markup
         self.elements, self.open, self.closed_in_order = [], [], True
-        self.pieces, self.headings, self.styles, self.cells = [], [], [], []
+        self.pieces, self.headings, self.cells = [], [], []
+        self.styles, self.scripts = [], []
         self.feed(markup)
         self.close()
         self.closed_in_order &= not self.open
@@ -29,8 +30,8 @@ class Page(HTMLParser):
         self.closed_in_order &= bool(self.open) and self.open.pop() == name
 
     def handle_data(self, text):
-        if self.open and self.open[-1] == "style":
-            self.styles.append(text)
+        if self.open and self.open[-1] in ("style", "script"):
+            (self.styles if self.open[-1] == "style" else self.scripts).append(text)
             return
         self.pieces.append(text)
         if self.open and re.fullmatch(r"h[1-6]", self.open[-1]):

@@ -122,6 +122,16 @@ REFUSALS = {
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
         "distortion of divided gradients": (ADAM | {"distortion": {}}, "adam", "`distortion`"),
     },
+    "config.list_experiment": {
+        "a list of one of several experiments": (
+            {"experiments": {"a": {"targets": [1]}, "b": {"targets": [2]}}, "lists": ["drop"]},
+            *("a, b", "none"),
+        ),
+        "a list of an unknown experiment": ({"lists": {"drop": {"experiment": "b"}}}, "b"),
+    },
+    "config.list_features": {
+        "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
+    },
     "config.exact": {
         "exact top influences": (
             EXACT | {"scoring": {"keep": "top_k"}},

@@ -138,6 +138,7 @@ BAD = {
         {"experiments": {"asked": {"data": "asked.tsv"}}, "evaluation.removals": None},
         "config.no_own_targets",
     ),
+    "removals for all": ({"experiments.few.targets": "all"}, "config.removals_of_all", "few"),
     "no training": ({"training": None}, "config.no_training", "evaluation.subsets"),
     "top_k": ({"scoring.keep": "top_k"}, "config.incomplete_scores", "top_k"),
     "no classes": (

@@ -43,6 +43,40 @@ def check_preconditioner(config: Mapping[str, Any]) -> None:
     _refuse("config.preconditioner", setting, rules, "Leave either out.")
 
 
+def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return a config's lists by name, each with its settings and the experiment that counts.
+
+    That is the config's only one, unless the list names one; None where there are several.
+    """
+    given, experiments = config.get("lists", []), list(config["experiments"])
+    only = experiments[0] if len(experiments) == 1 else None
+    settings = given if isinstance(given, Mapping) else {name: {} for name in given}
+    lists = {name: {"experiment": only} | dict(own) for name, own in settings.items()}
+    if "select" in lists:
+        lists["select"] = {"fraction": 0.05} | lists["select"]
+    return lists
+
+
+def check_lists(config: Mapping[str, Any]) -> None:
+    """Refuse lists of an experiment that is not there, or that nobody named out of several."""
+    lists, experiments = lists_of(config), list(config["experiments"])
+    for name, about in lists.items():
+        if about["experiment"] not in experiments:
+            example = f"lists: {{{name}: {{experiment: {experiments[0]}}}}}"
+            raise InputError(
+                f"lists: {name} must have the experiment whose targets count, one of "
+                f"{', '.join(experiments)}. Found {about['experiment'] or 'none'}. Write "
+                f"`{example}`, say.",
+                code="config.list_experiment",
+            )
+    if config["projection"] == EXACT and "duplicates" in lists:
+        raise InputError(
+            "lists: duplicates compares projected features. Found `projection: exact`, which keeps "
+            "none. Leave it out, or take a projection.",
+            code="config.list_features",
+        )
+
+
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
     """Raise the first rule that is broken: each says whether it is, what must hold, what stands."""
     for is_broken, must, value in rules:
@@ -86,6 +120,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             f"retrained to explain target_data(). Found {questions[0]}, which brings its own "
             "`data`.",
             code="config.evaluated_question",
+        )
+    if removals and config["experiments"][removals["experiment"]].get("targets") == "all":
+        raise InputError(
+            "evaluation.removals takes the first of its experiment's `targets`, which must be ids. "
+            f"Found `targets: all` of {removals['experiment']}. Name those to remove for in an "
+            "experiment of their own.",
+            code="config.removals_of_all",
         )
     if lds and all("data" in experiment for experiment in config["experiments"].values()):
         raise InputError(

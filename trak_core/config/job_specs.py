@@ -9,8 +9,10 @@ from typing import Any
 from trak_core.config.check_keys import (
     check_evaluation,
     check_exact,
+    check_lists,
     check_preconditioner,
     fill_in_scoring,
+    lists_of,
 )
 from trak_core.config.checkpoint_list import (
     Checkpoint,
@@ -18,10 +20,10 @@ from trak_core.config.checkpoint_list import (
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import target_ids
+from trak_core.config.tables import ALL_TARGETS, target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
-from trak_core.provenance import content_digest, study_digest, study_modules
+from trak_core.provenance import content_digest, mentions, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
     TRAIN,
@@ -42,8 +44,9 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
-# Functions of a study that are called to show samples alone, and for targets alone.
+# Functions of a study that are called to show samples alone, for columns alone, and for targets.
 _SHOWING = {"draw", "describe"}
+_COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
 
@@ -51,12 +54,13 @@ def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> d
     """Return hashes of a study's source and of the data files, whose digests are given by path.
 
     Returns ``training``, of what decides trained checkpoints and features of training samples;
-    ``targets``, which adds the functions called for targets; ``whole``, which adds those that draw
-    and describe samples.
+    ``targets``, which adds the functions called for targets; ``columns``, which adds those that
+    return columns; ``whole``, which adds those that draw and describe samples.
     """
     return {
-        "training": study_digest(study, data_files, _SHOWING | _TARGETS),
-        "targets": study_digest(study, data_files, _SHOWING),
+        "training": study_digest(study, data_files, _SHOWING | _COLUMNS | _TARGETS),
+        "targets": study_digest(study, data_files, _SHOWING | _COLUMNS),
+        "columns": study_digest(study, data_files, _SHOWING),
         "whole": study_digest(study, data_files),
     }
 
@@ -106,7 +110,7 @@ class Specs:
     Attributes:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
-        experiments: Names with the ids of their targets; None for all that a question's file has.
+        experiments: Names with the ids of their targets; None for all that there are.
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
@@ -186,6 +190,17 @@ class Specs:
         return {
             name: experiment["data"] for name, experiment in experiments if "data" in experiment
         }
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether the study, or a question in Python, may have columns of its own."""
+        questions = [path for path in self.questions.values() if path.endswith(".py")]
+        return any(mentions(Path(path), _COLUMNS) for path in [self.config["study"], *questions])
+
+    @property
+    def lists(self) -> dict[str, dict[str, Any]]:
+        """Lists to act on, by name: each with the experiment whose targets count."""
+        return lists_of(self.config)
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
@@ -396,12 +411,13 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     }
     if "evaluation" in config:
         check_evaluation(config)
+    check_lists(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json")
     tables = [config["checkpoints"]]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
-    tables = [path for path in tables if isinstance(path, str)]
+    tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
     modules = _modules(study, [Path(path) for path in tables if path.endswith(".py")])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from trak_core.errors import InputError
 
+# In place of ids: every sample of target_data().
+ALL_TARGETS = "all"
+
 
 def read_table(
     path: Path, columns: tuple[str, ...], optional: tuple[str, ...] = ()
@@ -53,11 +56,15 @@ def _read_rows(
     return rows
 
 
-def target_ids(targets: list[int | str] | str) -> list[int | str]:
+def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     """Return an experiment's target ids, which are given or in a table's column ``id``.
+
+    None for ``all``: what target_data() has.
 
     Ids of a table count as integers if all of them are written as one is, so that 0007 stays text.
     """
+    if targets == ALL_TARGETS:
+        return None
     if not isinstance(targets, str):
         return list(targets)
     ids = [row[0] for row in read_table(Path(targets), ("id",))]

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError
 from trak_core.gradients import as_batch, call, in_evaluation_mode
 from trak_core.model_outputs.clip import contrast, drawn_pairs, read_embeddings
+from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.study.split import Split
@@ -39,7 +40,9 @@ def model_output(
     """
     about = TABLE[name]
     if not about.needs_pairs:
-        return about.load()
+        output = about.load()
+        warn_of_masked_model(output, model)
+        return output
     assert pairs is not None
     embeddings: list[Tensor] = []
     with torch.no_grad(), in_evaluation_mode(model):

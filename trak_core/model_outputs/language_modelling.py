@@ -1,7 +1,7 @@
 """Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from trak_core.model_outputs.classification import margin
@@ -91,3 +91,18 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 LANGUAGE_MODELLING = _of_tokens(1)
 MASKED_LANGUAGE_MODELLING = _of_tokens(0)
 SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
+
+
+def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:
+    """Say so where a masked language model gets the output of a causal one.
+
+    Its tokens see those that follow, so that each is told what it shall predict.
+    """
+    names = sorted({type(module).__name__ for module in model.modules()})
+    masked = [name for name in names if name.endswith("ForMaskedLM")]
+    if output is LANGUAGE_MODELLING and masked:
+        print(
+            f"Warning: {masked[0]} is a masked language model, whose tokens see those that follow. "
+            "The log-odds of a whole text under it say little. With `model_output: "
+            "masked_language_modelling` the labels of masked tokens count, -100 stands elsewhere."
+        )

@@ -6,6 +6,7 @@ The report (templates/examples.html.j2), the answers (templates/answer.html.j2) 
 
 import base64
 import io
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trak_core.report.read import File, rows_with, strongest
@@ -76,6 +78,20 @@ class Examples:
         """Rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
 
+    def pushed(self) -> dict[Any, dict[int, list[Any]]]:
+        """Return by training sample the rows of the targets shown, by sign, that it moves most.
+
+        A sample that moves more targets comes first, and so does a larger score.
+        """
+        pushed: dict[Any, dict[int, list[Any]]] = {}
+        for target, sign in itertools.product(self.shown, (1, -1)):
+            for influence in self.strongest(target.id, sign):
+                pushed.setdefault(influence.train_id, {1: [], -1: []})[sign].append(influence)
+        for rows in (rows for by_sign in pushed.values() for rows in by_sign.values()):
+            rows.sort(key=lambda influence: -abs(influence.score))
+        by_targets = sorted(pushed.items(), key=lambda item: -sum(map(len, item[1].values())))
+        return dict(by_targets)
+
     def strongest(self, target: Any, sign: int) -> list[Any]:
         """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
         return strongest(self.experiment, target, sign)
@@ -98,7 +114,7 @@ def find_examples(
 
     Args:
         study: Its ``draw(axes, sample)`` draws a sample, its ``describe(sample)`` says what it is;
-            without either samples are printed.
+            without either images are drawn as they are, other samples printed.
         experiments: Their scores; see ``read_experiment``.
         train: The study's training samples.
         targets: Those of each experiment, in its order.
@@ -107,11 +123,13 @@ def find_examples(
     Raises:
         InputError: If the study's draw or describe fails.
     """
-    draws, describes = study.has("draw"), study.has("describe")
+    draws, describes = are_drawn(study, train), study.has("describe")
 
     def show(split: Split, n: int) -> dict[Any, Picture | str]:
         ids = split.ids[:n]
-        return {i: _shown(study, i, split.samples[row], characters) for row, i in enumerate(ids)}
+        return {
+            i: _shown(study, i, split.samples[row], characters, draws) for row, i in enumerate(ids)
+        }
 
     strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])
     ids = strong.unique().tolist()
@@ -122,14 +140,51 @@ def find_examples(
     ]
 
 
-def _shown(study: Study, sample_id: Any, sample: Any, characters: int) -> Picture | str:
+def are_drawn(study: Study, train: Split) -> bool:
+    """Return whether samples show as pictures: by the study's ``draw``, or because they are images.
+
+    The first training sample decides it.
+    """
+    if study.has("draw"):
+        return True
+    with users_code(f"reading sample {train.ids[0]}"):
+        sample = train.samples[0]
+    return _image(sample) is not None
+
+
+def _shown(
+    study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
+) -> Picture | str:
     """Return a sample drawn, with its text if there is one; or its text; or printed."""
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
-    if not study.has("draw"):
-        return (text or "(an empty text)") if describes else printed(sample)
-    with users_code(f"{study.path}: drawing a sample"):
-        return replace(drawn(study.function("draw"), sample), text=text)
+    if study.has("draw"):
+        with users_code(f"{study.path}: drawing a sample"):
+            return replace(drawn(study.function("draw"), sample), text=text)
+    if draws and (image := _image(sample)) is not None:
+        return replace(drawn(_draw_image, image), text=text)
+    return (text or "(an empty text)") if describes else printed(sample)
+
+
+def _image(sample: Any) -> torch.Tensor | None:
+    """Return the only input of a sample if it is an image, of shape (1 or 3, height, width)."""
+    inputs = [value for _, value in _inputs(sample)]
+    if len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor) or inputs[0].ndim != 3:
+        return None
+    image = inputs[0]
+    is_image = image.shape[0] in (1, 3) and image.numel() > 0
+    # Other integers count or name something.
+    return image if is_image and (image.is_floating_point() or image.dtype == torch.uint8) else None
+
+
+def _draw_image(axes: Axes, image: torch.Tensor) -> None:
+    """Draw numbers from 0 to 1, or bytes, as they are; others from the least to the largest."""
+    pixels = image.detach().cpu().float() / (255 if image.dtype == torch.uint8 else 1)
+    finite = pixels[pixels.isfinite()]
+    if len(finite) and (finite.min() < 0 or finite.max() > 1):
+        pixels = (pixels - finite.min()) / (finite.max() - finite.min()).clamp(min=1e-9)
+    shades = pixels.nan_to_num(0).clamp(0, 1).movedim(0, -1).numpy()
+    axes.imshow(shades, cmap="gray", vmin=0, vmax=1)
 
 
 def drawn(draw: Callable[..., Any], sample: Any) -> Picture:
@@ -159,12 +214,15 @@ def printed(sample: Sequence[Any] | Mapping[str, Any]) -> str:
 
     The label, which stands beside it anyway, is left out of a tuple.
     """
+    entries = sample.items() if isinstance(sample, Mapping) else _inputs(sample)
+    return "; ".join((f"{name}: " if name else "") + _values(value) for name, value in entries)
+
+
+def _inputs(sample: Sequence[Any] | Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return a sample's entries but its label, with the names of a dict's."""
     if isinstance(sample, Mapping):
-        entries = [(f"{name}: ", value) for name, value in sample.items()]
-    else:
-        inputs = sample[:-1] if len(sample) > 1 else sample
-        entries = [("", value) for value in inputs]
-    return "; ".join(name + _values(value) for name, value in entries)
+        return [(name, value) for name, value in sample.items() if name != "labels"]
+    return [("", value) for value in (sample[:-1] if len(sample) > 1 else sample)]
 
 
 def _values(value: Any) -> str:
@@ -196,6 +254,13 @@ def readable(text: str, characters: int) -> str:
     if len(whole) <= characters and len(begun) == len(text):
         return whole
     return whole[:characters].rstrip() + " ..."
+
+
+def beginning(sample: Picture | str) -> Picture | str:
+    """Return a sample with the beginning of its text alone."""
+    if isinstance(sample, Picture):
+        return replace(sample, text=readable(sample.text, BEGINNING))
+    return readable(sample, BEGINNING)
 
 
 def _printable(character: str) -> str:

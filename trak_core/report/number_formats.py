@@ -1,6 +1,7 @@
 """Numbers and labels as readers see them: the filters that templates format with."""
 
 from typing import Any
+from urllib.parse import quote
 
 from trak_core.model_outputs.table import About
 
@@ -41,6 +42,19 @@ def plural(count: int, noun: str) -> str:
 def label(value: Any) -> str:
     """Return a sample's label or prediction: a number in three digits, a class as it is."""
     return number(value) if isinstance(value, float) else str(value)
+
+
+def anchor(sample_id: Any) -> str:
+    """Return an id as a part of an address, different ones for different ids."""
+    # A browser takes the part after # as it is, so that no id needs to be decoded.
+    return quote(str(sample_id), safe="")
+
+
+def is_right(target: Any, output: About) -> bool | None:
+    """Return whether the models predict a target's label; None where no prediction is a label."""
+    if not (output.labels_are_classes or output.needs_pairs):
+        return None
+    return bool(target.label == target.prediction)
 
 
 def of_target(target: Any, output: About) -> str:

@@ -3,6 +3,8 @@
 Text is escaped where a template shows it. A name that a template uses and nobody gave is an error.
 """
 
+import base64
+import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -13,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
-from trak_core.report.describe_samples import EACH, Examples
+from trak_core.report.describe_samples import EACH, Examples, beginning
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
@@ -26,8 +28,11 @@ _FILTERS = (
     number_formats.thousands,
     number_formats.plural,
     number_formats.label,
+    number_formats.anchor,
+    number_formats.is_right,
     number_formats.of_target,
     number_formats.of_training_sample,
+    beginning,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.
@@ -114,6 +119,7 @@ def _environment() -> Environment:
     functions = (
         *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
+        script_hash,
     )
     environment.filters |= {function.__name__: function for function in _FILTERS}
     environment.globals |= {function.__name__: function for function in functions}
@@ -122,6 +128,12 @@ def _environment() -> Environment:
         "style": (_FOLDER / "style.css").read_text(encoding="utf-8"),
     }
     return environment
+
+
+def script_hash() -> str:
+    """Return the hash by which a page's policy allows its script, and no other."""
+    script = _environment().get_template("explore.js.j2").render()
+    return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
 def rendered(template: str, **shown: Any) -> str:

@@ -79,6 +79,34 @@ def most_frequent(classes: np.ndarray) -> np.ndarray:
     return np.take_along_axis(ordered, run.argmax(axis=0)[None], axis=0)[0]
 
 
+def help_and_harm(scores: np.ndarray) -> np.ndarray:
+    """Return how much each training sample pushes targets up, and how much down.
+
+    Both are means over all targets, of rows of scores (rows, m): of ``max(scores, 0)`` and of
+    ``max(-scores, 0)``. Their difference is the mean score. How rows are cut into blocks changes
+    nothing.
+
+    Returns:
+        Shape (rows, 2), float64, neither negative.
+    """
+    n_targets = scores.shape[1]
+    up = np.maximum(scores, 0).sum(axis=1, dtype=np.float64)
+    return np.stack([up, -np.minimum(scores, 0).sum(axis=1, dtype=np.float64)], axis=1) / n_targets
+
+
+def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the class whose targets each training sample pushes down most, shape (rows,).
+
+    That is the largest mean over a class's targets of ``max(-scores, 0)``; of equal ones the
+    smallest class. Scores have shape (rows, m), the targets' labels (m,), integers.
+    """
+    order = np.argsort(labels, kind="stable")
+    classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
+    harm = np.maximum(-scores[:, order], 0)
+    means = np.add.reduceat(harm, starts, axis=1, dtype=np.float64) / sizes
+    return classes[means.argmax(axis=1)]
+
+
 @dataclass(frozen=True, slots=True)
 class Extremes:
     """The largest scores of each target seen so far, with the numbers of their rows.

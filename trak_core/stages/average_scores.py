@@ -19,8 +19,16 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import average_need
-from trak_core.scoring.scores import Extremes, largest, most_frequent, similarities
-from trak_core.spec import EXACT, Combine, ScoresSpec
+from trak_core.model_outputs.table import TABLE
+from trak_core.scoring.scores import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    largest,
+    most_frequent,
+    similarities,
+)
+from trak_core.spec import EXACT, TRAIN, Combine, ScoresSpec
 from trak_core.stages._inputs import ReadRows, read_rows, score_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -96,6 +104,26 @@ def _influences(
     })
 
 
+def _own_columns(
+    study_file: Path | None,
+    question: Path | None,
+    spec: ScoresSpec,
+    key: str,
+    ids: Sequence[int | str],
+) -> pd.DataFrame:
+    """Return what the study, or a file of targets, knows of the samples of a table."""
+    is_train = key == "train"
+    if (is_train or question is None or question.suffix == ".py") and study_file is None:
+        return pd.DataFrame(index=range(len(ids)))
+    # Only here, because it brings torch.
+    from trak_core.study.columns import columns_of
+    from trak_core.study.study import Study
+
+    study = None if study_file is None else Study.load(study_file)
+    name = TRAIN if is_train else str(spec.experiment)
+    return columns_of(study, name, ids, None if is_train else question)
+
+
 def _unit(spec: ScoresSpec) -> str:
     """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
     is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
@@ -113,6 +141,8 @@ def average_scores(
     defaults: str,
     columns: str,
     top: int,
+    study_file: Path | None = None,
+    question: Path | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -120,7 +150,8 @@ def average_scores(
 
     There are scores for each checkpoint, and training features where only the solved targets were
     kept. ``top`` influences of either sign are kept for each target. Into the file come, in words,
-    ``columns``: what labels and predictions are; and ``defaults``: what the config left open.
+    ``columns``: what labels and predictions are; and ``defaults``: what the config left open. A
+    ``study_file``, and the experiment's own file of targets (``question``), bring columns.
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -175,14 +206,24 @@ def average_scores(
                 ids = train["id"].tolist(), targets["id"].tolist()
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
+            sums, harmed = [], []
+            about = TABLE.get(spec.features.model_output)
+            has_classes = about is not None and about.labels_are_classes
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:
                     values[start:stop] = mean
+                sums.append(help_and_harm(mean))
+                if has_classes:
+                    harmed.append(harmed_class(mean, targets["label"].to_numpy()))
                 helpful = largest(helpful, start, mean, top)
                 harmful = largest(harmful, start, -mean, top)
+            train["help"], train["harm"] = np.concatenate(sums).T.astype(np.float32)
+            if harmed:
+                train["harmed_label"] = np.concatenate(harmed)
             for key, table in (("targets", targets), ("train", train)):
-                writer.table(key, table, ["id"])
+                own = _own_columns(study_file, question, spec, key, table["id"].tolist())
+                writer.table(key, table.join(own), ["id"])
             assert helpful is not None
             assert harmful is not None
             influences = _influences(helpful, harmful, train, targets)

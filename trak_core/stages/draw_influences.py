@@ -12,6 +12,7 @@ from trak_core.report.describe_samples import (
     BEGINNING,
     EACH,
     Examples,
+    are_drawn,
     find_examples,
     printed,
     readable,
@@ -87,10 +88,10 @@ def draw_influences(
     """
     study = Study.load(study_file)
     (n_shown,) = targets_shown(1)
-    each = EACH if study.has("draw") else _EACH_TEXT
+    train = study.split(TRAIN, None)
+    each = EACH if are_drawn(study, train) else _EACH_TEXT
     experiment = read_experiment(scores, scores.parents[1], n_shown, each)
     ids = experiment.tables["targets"]["id"].tolist()
-    train = study.split(TRAIN, None)
     targets = split_of(study, experiment.spec["experiment"], ids, question)
     (examples,) = find_examples(study, [experiment], train, [targets], _CHARACTERS)
     _draw(figure, examples)

@@ -33,6 +33,7 @@ from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import TRAIN, Weighting
 from trak_core.study.checkpoints import check_checkpoint
+from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
@@ -199,6 +200,7 @@ def preflight_study(
         question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
+            columns_of(study, name, split.ids, question)
             output = named_output(
                 model_output, model.module, split, torch.device("cpu"), n_others=1
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trak_core.errors import InputError
 from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
-from trak_core.studies.rows import field, ids_of, read_rows
+from trak_core.studies.rows import columns_from, field, ids_of, read_rows
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 
@@ -66,6 +66,7 @@ def image_folder(
         darkest, brightest = pixels.min(), pixels.max()
         axes.imshow(((pixels - darkest) / (brightest - darkest).clamp(min=1e-9)).numpy())
 
+    used = {"path", "label"}
     return ReadyStudy(
         make_model=lambda: function_at(model, "model")(len(names)),
         train_data=lambda: Rows(rows, sample),
@@ -75,6 +76,8 @@ def image_folder(
         encode=lambda **row: sample(row),
         describe=lambda one: names[int(one[1])],
         draw=draw,
+        train_columns=lambda: columns_from(rows, used),
+        target_columns=lambda: columns_from(target_rows, used),
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.studies.ready_study import ReadyStudy, Rows, needed
-from trak_core.studies.rows import filled_in, ids_of, read_rows
+from trak_core.studies.rows import columns_from, filled_in, ids_of, read_rows, used_by
 
 _TEXT = "{text}"
 
@@ -78,6 +78,8 @@ def language_model(
             )
         return read_rows(targets)
 
+    used = used_by(prompt, text) | {"messages"} | ({"prompt"} if prompt is None else set())
+    used |= {"text"} if text is None else set()
     return ReadyStudy(
         make_model=lambda: _model(folder),
         train_data=lambda: Rows(rows, sample),
@@ -86,6 +88,8 @@ def language_model(
         target_ids=lambda: ids_of(target_rows()),
         encode=lambda **row: sample(row),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+        train_columns=lambda: columns_from(rows, used),
+        target_columns=lambda: columns_from(target_rows(), used),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from torch import nn
 
 from trak_core.errors import InputError
@@ -24,6 +25,8 @@ class ReadyStudy:
     target_ids: Callable[[], Sequence[int | str]]
     encode: Callable[..., Any]
     describe: Callable[[Any], str]
+    train_columns: Callable[[], pd.DataFrame]
+    target_columns: Callable[[], pd.DataFrame]
     draw: Callable[[Any, Any], None] | None = None
 
 

@@ -1,13 +1,16 @@
 """Read the rows of a table or of JSON lines, as dicts, with their ids."""
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import pandas as pd
 
 from trak_core.errors import InputError
+from trak_core.study.columns import short_columns
 
 _READERS = {
     ".csv": lambda path: pd.read_csv(path, keep_default_na=False),
@@ -53,6 +56,18 @@ def ids_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     if all("id" in row for row in rows):
         return [row["id"] for row in rows]
     return list(range(len(rows)))
+
+
+def columns_from(rows: Sequence[Mapping[str, Any]], used: Container[str]) -> pd.DataFrame:
+    """Return the rows' fields as columns: those that the model doesn't get, and are short."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in used)
+    return short_columns({name: [row.get(name) for row in rows] for name in names})
+
+
+def used_by(*templates: str | None) -> set[str]:
+    """Return the fields that templates such as ``"{prompt}{completion}"`` fill in."""
+    parts = (part for template in templates if template for part in Formatter().parse(template))
+    return {re.split(r"[.\[]", name)[0] for _, name, _, _ in parts if name}
 
 
 def field(row: Mapping[str, Any], name: str) -> Any:

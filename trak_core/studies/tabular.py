@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trak_core.errors import InputError
 from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
-from trak_core.studies.rows import field, ids_of, read_rows
+from trak_core.studies.rows import columns_from, field, ids_of, read_rows
 
 
 def tabular(
@@ -49,6 +49,7 @@ def tabular(
         is_class = classes or (isinstance(row[label], int) and not isinstance(row[label], bool))
         return torch.tensor(values), torch.tensor(int(answer) if is_class else answer)
 
+    used = {label, *names}
     return ReadyStudy(
         make_model=lambda: function_at(model, "model")(),
         train_data=lambda: Rows(rows, sample),
@@ -59,4 +60,6 @@ def tabular(
         describe=lambda one: ", ".join(
             f"{name} {value:.4g}" for name, value in zip(names, one[0].tolist(), strict=True)
         ),
+        train_columns=lambda: columns_from(rows, used),
+        target_columns=lambda: columns_from(target_rows, used),
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.studies.ready_study import ReadyStudy, Rows, needed
-from trak_core.studies.rows import field, filled_in, ids_of, read_rows
+from trak_core.studies.rows import columns_from, field, filled_in, ids_of, read_rows, used_by
 
 
 def text_classification(
@@ -62,6 +62,7 @@ def text_classification(
 
     rows = read_rows(texts)
     target_rows = read_rows(targets) if targets else rows
+    used = used_by(text) | {label}
     return ReadyStudy(
         make_model=make_model,
         train_data=lambda: Rows(rows, sample),
@@ -70,4 +71,6 @@ def text_classification(
         target_ids=lambda: ids_of(target_rows),
         encode=lambda **row: sample(row),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+        train_columns=lambda: columns_from(rows, used),
+        target_columns=lambda: columns_from(target_rows, used),
     )

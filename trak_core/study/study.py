@@ -6,6 +6,7 @@ Its functions take no arguments unless said otherwise:
     train_data()             the training samples: anything with len() and [i]
     target_data()            the pool of samples to explain, likewise
     train_ids(), target_ids()  optional: one id a sample, integers or short names; else 0, 1, 2, ...
+    train_columns(), target_columns()  optional: what is known of the samples, values by name
     train(**arguments)       optional: trains and returns a model; arguments come from the config
     encode(**line)           optional: makes a sample of a line of an experiment's own `data`
     draw(axes, sample)       optional: draws one sample into matplotlib axes
@@ -82,6 +83,16 @@ class Study:
             raise InputError(
                 f"{self.path}: make_model() must return a torch.nn.Module. Found "
                 f"{type(model).__name__}."
+            )
+        places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
+        if len(places) > 1:
+            raise InputError(
+                f"{self.path}: make_model() must return a model that lies on one device: a job "
+                "moves it to its own and splits samples, not layers. Found `device_map` with "
+                f"{', '.join(places)}. Leave device_map out. If the model is too large for one "
+                "GPU, run with `compute: {device: cpu}`, or attribute to an adapter of a smaller "
+                "one.",
+                code="study.device_map",
             )
         return model
 

@@ -96,12 +96,16 @@ def split_of(
     return split if targets is None else split.take(targets)
 
 
-def _encoded_targets(path: Path, study: Study) -> Split:
+def read_questions(path: Path) -> tuple[list[int] | list[str], list[dict[str, Any]]]:
+    """Return the ids of the targets that a file of lines has, and their fields without ``id``."""
     lines = _read_lines(path)
-    study.function("encode")
     ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
     if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
         ids = [int(i) for i in ids]
-    return Split(
-        _Encoded(study, path, lines), checked_ids(ids, len(lines), f"{path}: the field id")
-    )
+    return checked_ids(ids, len(lines), f"{path}: the field id"), lines
+
+
+def _encoded_targets(path: Path, study: Study) -> Split:
+    ids, lines = read_questions(path)
+    study.function("encode")
+    return Split(_Encoded(study, path, lines), ids)

@@ -13,10 +13,16 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trak_core.errors import InputError
 from trak_core.system.out_of_memory import no_room
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# A spreadsheet runs a cell that begins with one of these.
+_RUN = ("=", "+", "-", "@", "\t", "\r")
 
 
 def _is_running(process: int) -> bool:
@@ -80,6 +86,17 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         raise does_not_fit(path, reason) from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_csv(path: Path, rows: "pd.DataFrame") -> None:
+    """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
+    texts = {
+        name: [f"'{text}" if str(text)[:1] in _RUN else text for text in rows[name]]
+        for name in rows
+        if rows[name].dtype.kind not in "iufb"
+    }
+    with written_whole(path) as partial:
+        rows.assign(**texts).to_csv(partial, index=False)
 
 
 def _digest(known: dict[str, Any]) -> str:

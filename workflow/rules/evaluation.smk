@@ -105,37 +105,9 @@ rule evaluate_scores:
         "../scripts/stage.py"
 
 
-rule compute_self_influence:
-    input:
-        features=of_checkpoints("features/{c}/train.h5"),
-        normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
-    output:
-        self_influence="<results>/self_influence.h5",
-    log:
-        "<results>/logs/compute_self_influence.log",
-    benchmark:
-        "<results>/benchmarks/compute_self_influence.tsv"
-    conda:
-        environment
-    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
-    threads: 1
-    resources:
-        mem_mb=job_mb,
-        memory_mb=compute["memory_mb"],
-    params:
-        code=code_of("compute_self_influence"),
-        spec=specs.self_influence.as_dict(),
-    message:
-        "Computing self-influence"
-    script:
-        "../scripts/stage.py"
-
-
 if "subsets" in specs.evaluation:
     groups = [f"{first}-{last}" for first, last in specs.half_groups()]
     timed("retrain_subsets/{group}", group=groups)
 if specs.measures_embeddings:
     timed("compute_embeddings/{c}", c=specs.self_influence.ends)
-if specs.evaluation.get("self_influence"):
-    timed("compute_self_influence")
 timed("evaluate_scores/{e}", e=specs.measured)

@@ -134,3 +134,33 @@ for split, n in specs.shards.items():
         timed(f"join_shards/{{c}}/{split}", c=specs.checkpoints)
 timed("compute_normal_matrix/{c}", c=specs.checkpoints)
 timed("compute_scores/{e}/{c}", e=specs.experiments, c=specs.checkpoints)
+
+
+rule compute_self_influence:
+    input:
+        features=of_checkpoints("features/{c}/train.h5"),
+        normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
+    output:
+        self_influence="<results>/self_influence.h5",
+    log:
+        "<results>/logs/compute_self_influence.log",
+    benchmark:
+        "<results>/benchmarks/compute_self_influence.tsv"
+    conda:
+        environment
+    # More would crash OpenBLAS's Cholesky factorization from proj_dim 16,384 on.
+    threads: 1
+    resources:
+        mem_mb=job_mb,
+        memory_mb=compute["memory_mb"],
+    params:
+        code=code_of("compute_self_influence"),
+        spec=specs.self_influence.as_dict(),
+    message:
+        "Computing self-influence"
+    script:
+        "../scripts/stage.py"
+
+
+if specs.evaluation.get("self_influence") or "suspects" in specs.lists:
+    timed("compute_self_influence")

@@ -90,6 +90,11 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
+def list_scores(kind):
+    """The scores that a list is made of."""
+    return f"{folder}/scores/{specs.lists[kind]['experiment']}.h5"
+
+
 def shards_of(wildcards):
     n = specs.shards[wildcards.split]
     shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
@@ -139,5 +144,8 @@ def name_results():
     }
     if answers:
         logger.info(f"Answers: {', '.join(sorted(answers))}")
+    lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
+    if lists:
+        logger.info(f"Lists: {', '.join(sorted(lists))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")

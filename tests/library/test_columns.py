@@ -1,0 +1,91 @@
+"""A study's own columns: from its functions, and from the fields of lines."""
+
+import json
+
+import pandas as pd
+import pytest
+from refused import refused
+
+from trak_core.studies.rows import columns_from, used_by
+from trak_core.study.columns import columns_of, short_columns
+from trak_core.study.study import Study
+
+STUDY = """
+def target_ids():
+    return ["a", "b", "c"]
+
+
+def target_columns():
+    return {columns}
+"""
+
+
+def study(tmp_path, columns):
+    path = tmp_path / "study.py"
+    path.write_text("import numpy as np\nimport pandas as pd\n" + STUDY.format(columns=columns))
+    return Study.load(path)
+
+
+def test_columns_come_in_the_order_of_the_ids(tmp_path):
+    given = """pd.DataFrame({
+        "annotator": ["anna", None, "  bert\\nb. "], "seconds": [1.5, 2.0, 3.0],
+        "pages": np.array([1, 2, 3], dtype=np.uint8), "checked": [True, False, True],
+        "price": [1.0, float("nan"), 2.5], "day": pd.to_datetime(["2026-01-01"] * 3),
+    })"""
+    columns = columns_of(study(tmp_path, given), "mine", ["c", "a"])
+    assert columns.to_dict("list") == {
+        "annotator": ["bert b.", "anna"],
+        "seconds": [3.0, 1.5],
+        "pages": [3, 1],
+        "checked": [1, 1],
+        "price": ["2.5", "1.0"],  # a number is missing
+        "day": ["2026-01-01 00:00:00"] * 2,
+    }
+    assert columns.index.tolist() == [0, 1]
+
+
+def test_no_columns_are_no_columns(tmp_path):
+    none = columns_of(study(tmp_path, "{}"), "mine", ["b", "a"])
+    assert none.shape == (2, 0)
+    assert columns_of(study(tmp_path, "{}"), "train", [0, 1]).shape == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "code", "values"),
+    [
+        ("{'label': [1, 2, 3]}", "study.column_name", ["label"]),
+        ("{3: [1, 2, 3]}", "study.column_name", ["3"]),
+        ("{'a': [1, 2]}", "study.columns_length", ["2"]),
+        ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),
+        ("{'a': ['x' * 300] * 3}", "study.column_text", ["300"]),
+    ],
+)
+def test_what_is_no_column_is_refused(tmp_path, columns, code, values):
+    with refused(code, *values):
+        columns_of(study(tmp_path, columns), "mine", ["a"])
+
+
+def test_samples_without_columns_are_refused(tmp_path):
+    with refused("study.columns_ids", "d"):
+        columns_of(study(tmp_path, "{'a': [1, 2, 3]}"), "mine", ["a", "d"])
+
+
+def test_lines_have_their_short_fields(tmp_path):
+    lines = [
+        {"id": "q1", "text": "t" * 300, "source": "manual", "label": 2, "tags": ["a"]},
+        {"id": "q0", "text": "t", "source": "talk", "label": 3, "tags": []},
+    ]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    columns = columns_of(None, "mine", ["q0", "q1"], path)
+    assert columns.to_dict("list") == {"source": ["talk", "manual"], "own_label": [3, 2]}
+
+
+def test_rows_have_what_the_model_does_not_get():
+    assert used_by("{prompt}: {answer[0]}", None, "plain") == {"prompt", "answer"}
+    rows = [{"id": 1, "prompt": "p", "who": "anna"}, {"id": 2, "prompt": "q", "page": 3}]
+    assert columns_from(rows, {"prompt"}).to_dict("list") == {
+        "who": ["anna", ""],
+        "page": ["", "3"],
+    }
+    assert isinstance(short_columns({}), pd.DataFrame)

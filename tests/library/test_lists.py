@@ -1,0 +1,102 @@
+"""Lists of training samples, beside plain loops."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from trak_core.scoring.lists import by_score, copies, nearest, suspects
+from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm
+from trak_core.system.files import write_csv
+
+
+@pytest.fixture
+def scores():
+    return np.random.default_rng(0).standard_normal((23, 9)).astype(np.float32)
+
+
+def test_help_and_harm_are_means_of_either_sign(scores):
+    up = [np.mean([max(float(s), 0) for s in row]) for row in scores]
+    down = [np.mean([max(-float(s), 0) for s in row]) for row in scores]
+    both = help_and_harm(scores)
+    np.testing.assert_allclose(both, np.stack([up, down], axis=1), rtol=1e-12)
+    parts = [help_and_harm(scores[i : i + 5]) for i in range(0, 23, 5)]
+    assert np.array_equal(np.concatenate(parts), both)
+
+
+def test_the_harmed_class_has_the_lowest_mean(scores):
+    labels = np.array([4, 7, 7, 4, -1, 7, 4, 4, -1])
+    expected = [
+        min(
+            sorted(set(labels.tolist())),
+            key=lambda c: np.mean(np.minimum(row[labels == c], 0), dtype=float),
+        )
+        for row in scores
+    ]
+    assert harmed_class(scores, labels).tolist() == expected
+    assert harmed_class(np.ones((2, 9), dtype=np.float32), labels).tolist() == [-1, -1]
+
+
+@pytest.fixture
+def train():
+    return pd.DataFrame({
+        "id": ["a", "b", "c", "d"],
+        "label": [0, 1, 2, 3],
+        "help": np.array([1.0, 2.0, 0.5, 0.0], dtype=np.float32),
+        "harm": np.array([2.0, 1.0, 3.0, 0.0], dtype=np.float32),
+        "harmed_label": [1, 0, 0, 2],
+        "annotator": ["anna", "bert", "anna", "bert"],
+    })
+
+
+def test_suspects_are_ordered_by_harm(train):
+    rows = suspects(train)
+    assert rows.columns[:6].tolist() == [
+        *("id", "rank", "worth_a_look", "suggested_label", "harm", "help")
+    ]
+    assert rows["id"].tolist() == ["c", "a", "b", "d"]
+    assert rows["rank"].tolist() == [1, 2, 3, 4]
+    assert rows["worth_a_look"].tolist() == [1, 1, 0, 0]
+    assert rows["suggested_label"].tolist() == [0, 1, 0, 2]
+    assert rows["annotator"].tolist() == ["anna", "anna", "bert", "bert"]
+    assert "suggested_label" not in suspects(train.drop(columns="harmed_label"))
+
+
+def test_the_best_and_those_to_drop(train):
+    best = by_score(train, best=True, fraction=0.3)
+    assert best[["id", "rank", "score"]].to_numpy().tolist() == [["b", 1, 1.0], ["d", 2, 0.0]]
+    assert by_score(train, best=False)["id"].tolist() == ["c", "a"]
+
+
+@pytest.mark.parametrize("block", [1, 4, 100])
+def test_the_nearest_rows_are_those_of_all_cosines(block):
+    rows = np.random.default_rng(1).standard_normal((11, 6))
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    cosines = unit @ unit.T
+    np.fill_diagonal(cosines, -np.inf)
+    part = nearest(lambda a, b: rows[a:b], 11, rows[3:9], block=block, first=3)
+    expected = np.argsort(-cosines[:, 3:9], axis=0)[:5]
+    assert np.array_equal(part.rows, expected)
+    np.testing.assert_allclose(part.scores, np.take_along_axis(cosines[:, 3:9], expected, 0), 1e-5)
+
+
+def test_copies_stand_out_from_their_neighbours():
+    scores = np.array([
+        [1.0, 0.999, 0.95, 0.9, np.nextafter(np.float32(1), np.float32(2))],
+        [0.9, 0.98, 0.94, -np.inf, 1.0],
+        [0.8, 0.97, 0.93, -np.inf, 1.0],
+        [0.7, 0.96, 0.92, -np.inf, 1.0],
+        [0.6, 0.95, 0.91, -np.inf, 1.0],
+    ], dtype=np.float32)  # fmt: skip
+    pairs, rows, cosines, closeness = copies(Extremes(np.arange(25).reshape(5, 5), scores))
+    assert pairs.tolist() == [0, 1, 4]
+    assert rows.tolist() == [0, 1, 4]
+    np.testing.assert_allclose(closeness, [1, 0.98, 1], atol=1e-4)
+    assert cosines.max() == 1
+
+
+def test_no_cell_of_a_list_is_a_formula(tmp_path):
+    frame = pd.DataFrame({"id": ["=cmd|x", "-1", "@a", "plain, 'x'"], "score": [-1.5, 2, 3, 4]})
+    write_csv(tmp_path / "lists/mine.csv", frame)
+    back = pd.read_csv(tmp_path / "lists/mine.csv")
+    assert back["id"].tolist() == ["'=cmd|x", "'-1", "'@a", "plain, 'x'"]
+    assert back["score"].tolist() == frame["score"].tolist()

@@ -1,0 +1,115 @@
+"""Rank training samples for a reader to act on: wrong labels, harm, the best of them, copies."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from trak_core.scoring.scores import Extremes, largest, unit_rows
+
+# A copy is so much nearer than the fifth nearest sample; rounding of a row of features aside.
+_NEIGHBOURS, _CLOSE, _SAME = 5, 0.9, 1e-5
+# Columns of the lists that are the scores file's; the study's own come after them.
+_KNOWN = ("id", "label", "prediction", "output", "output_sd", "loss_weight", "help", "harm")
+
+ReadRows = Callable[[int, int], np.ndarray]
+
+
+def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd.DataFrame:
+    """Return samples in an order: id and rank, then given columns, then all others."""
+    rows = train.assign(**columns).iloc[order].reset_index(drop=True)
+    rows["rank"] = np.arange(1, len(rows) + 1)
+    first = ["id", "rank", *columns]
+    return rows[[*first, *(name for name in rows if name not in first)]]
+
+
+def suspects(train: pd.DataFrame) -> pd.DataFrame:
+    """Return all training samples, those first that harm targets most: likely wrong labels.
+
+    The targets' own labels must be right, on the whole. A sample with a wrong label pushes down the
+    model output of the targets that it looks like.
+
+    Args:
+        train: The table ``train`` of a scores file, with ``harmed_label`` where labels are classes,
+            and ``self_influence`` where that is known.
+
+    Returns:
+        Columns id, rank, ``worth_a_look`` (1 where the harm is larger than the help, an upper
+        estimate of how many are wrong), ``suggested_label``, harm, help, and the others of
+        ``train``.
+
+    Source: docs/how-to/clean-data.md has what was measured.
+    """
+    table = train.rename(columns={"harmed_label": "suggested_label"})
+    harm, help_ = table["harm"].to_numpy(), table["help"].to_numpy()
+    order = np.argsort(-harm, kind="stable")
+    columns = {"worth_a_look": (harm > help_).astype(np.int64)}
+    if "suggested_label" in table:
+        columns["suggested_label"] = table["suggested_label"].to_numpy()
+    return _ranked(table, order, **columns, harm=harm, help=help_)
+
+
+def by_score(train: pd.DataFrame, *, best: bool, fraction: float = 1.0) -> pd.DataFrame:
+    """Return the training samples that push targets up most, or down most, on the whole.
+
+    Args:
+        train: The table ``train`` of a scores file.
+        best: Whether those come first that push up; if not, only samples whose mean score is below
+            0 are in the list, lowest first.
+        fraction: The part of all samples that is taken of the best, rounded up.
+
+    Returns:
+        Columns id, rank, ``score`` (the mean over targets), and those of ``train``.
+    """
+    score = train["help"].to_numpy(dtype=np.float64) - train["harm"].to_numpy(dtype=np.float64)
+    order = np.argsort(-score if best else score, kind="stable")
+    kept = int(np.ceil(fraction * len(train))) if best else int((score < 0).sum())
+    return _ranked(train.drop(columns="harmed_label", errors="ignore"), order[:kept], score=score)
+
+
+def nearest(
+    read: ReadRows, n_rows: int, others: np.ndarray, *, block: int, first: int | None = None
+) -> Extremes:
+    """Return the rows whose features have the largest cosines with those of some samples.
+
+    Args:
+        read: Gives rows of features, shape (rows, k), from start to stop.
+        n_rows: How many there are.
+        others: Features of the samples, shape (m, k).
+        block: Rows to read at once; it changes nothing.
+        first: The row that the first of the samples is, if they are among the rows: none is its own
+            neighbour.
+
+    Returns:
+        The five largest cosines of each sample at most, shape (5, m), float32.
+    """
+    unit = unit_rows(others).T.astype(np.float32)
+    found: Extremes | None = None
+    for start in range(0, n_rows, block):
+        stop = min(start + block, n_rows)
+        cosines = unit_rows(read(start, stop)).astype(np.float32) @ unit
+        if first is not None:
+            own = np.arange(max(start, first), min(stop, first + others.shape[0]))
+            cosines[own - start, own - first] = -np.inf
+        found = largest(found, start, cosines, _NEIGHBOURS)
+    assert found is not None
+    return found
+
+
+def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return which samples have a copy among the rows, from ``nearest``.
+
+    A copy is much nearer than other samples are: ``closeness`` is 1 less the distance (1 less the
+    cosine) to the nearest row by that to the fifth nearest. From .9 on a pair counts.
+
+    Returns:
+        Samples, their rows, cosines and closeness, one entry a pair.
+    """
+    cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
+    # A sample's own row has no cosine.
+    real = np.isfinite(cosines).sum(axis=0) - 1
+    farthest = np.take_along_axis(cosines, np.maximum(real, 0)[None], axis=0)[0]
+    distance = 1 - cosines[0]
+    closeness = np.where(distance < _SAME, 1.0, 1 - distance / np.maximum(1 - farthest, _SAME))
+    pairs = np.flatnonzero((real >= 0) & (closeness >= _CLOSE))
+    return pairs, neighbours.rows[0, pairs], cosines[0, pairs], closeness[pairs]
