@@ -102,7 +102,15 @@ def test_labelled_texts(capsys):
         "targets": "test.csv",
     }
     assert config["experiments"] == {"asked": {"targets": [0]}}
-    assert "could not tell: which field is the text; took review" in capsys.readouterr().out
+    assert "chose: review as the text" in capsys.readouterr().out
+
+
+def test_of_several_texts_the_longest_is_taken_and_said(capsys):
+    files = {"out/config.json": CAUSAL, "train.tsv": "title\tbody\nred\tthe sky is red\n"}
+    assert written(files)["study_arguments"]["text"] == "{body}"
+    printed = capsys.readouterr().out
+    assert "could not tell: which field is the text; took body of title, body" in printed
+    assert "# put a template of the rows' fields here" in Path("trak.yaml").read_text()
 
 
 def test_images_and_state_dicts(capsys):

@@ -221,6 +221,9 @@ def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> li
         note = "put the training's own template here"
         return [*lines, ("prompt", f"{{{pair[0]}}} ", note), ("text", f"{{{pair[1]}}}", note)]
     texts = [name for name in row if isinstance(row[name], str) and name not in {"id", label}]
+    if len(texts) == 1:
+        report.append(f"chose: {texts[0]} as the text: no other field is one")
+        return [*lines, ("text", f"{{{texts[0]}}}", "")]
     longest = max(texts or row, key=lambda name: len(str(row[name])))
     report.append(f"could not tell: which field is the text; took {longest} of {', '.join(row)}")
     return [*lines, ("text", f"{{{longest}}}", "put a template of the rows' fields here")]
