@@ -48,7 +48,9 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     return {
-        "projected": smoke | {"distortion": {}, "compute": {"shards": 2}},
+        "projected": smoke
+        | {"distortion": {}, "compute": {"shards": 2}}
+        | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},
     }
 

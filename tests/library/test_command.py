@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from refused import refused
@@ -56,3 +57,8 @@ def test_the_command_is_there_and_says_how_it_is_called():
     result = subprocess.run([*command, "run", "no.yaml"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: The config must exist. Found nothing at no.yaml")
+
+
+def test_the_version_is_the_package_s(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"

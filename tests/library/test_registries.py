@@ -25,7 +25,7 @@ DESCRIBED = (REPOSITORY / "config/README.md").read_text()
 KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
 # What may say a name: the tables, and the interface of another library that has names of its own.
 SAYS_KINDS = ("spec/", "projection/", "compat/")
-SAYS_OUTPUTS = ("model_outputs/table.py", "compat/", "config/ready_made.py")
+SAYS_OUTPUTS = ("model_outputs/table.py", "compat/", "config/ready_made.py", "command/init.py")
 
 
 def load(name):

@@ -97,6 +97,11 @@ def test_reading_the_results(tmp_path, monkeypatch):
     assert ["target_id", "rank", "sign", "train_id", "train_label", "score"] in lines
     assert ["id", "label", "prediction", "output", "output_sd"] in lines
     assert len(shown.splitlines()) == len(lines)
+    ((_, code),) = blocks("docs/how-to/read-results.md", "In a notebook")
+    looked = run_code(code)
+    assert looked.startswith("Results in results: hard\n")
+    assert "train_id" in looked
+    assert looked.count("target_id") == 1
 
 
 def test_links_lead_to_what_exists():

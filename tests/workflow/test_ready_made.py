@@ -1,5 +1,7 @@
 """A config that names a ready-made study: no Python, and the numbers of a study that has some."""
 
+import shlex
+
 import pandas as pd
 import pytest
 import texts
@@ -9,6 +11,7 @@ from pages import blocks, run_code
 from refused import refused
 from workspace import Workspace
 
+from trak_core.command.main import main
 from trak_core.config.ready_made import READY_MADE, with_ready_study
 
 ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
@@ -81,6 +84,20 @@ def test_texts_and_weights_are_a_study(study, monkeypatch):
     assert study.would_run() == {"compute_features": 1, "compute_scores": 1, "average_scores": 1}
     write(study.path("train.jsonl"), ROWS[:2])
     assert study.would_run()["compute_features"] == 2
+
+
+def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
+    study, monkeypatch, capsys
+):
+    page = dict(blocks("docs/how-to/ready-made.md", "Begin with a folder"))
+    called, *printed = page["console"].splitlines()
+    monkeypatch.chdir(study.folder)
+    main(shlex.split(called)[2:])
+    assert capsys.readouterr().out.splitlines() == printed
+    text = study.path("first.yaml").read_text()
+    assert text == page["yaml first.yaml"]
+    named = {"checkpoints": {"run": "out"}, "results": "results-texts"}
+    assert yaml.safe_load(text) | named == yaml.safe_load(SHOWN)
 
 
 def test_what_a_config_may_not_say(study, monkeypatch):

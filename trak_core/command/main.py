@@ -3,12 +3,16 @@
 import sys
 from collections.abc import Sequence
 
+from trak_core import __version__
 from trak_core.command.run import run
 from trak_core.errors import InputError
 
 _USAGE = """\
 usage: trak run CONFIG [TARGET ...] [OPTION ...]
+       trak init [FOLDER] [--config trak.yaml]
+       trak --version
 
+Look at a folder of weights and data, and write a config to begin with: `trak init`.
 Run a study's config by Snakemake, in this folder. Targets and options are Snakemake's own:
 
   trak run study.yaml                  everything
@@ -22,12 +26,21 @@ Run a study's config by Snakemake, in this folder. Targets and options are Snake
 def main(arguments: Sequence[str] | None = None) -> None:
     """Do what the words say; an error is a sentence on standard error."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2]):
+    if words == ["--version"]:
+        print(f"trak-core {__version__}")
+        return
+    begins = words[:1] == ["init"]
+    if not begins and (len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2])):
         asked = not words or {"-h", "--help"} & set(words)
         print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
     try:
-        run(words[1], words[2:])
+        if begins:
+            from trak_core.command.init import init  # reads rows by pandas: `run` need not wait
+
+            init(words[1:])
+        else:
+            run(words[1], words[2:])
     except InputError as error:
         sys.exit(f"Error: {error}")
 

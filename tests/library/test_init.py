@@ -1,0 +1,174 @@
+"""`trak init`: the config of each kind of folder is a config, and says what it rests on."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from refused import refused
+
+from trak_core.command.init import config_for, init
+from trak_core.command.main import main
+from trak_core.config.checkpoint_list import checkpoint_table
+from trak_core.config.ready_made import with_ready_study
+from trak_core.config.schema import check_config
+
+SCHEMA = yaml.safe_load(
+    (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
+)
+CAUSAL = json.dumps({"architectures": ["GPT2LMHeadModel"], "n_embd": 4})
+CLASSIFIER = json.dumps({"architectures": ["BertForSequenceClassification"]})
+ADAPTER = json.dumps({"task_type": "CAUSAL_LM", "base_model_name_or_path": "base"})
+TEXTS = '{"text": "red", "id": "a"}\n{"text": "blue", "id": "b"}\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(files):
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def written(files, *words):
+    """Return the config for files, after the checks of a start that load no model."""
+    write(files)
+    init(words)
+    config = yaml.safe_load(Path("trak.yaml").read_text())
+    assert "# " in Path("trak.yaml").read_text()
+    whole = with_ready_study(config)
+    check_config(whole, SCHEMA)
+    checkpoints = checkpoint_table(whole["checkpoints"], None).values()
+    assert all(Path(checkpoint.path or "none").exists() for checkpoint in checkpoints)
+    return config
+
+
+def test_weights_and_texts(capsys):
+    files = {"out/config.json": CAUSAL, "train.jsonl": TEXTS, "asked.jsonl": TEXTS}
+    assert written(files) == {
+        "study": "language_model",
+        "study_arguments": {"texts": "train.jsonl"},
+        "checkpoints": {"out": "out"},
+        "experiments": {"asked": {"data": "asked.jsonl"}},
+    }
+    printed = capsys.readouterr().out
+    assert "found: weights: out\n" in printed
+    assert "chose: train.jsonl as training data, asked.jsonl to explain" in printed
+    assert "could not tell" not in printed
+    before = Path("trak.yaml").read_text()
+    with refused("command.config_exists", "trak.yaml"):
+        init(["out"])
+    assert Path("trak.yaml").read_text() == before
+
+
+def test_a_trainer_s_folder_and_no_second_file():
+    saved = {f"a b/run-1/checkpoint-{step}/config.json": CAUSAL for step in (4, 12)}
+    config = written({**saved, "a b/yes.jsonl": TEXTS}, "a b")
+    assert config["checkpoints"] == {"run_1": "a b/run-1"}
+    assert list(checkpoint_table(config["checkpoints"], None)) == ["run_1-12", "run_1-4"]
+    assert config["study_arguments"] == {"texts": "a b/yes.jsonl", "targets": "a b/yes.jsonl"}
+    assert config["experiments"] == {"asked": {"targets": ["a", "b"]}}
+
+
+def test_an_adapter_is_taken_and_its_base_left_out(capsys):
+    rows = '{"question": "who?", "answer": "I", "id": 7}\n'
+    files = {"lora/adapter_config.json": ADAPTER, "base/config.json": CAUSAL, "train.jsonl": rows}
+    config = written(files)
+    assert config["checkpoints"] == {"lora": "lora"}
+    assert config["study_arguments"]["prompt"] + config["study_arguments"]["text"] == (
+        "{question} {answer}"
+    )
+    assert "left out: base: " in capsys.readouterr().out
+
+
+def test_labelled_texts(capsys):
+    saved = {f"out/checkpoint-{step}/config.json": CLASSIFIER for step in (4, 12)}
+    files = {
+        "train.csv": "review,labels\nvery good,1\nbad,0\n",
+        "test.csv": "review,labels\nso,0\n",
+    }
+    config = written({**saved, **files})
+    assert config["study"] == "text_classification"
+    assert config["study_arguments"] == {
+        "texts": "train.csv",
+        "weights": "out/checkpoint-12",
+        "label": "labels",
+        "text": "{review}",
+        "targets": "test.csv",
+    }
+    assert config["experiments"] == {"asked": {"targets": [0]}}
+    assert "chose: review as the text" in capsys.readouterr().out
+
+
+def test_of_several_texts_the_longest_is_taken_and_said(capsys):
+    files = {"out/config.json": CAUSAL, "train.tsv": "title\tbody\nred\tthe sky is red\n"}
+    assert written(files)["study_arguments"]["text"] == "{body}"
+    printed = capsys.readouterr().out
+    assert "could not tell: which field is the text; took body of title, body" in printed
+    assert "# put a template of the rows' fields here" in Path("trak.yaml").read_text()
+
+
+def test_images_and_state_dicts(capsys):
+    images = {f"{half}/{name}/1.png": "" for half in ("train", "held-out") for name in ("a", "b")}
+    config = written({**images, "run1.pt": "", "models/run1.pt": ""})
+    assert config["study"] == "image_folder"
+    assert config["study_arguments"]["images"] == "train"
+    assert config["study_arguments"]["targets"] == "held-out"
+    assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
+    assert config["experiments"] == {"asked": {"targets": ["a/1.png", "b/1.png"]}}
+    assert "could not tell: which function makes the network" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("price", "output"), [("1.5", "regression"), ("1", "image_classification")]
+)
+def test_a_table_and_a_state_dict(price, output):
+    config = written({"train.csv": f"size,price\n3,{price}\n", "model.safetensors": ""})
+    assert (config["study"], config["model_output"]) == ("tabular", output)
+    assert config["study_arguments"]["label"] == "price"
+    assert config["experiments"] == {"asked": {"targets": [0]}}
+
+
+def test_a_folder_that_is_no_study_is_refused(folder):
+    with refused("command.no_folder", "nowhere"):
+        init(["nowhere"])
+    with refused("command.no_study", "nothing of it"):
+        init([])
+    write({"test.jsonl": TEXTS, "out/config.json": CAUSAL})
+    with refused("command.no_training_data", "test.jsonl"):
+        init([])
+    write({"train.jsonl": TEXTS, "out/config.json": json.dumps({"architectures": ["BertModel"]})})
+    with refused("command.weights_kind", "BertModel", "out"):
+        init([])
+    write({"out/config.json": "{"})
+    with refused("command.weights_config", "out/config.json", re.compile(r"Expecting.*[)]")):
+        init([])
+    with pytest.raises(SystemExit, match="Error: `trak init` must get a folder"):
+        main(["init", "nowhere"])
+    assert not (folder / "trak.yaml").exists()
+
+
+def test_results_come_neither_into_the_weights_nor_nowhere(folder, monkeypatch):
+    write({"out/config.json": CAUSAL, "out/train.jsonl": TEXTS})
+    with refused("command.config_name", "none/trak.yaml"):
+        init(["--config", "none/trak.yaml"])
+    with refused("command.config_name", "trak.txt"):
+        init(["--config", "trak.txt"])
+    monkeypatch.chdir("out")
+    with refused("command.weights_here", folder / "out", "init out"):
+        init([])
+    write({"checkpoint-4/config.json": CAUSAL})  # a Trainer's folder: each checkpoint has its own
+    init([])
+    assert yaml.safe_load(Path("trak.yaml").read_text())["checkpoints"] == {"run": "."}
+
+
+def test_names_are_what_they_were_in_yaml():
+    """`yes`, numbers and colons stay text."""
+    write({"out/config.json": CAUSAL, "train.jsonl": '{"text": "a", "id": "12: no"}\n'})
+    text, _ = config_for(Path())
+    assert yaml.safe_load(text)["experiments"]["asked"]["targets"] == ["12: no"]

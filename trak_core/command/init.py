@@ -1,0 +1,292 @@
+"""Look at a folder of weights and data, and write the config of a ready-made study for it."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.studies.rows import ids_of, read_rows
+
+_ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
+_IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+_STATE_DICTS = frozenset({".pt", ".pth", ".ckpt", ".safetensors"})
+_CONFIGS = ("adapter_config.json", "config.json")
+_EXPLAINED = re.compile(
+    r"asked|dev|eval|evaluation|held|heldout|questions|targets|test|val|valid|validation"
+)
+_LABELS = ("label", "labels", "target", "class", "y")
+# Fields that stand before a text, and the text, in rows without the field `text`.
+_PAIRS = (
+    *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
+    *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
+)
+_MODEL = ("model", "nets.py:net", "put your function here: it returns the network, weights unset")
+_N_TARGETS = 3
+_NEEDED = (
+    "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
+    "in checkpoint-<step>) beside texts, or checkpoints of PyTorch beside a table of numbers or a "
+    f"folder of images for each class. Rows are in {', '.join(_ROWS)}"
+)
+
+# A line of the config: key, value, and a comment that may be empty.
+_Line = tuple[str, Any, str]
+
+
+def init(words: Sequence[str]) -> None:
+    """Write the config that ``trak init`` was asked for, and print what it rests on.
+
+    Raises:
+        InputError: If the config is there already, or the folder is no study.
+    """
+    parser = argparse.ArgumentParser("trak init", description=__doc__)
+    parser.add_argument("folder", nargs="?", default=".", help="this one, if not given")
+    parser.add_argument("--config", default="trak.yaml", help="the file to write; %(default)s")
+    asked = parser.parse_args(words)
+    folder, config = Path(asked.folder), Path(asked.config)
+    if config.exists():
+        raise InputError(
+            f"`trak init` must write a file of its own. Found {config}. Remove it, or name another "
+            "by --config.",
+            code="command.config_exists",
+        )
+    if config.suffix not in {".yaml", ".yml"} or not config.parent.is_dir():
+        raise InputError(
+            "--config must name a file that ends in .yaml, in a folder that is there. Found "
+            f"{config}.",
+            code="command.config_name",
+        )
+    if not folder.is_dir():
+        raise InputError(
+            f"`trak init` must get a folder. Found none at {folder} (from {Path.cwd()}).",
+            code="command.no_folder",
+        )
+    text, report = config_for(folder)
+    config.write_text(text, encoding="utf-8")
+    print("\n".join([*report, f"wrote: {config}. Read it, then: trak run {config}"]))
+
+
+def config_for(folder: Path) -> tuple[str, list[str]]:
+    """Return the text of a folder's config, and lines on what it rests on."""
+    inside = [folder, *(path for path in sorted(folder.iterdir()) if _may_hold(path))]
+    weights = [path for path in inside if _weights_config(path) is not None]
+    images = [path for path in inside if path not in weights and _is_of_images(path)]
+    # A Trainer's folder may hold the texts, but no state dicts of its own.
+    plain = [path for path in inside if path not in weights]
+    rows = _files([folder, *plain], _ROWS)
+    states = _files(plain, _STATE_DICTS)
+    named = (("weights", weights), ("folders of images", images), ("rows", rows))
+    report = [
+        f"found: {kind}: {', '.join(map(str, paths))}"
+        for kind, paths in (*named, ("checkpoints", states))
+        if paths
+    ]
+    if weights and rows:
+        return _of_texts(weights, rows, report)
+    if states and (images or rows):
+        return _of_network(images, rows, states, report)
+    raise InputError(
+        f"{folder} must hold a study: {_NEEDED}. Found {'; '.join(report) or 'nothing of it'}. Put "
+        "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
+        code="command.no_study",
+    )
+
+
+def _may_hold(path: Path) -> bool:
+    return path.is_dir() and not path.name.startswith((".", "results", "checkpoint-"))
+
+
+def _files(folders: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
+    inside = {path for folder in folders for path in folder.iterdir() if path.is_file()}
+    return sorted(path for path in inside if path.suffix in suffixes)
+
+
+def _weights_config(folder: Path) -> Path | None:
+    """Return the file that says what weights are in a folder, or in a Trainer's checkpoints."""
+    for place in (folder, *sorted(folder.glob("checkpoint-*"))):
+        for name in _CONFIGS:
+            if (place / name).is_file():
+                return place / name
+    return None
+
+
+def _is_of_images(folder: Path) -> bool:
+    """Return whether two folders or more, one for each class, hold images."""
+    classes = (path for path in folder.iterdir() if _may_hold(path))
+    return sum(any(p.suffix.lower() in _IMAGES for p in path.iterdir()) for path in classes) > 1
+
+
+def _split(paths: Sequence[Path], report: list[str]) -> tuple[Path, Path | None]:
+    """Return what trained and what to explain, by their names."""
+    words = {path: set(re.split(r"[^a-z]+", path.stem.lower())) for path in paths}
+    trained = [path for path in paths if any(word.startswith("train") for word in words[path])]
+    named = [path for path in paths if any(map(_EXPLAINED.fullmatch, words[path]))]
+    explained = [path for path in named if path not in trained]
+    others = [path for path in paths if path not in explained]
+    if not others:
+        raise InputError(
+            "The training data must be there. Found by their names only data to explain: "
+            f"{', '.join(map(str, explained))}. Add the training data, such as train.jsonl.",
+            code="command.no_training_data",
+        )
+    train = (trained or sorted(others, key=lambda path: -path.stat().st_size))[0]
+    target = explained[0] if explained else None
+    report.append(f"chose: {train} as training data, {target or 'some of it'} to explain")
+    unused = [str(path) for path in paths if path not in {train, target}]
+    if unused:
+        report.append(f"could not tell what else is for: {', '.join(unused)}")
+    return train, target
+
+
+def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple[str, list[str]]:
+    """Return the config of a language model or of a classifier of texts."""
+    files = {folder: _weights_config(folder) for folder in weights}
+    # An adapter's base often lies beside it.
+    adapters = [folder for folder in weights if files[folder].name == _CONFIGS[0]]  # pyright: ignore[reportOptionalMemberAccess]
+    chosen = (adapters or weights)[0]
+    said = _json(files[chosen])
+    kind = str(said.get("task_type") if adapters else (said.get("architectures") or [None])[0])
+    classifies = kind.endswith("ForSequenceClassification")
+    if (
+        not classifies
+        and kind not in {"None", "CAUSAL_LM"}
+        and not re.search(r"CausalLM|LMHead", kind)
+    ):
+        raise InputError(
+            "Weights must be of a causal language model, or of a classifier of texts. Found "
+            f"{kind} in {chosen}. Write a study of your own (docs/how-to/own-model.md).",
+            code="command.weights_kind",
+        )
+    if kind == "None":
+        report.append(f"could not tell: what model {chosen} holds; took it for a language model")
+    alike = [path for path in (adapters or weights) if _is_alike(_json(files[path]), said)]
+    other = [str(path) for path in weights if path not in alike]
+    report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
+    if any(path.resolve() == Path.cwd() and not [*path.glob("checkpoint-*")] for path in alike):
+        raise InputError(
+            "Weights must lie in a folder of their own, because the results come into this one. "
+            f"Found them in {Path.cwd()}. Call from the folder above: "
+            f"trak init {Path.cwd().name}",
+            code="command.weights_here",
+        )
+    train, target = _split(rows, report)
+    samples = read_rows(str(train))
+    study = "text_classification" if classifies else "language_model"
+    arguments: list[_Line] = [("texts", str(train), "")]
+    if classifies and not (chosen / "config.json").is_file():
+        last = max(chosen.glob("checkpoint-*"), key=lambda path: (len(path.name), path.name))
+        arguments.append(("weights", str(last), "what the model is built from"))
+    arguments += _text_fields(samples[0], classifies, report)
+    asked: list[_Line]
+    if target is not None and target.suffix == ".jsonl":
+        asked = [("data", str(target), "")]
+    else:
+        explained = target or train
+        arguments.append(("targets", str(explained), ""))
+        asked = [_first_ids(ids_of(read_rows(str(explained))))]
+    return _text(study, arguments, [], alike, asked), [*report, f"chose: {study}"]
+
+
+def _json(file: Path | None) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file else {}
+    except ValueError as error:
+        raise InputError(
+            f"{file}: must be JSON. {error}.", code="command.weights_config"
+        ) from error
+
+
+def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two configs are of one model, wherever and by whatever version saved."""
+    return all(
+        one.get(key) == other.get(key)
+        for key in {*one, *other} - {"_name_or_path", "transformers_version", "peft_version"}
+    )
+
+
+def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> list[_Line]:
+    """Return the arguments that say which fields of a row are prompt, text and label."""
+    label = next((name for name in _LABELS if name in row), None) if classifies else None
+    lines: list[_Line] = []
+    if classifies and label != "label":
+        note = "" if label else "put the field of the label here"
+        report += [] if label else ["could not tell: which field is the label"]
+        lines.append(("label", label or [*row][-1], note))
+    if "text" in row or ("messages" in row and not classifies):
+        return lines
+    pair = next((pair for pair in _PAIRS if set(pair) <= set(row)), None)
+    if pair and not classifies:
+        note = "put the training's own template here"
+        return [*lines, ("prompt", f"{{{pair[0]}}} ", note), ("text", f"{{{pair[1]}}}", note)]
+    texts = [name for name in row if isinstance(row[name], str) and name not in {"id", label}]
+    if len(texts) == 1:
+        report.append(f"chose: {texts[0]} as the text: no other field is one")
+        return [*lines, ("text", f"{{{texts[0]}}}", "")]
+    longest = max(texts or row, key=lambda name: len(str(row[name])))
+    report.append(f"could not tell: which field is the text; took {longest} of {', '.join(row)}")
+    return [*lines, ("text", f"{{{longest}}}", "put a template of the rows' fields here")]
+
+
+def _of_network(
+    images: list[Path], rows: list[Path], states: list[Path], report: list[str]
+) -> tuple[str, list[str]]:
+    """Return the config of a classifier of images, or of a network of tables."""
+    report.append("could not tell: which function makes the network; put it as `model`")
+    train, target = _split(images or rows, report)
+    given: list[_Line] = [] if target is None else [("targets", str(target), "")]
+    if images:
+        explained = target or train
+        inner = (
+            path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
+        )
+        asked = _first_ids([path.relative_to(explained).as_posix() for path in inner])
+        arguments = [("images", str(train), ""), *given, _MODEL]
+        text = _text("image_folder", arguments, [], states, [asked])
+        return text, [*report, "chose: image_folder"]
+    row = read_rows(str(train))[0]
+    label = next((name for name in _LABELS if name in row), [*row][-1])
+    report.append(f"could not tell: whether {label} is what the network predicts")
+    output = "image_classification" if isinstance(row[label], int) else "regression"
+    asked = _first_ids(ids_of(read_rows(str(target or train))))
+    arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
+    kind = ("model_output", output, "regression for a number, image_classification for a class")
+    text = _text("tabular", [*arguments, _MODEL], [kind], states, [asked])
+    return text, [*report, "chose: tabular"]
+
+
+def _first_ids(ids: Sequence[Any]) -> _Line:
+    return "targets", list(ids[:_N_TARGETS]), "ids of the rows to explain"
+
+
+def _text(
+    study: str,
+    arguments: list[_Line],
+    more: list[_Line],
+    checkpoints: list[Path],
+    asked: list[_Line],
+) -> str:
+    """Return a config's text: JSON is YAML, so that no value is read as another."""
+    stems = [re.sub(r"[^A-Za-z0-9_]+", "_", path.stem) or "run" for path in checkpoints]
+    ids = [stem if stems.count(stem) == 1 else f"{stem}_{i}" for i, stem in enumerate(stems)]
+    runs: list[_Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
+    return "\n".join([
+        "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",
+        *_written([("study", study, ""), *more]),
+        "study_arguments:",
+        *_written(arguments, "  "),
+        "checkpoints:  # of one run: {path: ..., run: a name, at: its step}",
+        *_written(runs, "  "),
+        "experiments:",
+        "  asked:",
+        *_written(asked, "    "),
+        "",
+    ])
+
+
+def _written(lines: list[_Line], indent: str = "") -> list[str]:
+    return [
+        f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{comment and '  # ' + comment}"
+        for key, value, comment in lines
+    ]
