@@ -38,7 +38,7 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
         estimate of how many are wrong), ``suggested_label``, harm, help, and the others of
         ``train``.
 
-    Source: docs/how-to/clean-data.md has what was measured.
+    Source: docs/how-to/clean-data.md, "Find wrong labels".
     """
     table = train.rename(columns={"harmed_label": "suggested_label"})
     harm, help_ = table["harm"].to_numpy(), table["help"].to_numpy()
