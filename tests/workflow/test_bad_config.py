@@ -168,6 +168,7 @@ REFUSALS = {
     },
     "config.preflight": {
         "parameter pattern": ({"parameters": ["head.*"]}, "'head.*'", "0.weight, 0.bias"),
+        "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },
     "config.results_folder": {

@@ -90,6 +90,7 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
+GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
@@ -97,7 +98,7 @@ REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_remo
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS),
     *(EVALUATION, FLIPPED, REMOVALS),
 )
 
