@@ -47,7 +47,10 @@ VALUES = {
     "no checkpoint at all": ("checkpoints", {}, "empty"),
     "checkpoints that are a list": ("checkpoints", ["c0.pt"], "text or a mapping"),
     "no experiment": ("experiments", {}, "empty"),
-    "an experiment without targets": ("experiments.mine", {}, "a mapping with targets or data"),
+    "an experiment without targets": (
+        *("experiments.mine", {}),
+        "a mapping with targets or data or where",
+    ),
     "empty experiment": ("experiments.mine.targets", [], "empty"),
     "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
     "a target twice": ("experiments.mine.targets", ["a", "a"], "each once"),
@@ -61,6 +64,7 @@ VALUES = {
 }
 DATE = datetime.date(2024, 1, 1)
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
+PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
 # By the code of the refusal: a change of the good config, and what the message must name.
@@ -132,6 +136,22 @@ REFUSALS = {
     },
     "config.list_features": {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
+    },
+    "config.proof_of_no_list": {
+        "a proof of no list": (PROVED | {"lists": ["suspects"]}, "drop", "suspects")
+    },
+    "config.proof_experiment": {
+        "a proof on targets that are not there": (
+            PROVED | {"lists": ["drop"], "evaluation": {"lists": {"drop": {"experiment": "b"}}}},
+            "Found b",
+        )
+    },
+    "config.proof_fractions": {
+        "a proof on more than is listed": (
+            PROVED
+            | {"lists": ["select"], "evaluation": {"lists": {"select": {"fractions": [0.1]}}}},
+            *("0.05", "Found 0.1"),
+        )
     },
     "config.where_alone": {
         "a description beside ids": (

@@ -58,6 +58,51 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return lists
 
 
+def proofs_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the lists that are put to the proof by name, each with its settings.
+
+    ``experiment`` is the one whose targets are looked at, that of the list unless another is named;
+    ``fractions`` are the parts of the training samples that are left out, or kept; ``seeds`` how
+    often each training is done.
+    """
+    given, lists = config.get("evaluation", {}).get("lists", []), lists_of(config)
+    settings = given if isinstance(given, Mapping) else {name: {} for name in given}
+    proofs = {}
+    for name, own in settings.items():
+        about = lists.get(name, {})
+        most = about.get("fraction")
+        usual = [most / 4, most / 2, most] if most else [0.05, 0.1, 0.2]
+        defaults = {"experiment": about.get("experiment"), "fractions": usual, "seeds": 5}
+        proofs[name] = defaults | dict(own)
+    return proofs
+
+
+def check_proofs(config: Mapping[str, Any]) -> None:
+    """Refuse to prove lists that are not made, or what can't be seen in the study's targets."""
+    lists, experiments = lists_of(config), config["experiments"]
+    for name, about in proofs_of(config).items():
+        if name not in lists:
+            raise InputError(
+                f"evaluation.lists must name lists of the config, under `lists`. Found {name} and "
+                f"`lists` of {', '.join(lists) or 'none'}.",
+                code="config.proof_of_no_list",
+            )
+        if about["experiment"] not in experiments or "data" in experiments[about["experiment"]]:
+            own = [key for key, value in experiments.items() if "data" not in value]
+            raise InputError(
+                f"evaluation.lists: {name} must be measured on targets of the study's own: "
+                f"experiments {', '.join(own) or 'none'}. Found {about['experiment']}.",
+                code="config.proof_experiment",
+            )
+        most = lists[name].get("fraction", 1)
+        if max(about["fractions"]) > most:
+            raise InputError(
+                f"evaluation.lists: {name} must have fractions of the list, at most lists.{name}."
+                f"fraction, {most}. Found {max(about['fractions'])}. Raise that of the list.",
+                code="config.proof_fractions",
+            )
+
+
 def check_lists(config: Mapping[str, Any]) -> None:
     """Refuse lists of an experiment that is not there, or that nobody named out of several."""
     lists, experiments = lists_of(config), list(config["experiments"])
@@ -154,7 +199,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "without `data`. Found none.",
             code="config.no_own_targets",
         )
-    trained = [key for key in ("subsets", "flipped", "removals") if key in evaluation]
+    trained = [key for key in ("subsets", "flipped", "removals", "lists") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "

@@ -12,8 +12,10 @@ from trak_core.config.check_keys import (
     check_exact,
     check_lists,
     check_preconditioner,
+    check_proofs,
     fill_in_scoring,
     lists_of,
+    proofs_of,
 )
 from trak_core.config.checkpoint_list import (
     Checkpoint,
@@ -208,6 +210,16 @@ class Specs:
     def lists(self) -> dict[str, dict[str, Any]]:
         """Lists to act on, by name: each with the experiment whose targets count."""
         return lists_of(self.config)
+
+    @property
+    def proofs(self) -> dict[str, dict[str, Any]]:
+        """Lists that are put to the proof, by name: see ``proofs_of``."""
+        return proofs_of(self.config)
+
+    @property
+    def list_retraining(self) -> RetrainedSpec:
+        """What decides models retrained without a list, or on it."""
+        return self._retrained("list", 1, _SEED)
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
@@ -435,6 +447,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
     if "evaluation" in config:
         check_evaluation(config)
     check_lists(config)
+    check_proofs(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json")
     tables = [config["checkpoints"]]

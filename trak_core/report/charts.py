@@ -46,6 +46,8 @@ _SWEPT = (
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
 _TARGETS = 6
 _ABOVE, _WITHIN = (22, 2), (17, 9)
+# What retrained models are asked.
+_MEASURES = {"accuracy": "Accuracy", "loss": "Loss", "output": "Model output"}
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
 
@@ -249,6 +251,35 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
                 y_label="relative error, %",
                 x_ticks=x,
                 most_ticks=12,
+            )
+        )
+    return charts
+
+
+def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
+    """Return accuracy and loss, or f, of models retrained by a list and by random samples.
+
+    ``labels`` say in words what ``list``, ``random`` and ``everything`` are.
+    """
+    summary, charts = proof.tables["summary"], []
+    shown = [m for m in ("accuracy", "loss") if m in set(summary["measure"])] or ["output"]
+    for measure in shown:
+        rows = part_with(summary, measure=measure)
+        lines = [
+            _with_interval(labels[subset], part_with(rows, subset=subset), "n", "mean", color)
+            for subset, color in (("list", _BLUE), ("random", _GREY))
+        ]
+        x = sorted(lines[0].x)
+        (whole,) = part_with(rows, subset="everything")["mean"]
+        ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
+        lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
+        charts.append(
+            _line_chart(
+                _MEASURES[measure],
+                lines,
+                x_label=f"training examples {labels['treated']}",
+                y_label=measure if measure != "output" else "f",
+                x_ticks=x,
             )
         )
     return charts

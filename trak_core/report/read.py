@@ -15,6 +15,7 @@ from trak_core.artifacts import (
     FLIPPED,
     GROUPS,
     NORMAL_MATRIX,
+    PROOF,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
@@ -67,8 +68,8 @@ class Results:
     """All that the report is made from; what was not measured is empty.
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
-    ``removals`` and ``groups`` by experiment, ``matrices`` and ``distortions`` one a checkpoint,
-    ``flipped`` and ``self_influence`` one at most.
+    ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
+    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -81,12 +82,13 @@ class Results:
     self_influence: Sequence[File] = ()
     distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
+    proofs: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def awaits_evaluation(self) -> bool:
         """Whether the config has an evaluation that is not there yet."""
-        measured = self.evaluations or self.removals or self.flipped or self.self_influence
-        return bool(self.config.get("evaluation")) and not measured
+        measured = (self.evaluations, self.removals, self.flipped, self.self_influence, self.proofs)
+        return bool(self.config.get("evaluation")) and not any(measured)
 
     @property
     def awaits_distortion(self) -> bool:
@@ -113,7 +115,14 @@ class Results:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.self_influence, *self.distortions, *self.groups.values()]
+        return [
+            *scored,
+            *measured,
+            *self.self_influence,
+            *self.distortions,
+            *self.groups.values(),
+            *self.proofs.values(),
+        ]
 
 
 def _file(
@@ -231,6 +240,14 @@ def read_groups(path: Path, results: Path) -> File:
                 "difference", key=np.abs, ascending=False, kind="stable"
             )
         names = ("confidence", "n_runs", "n_targets")
+        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
+
+
+def read_proof(path: Path, results: Path) -> File:
+    """Return what models retrained by a list say, beside those of random samples."""
+    with open_artifact(path, PROOF) as file:
+        names = ("confidence", "n_draws", "n_targets")
+        tables = {"summary": file.table("summary")}
         return _file(file, results, tables, **{name: file.attribute(name) for name in names})
 
 

@@ -131,9 +131,10 @@ flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
+proof_files = [f"{folder}/proof/{kind}.h5" for kind in specs.proofs]
 measured_files = [
     *(distortion_files + evaluation_files + removals_files),
-    *(flipped_files + self_influence_files),
+    *(flipped_files + self_influence_files + proof_files),
 ]
 
 
