@@ -18,7 +18,7 @@ from matplotlib.image import imread
 from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 
-from trak_core.artifacts import verify
+from trak_core.artifacts import SELF_INFLUENCE, ArtifactError, create, verify
 from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, find_examples, show_sample
@@ -160,6 +160,23 @@ def test_the_data_of_a_page_are_the_scores(results, shown):
         assert entry["anchor"] == quote(entry["id"], safe="")
     # Those beside targets, and all that harm.
     assert {e["id"] for e in data["train"]} == {*top.train_id} | {*train.index[train.harm > 0]}
+
+
+def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
+    ids = pd.read_hdf(results / "scores/mine.h5", "train")["id"].tolist()
+    files = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    inputs = {key: tmp_path / name for key, name in files.items()}
+    inputs |= {"scores": results / "scores/mine.h5", "study_file": study_with(tmp_path, "")}
+    own = pd.DataFrame({"id": ids, "self_influence": np.arange(20) / 8})
+    for name, rows in (("whole", own), ("short", own[:-1])):
+        with create(tmp_path / f"{name}.h5", SELF_INFLUENCE, {}, {}) as writer:
+            writer.table("train", rows, [])
+    draw_influences(**inputs, self_influence=[tmp_path / "whole.h5"], code="code")
+    data = data_of(Page(inputs["answer"].read_text()))
+    known = {entry["id"]: entry["self-influence"] for entry in data["train"]}
+    assert known == {i: number(ids.index(i) / 8, 2) for i in known}
+    with pytest.raises(ArtifactError, match="training samples"):
+        draw_influences(**inputs, self_influence=[tmp_path / "short.h5"], code="code")
 
 
 def test_the_script_holds_nothing_of_a_study(shown_as):

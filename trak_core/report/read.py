@@ -155,7 +155,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         most_harmful, n_harmful = [], 0
         if "harm" in train:  # files of earlier versions don't have it
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
-            most_harmful = [row.id for row in harmful.itertuples() if row.harm > 0]
+            most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
             n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
         return _file(
             file,
