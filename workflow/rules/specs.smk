@@ -76,6 +76,13 @@ def split_targets(wildcards):
     return specs.experiments.get(wildcards.split)
 
 
+def selected_targets(wildcards):
+    """The file that says which targets a description matches, if there is one."""
+    return [
+        f"{folder}/targets/{e}.h5" for e in specs.conditions if e == wildcards.split
+    ]
+
+
 def split_question(wildcards):
     return specs.questions.get(wildcards.split)
 
