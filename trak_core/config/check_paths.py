@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import output_name
 
 # Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
 # a shell. These signs end a quoted word, or count within one.
@@ -34,6 +35,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each path that a config says, with its key."""
     yield "study", config["study"]
+    yield "model_output", output_name(config["model_output"])
     checkpoints = config["checkpoints"]
     if isinstance(checkpoints, str):
         yield "checkpoints", checkpoints

@@ -1,5 +1,7 @@
 """Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -38,7 +40,15 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
     counted = labels != IGNORED
-    margins = margin(logits, torch.where(counted, labels, 0))
+    return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
+
+
+def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
+    """Return log(P / (1 - P)), P the product of the probabilities whose log-odds are ``margins``.
+
+    Only those that ``counted`` says take part. All of shape (n,), or of any other; a scalar.
+    """
+    margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
     log_loss = torch.logsumexp(
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
@@ -88,7 +98,34 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
     )
 
 
+def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-odds of the tokens at t + 1, 0 where they don't count, and which do."""
+    counted = labels[1:] != IGNORED
+    margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
+    return torch.where(counted, margins, 0), counted
+
+
+def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum over the counted tokens of log(p_t / (1 - p_t)), float32 or float64.
+
+    Logits and labels are as in ``sequence_log_odds``, of which this is no function: a token that
+    the model is sure of moves the sum as much as one that it isn't.
+
+    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a token at a time.
+    """
+    return _margins_added(logits, labels)[0].sum()
+
+
+def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of 1 - p_t: -dl/df as all log-odds move alike, l the sum of -log p_t."""
+    margins, counted = _margins_added(logits, labels)
+    return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
+
+
 LANGUAGE_MODELLING = _of_tokens(1)
+TOKEN_LOG_ODDS = replace(
+    LANGUAGE_MODELLING, value=tokens_log_odds, loss_weight=_mean_loss_weight, curvature=None
+)
 MASKED_LANGUAGE_MODELLING = _of_tokens(0)
 SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 

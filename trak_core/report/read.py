@@ -1,5 +1,6 @@
 """What a study's results hold for the report to show: its artifacts, and what its jobs took."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from trak_core.artifacts import (
     Artifact,
     open_artifact,
 )
+from trak_core.model_outputs.table import About, about_output
 from trak_core.spec import EXACT
 from trak_core.system.job import PEAK
 
@@ -132,7 +134,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
 
     Returns:
         Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
-        Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
+        Attributes ``unit`` of a score; ``output``, what is known of f; ``one_loss_weight``, whether
+        all loss weights are 1; ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
         near 0 at the ends of runs; ``right``, the part whose prediction is the label; and
         ``influential``, the ids of all in the file's ``top_influences``.
@@ -151,12 +154,21 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             results,
             {"targets": targets, "shown": shown, "top_influences": influences.loc[is_kept, :]},
             unit=file.attribute("unit"),
+            output=_output(file),
+            one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
             right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
         )
+
+
+def _output(file: Artifact) -> About:
+    """Return what is known of the model output that scores are of."""
+    name = file.spec["model_output"]
+    words = json.loads(file.attribute("model_output")) if "model_output" in file.file.attrs else {}
+    return about_output({"function": name, **words} if words else name)
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:

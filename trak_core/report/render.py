@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples, beginning
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
@@ -146,7 +145,7 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     return rendered(
         "report",
         results=results,
-        output=TABLE[results.config["model_output"]],
+        output=results.experiments[0].attributes["output"],
         warnings=warnings.study_warnings(results),
         examples=examples,
         each=EACH,
@@ -159,5 +158,5 @@ def answer(examples: Examples, study: str, each: int) -> str:
 
     A target has ``each`` training samples of either sign, at most.
     """
-    output = TABLE[examples.experiment.spec["model_output"]]
+    output = examples.experiment.attributes["output"]
     return rendered("answer", shown=examples, output=output, study=study, each=each)

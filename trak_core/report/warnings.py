@@ -6,7 +6,6 @@ from math import sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report.read import NEAR_ZERO, Results, condition_number, rows_with
 from trak_core.spec import Combine
 
@@ -35,8 +34,9 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 
 def _predictions(results: Results) -> list[StudyWarning]:
     """Look whether the models know their own training data."""
-    right = results.experiments[0].attributes["right"]
-    if right >= LIMITS["right"] or not TABLE[results.config["model_output"]].labels_are_classes:
+    known = results.experiments[0].attributes
+    right = known["right"]
+    if right >= LIMITS["right"] or not known["output"].labels_are_classes:
         return []
     return [StudyWarning("wrong_predictions", {"right": right})]
 
@@ -63,9 +63,10 @@ def _checkpoints(results: Results) -> list[StudyWarning]:
 
 
 def _loss_weights(results: Results) -> list[StudyWarning]:
-    saturated = results.experiments[0].attributes["saturated"]
+    known = results.experiments[0].attributes
+    saturated = known["saturated"]
     # A residual is in a unit that no limit here can know.
-    if saturated <= 0.5 or not TABLE[results.config["model_output"]].weight_is_probability:
+    if saturated <= 0.5 or not known["output"].weight_is_probability:
         return []
     along = results.spec["combine"] == Combine.UNIT_AVERAGE
     shown = {"part": saturated, "power": results.spec["loss_weight_power"], "along": along}
