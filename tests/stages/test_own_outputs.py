@@ -8,12 +8,19 @@ import pandas as pd
 import pytest
 import torch
 import yaml
+from pages import blocks
 from pipeline import read_scores, run_exact_stages, run_stages
 from refused import refused
 from report_page import Page
 from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss, normalize
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    mse_loss,
+    normalize,
+    softplus,
+)
 
 from trak_core.config.schema import check_config
 from trak_core.gradients import (
@@ -30,6 +37,8 @@ from trak_core.model.named_output import model_output
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.model_outputs.own_output import own_output
+from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.table import TABLE, output_name
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
@@ -38,6 +47,7 @@ from trak_core.study.study import Study
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 CPU = torch.device("cpu")
+SCHEMA = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
 
 
 def cox(model, sample):
@@ -114,8 +124,7 @@ def close(found, expected):
 def test_an_example_is_short_and_its_config_is_one(name):
     lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
     assert len([line for line in lines if line]) <= 30
-    schema = yaml.safe_load((REPOSITORY / "workflow/schemas/config.schema.yaml").read_text())
-    check_config(config_of(name), schema)
+    check_config(config_of(name), SCHEMA)
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -142,7 +151,7 @@ def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
     # As a model that is retrained is asked.
     pool = split.take(split.ids[:20])
     asked, _ = outputs_and_predictions(
-        loaded.model, spec.model_output, loaded.study, split, pool, batch_size=7
+        loaded.model, spec.model_output, split, pool, 7, loaded.study
     )
     assert close(asked, values)
 
@@ -321,14 +330,14 @@ def test_a_name_that_the_file_has_not_is_refused(trained):
     study, _ = trained["cox"]
     there = "Risk, partial_likelihood, make_model, train_data, target_data, train"
     with refused("model_outputs.no_function", "no likelihood", "examples/cox.py", there):
-        model_output("examples/cox.py:likelihood", study, nn.Linear(1, 1), None, CPU)
+        model_output("examples/cox.py:likelihood", nn.Linear(1, 1), None, CPU, study)
 
 
 def test_an_output_in_a_file_of_its_own(trained, tmp_path):
     """Beside any study; the study's own functions don't count there."""
     study, _ = trained["cox"]
     (tmp_path / "outputs.py").write_text("def risk(risks):\n    return risks[0]\n")
-    output = model_output(f"{tmp_path}/outputs.py:risk", study, nn.Linear(1, 1), None, CPU)
+    output = model_output(f"{tmp_path}/outputs.py:risk", nn.Linear(1, 1), None, CPU, study)
     assert output.value(torch.tensor([2.0, 1.0]), torch.tensor(1)) == 2
     assert not output.has_labels
 
@@ -348,3 +357,26 @@ def test_nan_of_an_output_is_told_with_its_sample(trained, tmp_path):
             model_output=f"{tmp_path}/outputs.py:f",
             proj_dim=8,
         )
+
+
+def test_the_page_says_what_is(tmp_path):
+    page = blocks("docs/how-to/own-output.md")
+    one, several = (text for info, text in page if info == "python outputs.py")
+    given = [yaml.safe_load(text) for info, text in page if info == "yaml"]
+    for config in given:
+        check_config(config_of("cox") | config, SCHEMA)
+    (tmp_path / "outputs.py").write_text(one + several)
+    named = [output_name(config["model_output"]).partition(":")[2] for config in given]
+    likelihood, order = (
+        model_output(f"{tmp_path}/outputs.py:{name}", nn.Identity(), None, CPU) for name in named
+    )
+    x, label = torch.tensor([0.3]), torch.tensor(1.0)
+    assert likelihood.value(x, label) == REGRESSION.loss_weight(x, label) ** 2 / -2
+    points = torch.tensor([0.3, -0.5], dtype=torch.float64)
+    f = order.value(points, label)
+    slope = torch.func.grad(lambda f: softplus(-f))
+    torch.testing.assert_close(order.loss_weight(points, label), -slope(f))
+    torch.testing.assert_close(order.curvature(points, label), torch.func.grad(slope)(f))
+    text = (REPOSITORY / "docs/how-to/own-output.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", text, flags=re.M) == list(BY_HAND)
+    assert len(TABLE) == 11

@@ -35,7 +35,7 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each path that a config says, with its key."""
     yield "study", config["study"]
-    yield "model_output", output_name(config["model_output"])
+    yield "model_output", output_name(config.get("model_output", ""))
     checkpoints = config["checkpoints"]
     if isinstance(checkpoints, str):
         yield "checkpoints", checkpoints

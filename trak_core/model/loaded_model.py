@@ -64,7 +64,7 @@ class LoadedModel:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
         pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
-        output = model_output(spec.model_output, study, model, pairs, device)
+        output = model_output(spec.model_output, model, pairs, device, study)
         scales = None
         if spec.preconditioner is not None:
             on_cpu, digests["optimizer_sha256"] = adam_scales(

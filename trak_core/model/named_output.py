@@ -22,11 +22,12 @@ OTHERS_SEED = 0
 _UNLABELLED = contrast(torch.zeros(0, 0), torch.zeros(0, 0), 1.0)
 
 
-def _found_at(file: str, name: str, study: Study) -> object:
+def _found_at(file: str, name: str, study: Study | None) -> object:
     """Return what a Python file, which may be the study's, has by a name."""
     path = Path(file)
-    is_studys = path.resolve() == study.path.resolve()
-    module = study.module if is_studys else Study.load(path).module
+    if study is None or path.resolve() != study.path.resolve():
+        study = Study.load(path)
+    module = study.module
     if not hasattr(module, name):
         own = [n for n, v in vars(module).items() if getattr(v, "__module__", "") == path.stem]
         raise InputError(
@@ -50,17 +51,18 @@ def _scale(model: nn.Module) -> float:
 
 def model_output(
     name: str,
-    study: Study,
     model: nn.Module,
     pairs: Split | None,
     device: torch.device,
+    study: Study | None = None,
     n_others: int = N_OTHERS,
 ) -> ModelOutput:
     """Return the model output with a name of ``TABLE``, or in a Python file, ``file.py:name``.
 
-    The file may be the study's own. For an output that ``needs_pairs``, ``n_others`` contrast pairs
-    are drawn uniformly from the training ``pairs``, the same for every checkpoint, and embedded
-    under this checkpoint. The model must have a ``logit_scale``.
+    The file may be that of the ``study``, which isn't run again then. For an output that
+    ``needs_pairs``, ``n_others`` contrast pairs are drawn uniformly from the training ``pairs``,
+    the same for every checkpoint, and embedded under this checkpoint. The model must have a
+    ``logit_scale``.
     """
     place = place_of(name)
     if place is not None:

@@ -27,11 +27,16 @@ from trak_core.study.study import Study
 
 
 def outputs_and_predictions(
-    model: nn.Module, output_name: str, study: Study, train: Split, pool: Split, batch_size: int
+    model: nn.Module,
+    output_name: str,
+    train: Split,
+    pool: Split,
+    batch_size: int,
+    study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return f and prediction of every sample of the pool under one model, shape (n,) each."""
     device = next(model.parameters()).device
-    output = model_output(output_name, study, model, train, device)
+    output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
     with samples.naming_longest():
         n_classes = count_classes(model, output, samples.batch(0, 1), device)

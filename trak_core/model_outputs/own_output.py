@@ -96,7 +96,7 @@ def _explained(error: Exception, name: str) -> InputError:
         return random_output(f"a random call{where}")
     if isinstance(error, RuntimeError) and "vmap" in str(error):
         return InputError(
-            f"{name} must work for all samples of a batch at a time, by torch.vmap. Found what that "
+            f"{name} must work for all samples of a batch at a time, by torch.vmap. Found what it "
             f"can't do{where}. Take `torch.where` in place of `if`, and no `.item()` or `float()`.",
             code="model_outputs.vmap",
         )

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFo
 
 from trak_core.report.describe_samples import EACH, Examples, Picture
 from trak_core.report.number_formats import of_target, of_training_sample, signed
-from trak_core.report.read import File, part_with
+from trak_core.report.read import File, output_of, part_with
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5
@@ -248,7 +248,7 @@ def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
-    output, shown = examples.experiment.attributes["output"], examples.shown[:_TARGETS]
+    output, shown = output_of(examples.experiment), examples.shown[:_TARGETS]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
         f"Experiment {spec['experiment']}: targets (left), training samples that push their "

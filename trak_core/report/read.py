@@ -134,7 +134,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
 
     Returns:
         Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
-        Attributes ``unit`` of a score; ``output``, what is known of f; ``one_loss_weight``, whether
+        Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of
+        a model output of its own; ``one_loss_weight``, whether
         all loss weights are 1; ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
         near 0 at the ends of runs; ``right``, the part whose prediction is the label; and
@@ -154,7 +155,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             results,
             {"targets": targets, "shown": shown, "top_influences": influences.loc[is_kept, :]},
             unit=file.attribute("unit"),
-            output=_output(file),
+            output_words=file.attribute("model_output") if _is_own(file) else None,
             one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
@@ -164,11 +165,14 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         )
 
 
-def _output(file: Artifact) -> About:
-    """Return what is known of the model output that scores are of."""
-    name = file.spec["model_output"]
-    words = json.loads(file.attribute("model_output")) if "model_output" in file.file.attrs else {}
-    return about_output({"function": name, **words} if words else name)
+def _is_own(file: Artifact) -> bool:
+    return about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
+
+
+def output_of(experiment: File) -> About:
+    """Return what is known of the model output that an experiment's scores are of."""
+    name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
+    return about_output({**json.loads(words), "function": name} if words else name)
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:

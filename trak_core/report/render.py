@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples, beginning
-from trak_core.report.read import File, Results, condition_number, rows_with, strongest
+from trak_core.report.read import File, Results, condition_number, output_of, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.
@@ -145,7 +145,7 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     return rendered(
         "report",
         results=results,
-        output=results.experiments[0].attributes["output"],
+        output=output_of(results.experiments[0]),
         warnings=warnings.study_warnings(results),
         examples=examples,
         each=EACH,
@@ -158,5 +158,5 @@ def answer(examples: Examples, study: str, each: int) -> str:
 
     A target has ``each`` training samples of either sign, at most.
     """
-    output = examples.experiment.attributes["output"]
+    output = output_of(examples.experiment)
     return rendered("answer", shown=examples, output=output, study=study, each=each)

@@ -6,7 +6,7 @@ from math import sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
-from trak_core.report.read import NEAR_ZERO, Results, condition_number, rows_with
+from trak_core.report.read import NEAR_ZERO, Results, condition_number, output_of, rows_with
 from trak_core.spec import Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
@@ -34,9 +34,8 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 
 def _predictions(results: Results) -> list[StudyWarning]:
     """Look whether the models know their own training data."""
-    known = results.experiments[0].attributes
-    right = known["right"]
-    if right >= LIMITS["right"] or not known["output"].labels_are_classes:
+    right = results.experiments[0].attributes["right"]
+    if right >= LIMITS["right"] or not output_of(results.experiments[0]).labels_are_classes:
         return []
     return [StudyWarning("wrong_predictions", {"right": right})]
 
@@ -63,10 +62,9 @@ def _checkpoints(results: Results) -> list[StudyWarning]:
 
 
 def _loss_weights(results: Results) -> list[StudyWarning]:
-    known = results.experiments[0].attributes
-    saturated = known["saturated"]
+    saturated = results.experiments[0].attributes["saturated"]
     # A residual is in a unit that no limit here can know.
-    if saturated <= 0.5 or not known["output"].weight_is_probability:
+    if saturated <= 0.5 or not output_of(results.experiments[0]).weight_is_probability:
         return []
     along = results.spec["combine"] == Combine.UNIT_AVERAGE
     shown = {"part": saturated, "power": results.spec["loss_weight_power"], "along": along}

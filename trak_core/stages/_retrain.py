@@ -57,7 +57,7 @@ def retrain(
         data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
         results.append(
-            outputs_and_predictions(model, spec.model_output, study, train, pool, batch_size)
+            outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
         )
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
     file_spec = spec.as_dict() | dict(more or {})

@@ -202,7 +202,7 @@ def preflight_study(
             split = split_of(study, name, targets, question)
             columns_of(study, name, split.ids, question)
             output = named_output(
-                model_output, study, model.module, split, torch.device("cpu"), n_others=1
+                model_output, model.module, split, torch.device("cpu"), study, n_others=1
             )
             _check_weighting(weighting, model_output, output)
             first = as_batch(split.batch(0, 1), output)
