@@ -1,5 +1,6 @@
 """Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -95,6 +96,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
         predicts_next=ahead == 1,
         takes_labels=takes_labels,
+        joins_tokens=True,
     )
 
 
@@ -124,10 +126,43 @@ def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
 
 LANGUAGE_MODELLING = _of_tokens(1)
 TOKEN_LOG_ODDS = replace(
-    LANGUAGE_MODELLING, value=tokens_log_odds, loss_weight=_mean_loss_weight, curvature=None
+    LANGUAGE_MODELLING,
+    value=tokens_log_odds,
+    loss_weight=_mean_loss_weight,
+    curvature=None,
+    joins_tokens=False,
 )
 MASKED_LANGUAGE_MODELLING = _of_tokens(0)
 SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
+
+
+def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
+    """Return the same model output of a model that returns no logits, but what they come to.
+
+    Its returns have shape (batch, tokens, 2): the margin of each predicted token, and 1 where that
+    token is the likeliest. Labels stay as they are; the first is left out where ``predicts_next``.
+    ``n_classes`` gives the size of the vocabulary once the model was called.
+    """
+    ahead = int(output.predicts_next)
+
+    def value(tokens: Tensor, labels: Tensor) -> Tensor:
+        return log_odds_of_all(tokens[:, 0], labels[ahead:] != IGNORED)
+
+    def curvature(tokens: Tensor, labels: Tensor) -> Tensor:
+        f = value(tokens, labels)
+        return torch.sigmoid(f) * torch.sigmoid(-f)
+
+    def tokens_right(tokens: Tensor, labels: Tensor) -> Tensor:
+        return ((labels[ahead:] != IGNORED) & (tokens[:, 1] > 0)).sum().float()
+
+    return replace(
+        output,
+        value=value,
+        loss_weight=lambda tokens, labels: torch.sigmoid(-value(tokens, labels)),
+        curvature=curvature,
+        prediction=tokens_right,
+        n_classes=lambda tokens: n_classes(),
+    )
 
 
 def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:

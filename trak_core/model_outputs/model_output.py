@@ -59,6 +59,8 @@ class ModelOutput:
         predicts_next: Whether what the model returns at one token predicts the label of the next.
         takes_labels: Whether the model is called with the labels too, as ``labels``: an
             encoder-decoder makes its decoder's inputs of them.
+        joins_tokens: Whether f is a function of the log-odds of tokens, in the way of
+            ``trak_core.model_outputs.language_modelling``: logits may be computed in pieces then.
 
     Example:
         The squared length of what the model returns, for samples without labels:
@@ -81,6 +83,7 @@ class ModelOutput:
     n_classes: Callable[[Any], int | None] = _no_classes
     predicts_next: bool = False
     takes_labels: bool = False
+    joins_tokens: bool = False
 
 
 def _has_rows(leaf: object) -> TypeGuard[Tensor]:

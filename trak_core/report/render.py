@@ -14,7 +14,8 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.report import charts, number_formats, warnings
-from trak_core.report.describe_samples import EACH, Examples, beginning
+from trak_core.report.describe_samples import EACH, Examples
+from trak_core.report.explore import AT_ONCE, EACH_ON_PAGE, Answer
 from trak_core.report.read import File, Results, condition_number, output_of, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
@@ -31,7 +32,6 @@ _FILTERS = (
     number_formats.is_right,
     number_formats.of_target,
     number_formats.of_training_sample,
-    beginning,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.
@@ -116,7 +116,7 @@ def _environment() -> Environment:
     )
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
-        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
+        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts, charts.group_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
@@ -153,10 +153,8 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     )
 
 
-def answer(examples: Examples, study: str, each: int) -> str:
-    """Return an experiment's targets and strongest training samples as one HTML document.
-
-    A target has ``each`` training samples of either sign, at most.
-    """
-    output = output_of(examples.experiment)
-    return rendered("answer", shown=examples, output=output, study=study, each=each)
+def answer(shown: Answer, study: str) -> str:
+    """Return an experiment's targets and strongest training samples as one HTML document."""
+    output = output_of(shown.experiment)
+    each, at_once = EACH_ON_PAGE, AT_ONCE
+    return rendered("answer", shown=shown, output=output, study=study, each=each, at_once=at_once)
