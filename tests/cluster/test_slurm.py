@@ -3,14 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 
 import pytest
 import slurm_cluster
 import yaml
-from workspace import REPOSITORY, Workspace
+from workspace import REPOSITORY, Workspace, forked_python
 
 pytestmark = pytest.mark.skipif(
     slurm_cluster.missing() is not None, reason=f"no SLURM: {slurm_cluster.missing()}"
@@ -18,8 +17,9 @@ pytestmark = pytest.mark.skipif(
 
 SLURM = (
     *("--profile", str(REPOSITORY / "slurm"), "--profile", str(REPOSITORY / "slurm-gpu")),
-    # Snakemake's first look at its jobs; 40 seconds are kinder to a real scheduler.
-    *("--slurm-init-seconds-before-status-checks", "4"),
+    # When Snakemake looks at its jobs, which then are done: the next look comes 10 seconds later
+    # than this one did. 40 seconds are kinder to a real scheduler.
+    *("--slurm-init-seconds-before-status-checks", "7"),
     "--slurm-keep-successful-logs",
 )
 # Run by every Python that starts, before the job's own log is opened: goes to SLURM's.
@@ -61,7 +61,7 @@ def start(workspace):
     with workspace.path("slurm.log").open("w") as log:
         return subprocess.Popen(
             (
-                *(sys.executable, "-m", "snakemake", "--snakefile", workspace.snakefile),
+                *(forked_python(), "-m", "snakemake", "--snakefile", workspace.snakefile),
                 *(*SLURM, "--configfile", "study.yaml"),
             ),
             env={**os.environ, "PYTHONPATH": str(customized)},
