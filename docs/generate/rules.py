@@ -26,6 +26,7 @@ PARAMS = {
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
+    "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "question": "the experiment's own `data`",
@@ -49,7 +50,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     return {
         "projected": smoke
-        | {"distortion": {}, "compute": {"shards": 2}}
+        | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},
     }

@@ -49,6 +49,7 @@ FILES = {
     "EVALUATION": "evaluation/mine.h5",
     "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
+    "GROUPS": "groups/mine.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -58,6 +59,7 @@ def write_evaluations(results):
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
     kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
+    kinds += ("GROUPS",)
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:

@@ -54,6 +54,7 @@ def jobs(tmp_path_factory):
         "study": str(REPOSITORY / "config/digits.py"),
         "compute": {"shards": 2},
         "distortion": {},
+        "groups": ["label"],
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")},
     }
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}

@@ -116,6 +116,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
+        "group_by": config.get("groups", []),
     }
 
 

@@ -13,6 +13,7 @@ from trak_core.artifacts import (
     DISTORTION,
     EVALUATION,
     FLIPPED,
+    GROUPS,
     NORMAL_MATRIX,
     REMOVALS,
     SCORES,
@@ -65,9 +66,9 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 class Results:
     """All that the report is made from; what was not measured is empty.
 
-    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
-    ``removals`` by experiment, ``matrices`` and ``distortions`` one a checkpoint, ``flipped`` and
-    ``self_influence`` one at most.
+    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
+    ``removals`` and ``groups`` by experiment, ``matrices`` and ``distortions`` one a checkpoint,
+    ``flipped`` and ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -79,6 +80,7 @@ class Results:
     flipped: Sequence[File] = ()
     self_influence: Sequence[File] = ()
     distortions: Sequence[File] = ()
+    groups: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def awaits_evaluation(self) -> bool:
@@ -111,7 +113,7 @@ class Results:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.self_influence, *self.distortions]
+        return [*scored, *measured, *self.self_influence, *self.distortions, *self.groups.values()]
 
 
 def _file(
@@ -215,6 +217,21 @@ def read_removals(path: Path, results: Path) -> File:
     """Return what became of an experiment's targets without their most helpful samples."""
     with open_artifact(path, REMOVALS) as file:
         return _file(file, results, {"summary": file.table("summary")})
+
+
+def read_groups(path: Path, results: Path) -> File:
+    """Return scores by groups: tables ``groups`` and, where there are any, ``differences``.
+
+    The largest differences come first, whatever their sign.
+    """
+    with open_artifact(path, GROUPS) as file:
+        tables = {"groups": file.table("groups")}
+        if file.has("differences"):
+            tables["differences"] = file.table("differences").sort_values(
+                "difference", key=np.abs, ascending=False, kind="stable"
+            )
+        names = ("confidence", "n_runs", "n_targets")
+        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
 
 
 def read_flipped(path: Path, results: Path) -> File:

@@ -76,7 +76,7 @@ def compute_features(
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
-    model, parameters, output = loaded.model, loaded.parameters, loaded.output
+    parameters = loaded.parameters
     split = spec.split or TRAIN
     data = split_of(loaded.study, split, targets, question)
     if spec.flipped is not None:
@@ -99,6 +99,8 @@ def compute_features(
     # Features of one window are in memory before they are written in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(subset(data, range(start, stop)), window=window)
+    loaded = loaded.in_pieces(samples, memory_mb)
+    model, output = loaded.model, loaded.output
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few)
     with samples.naming_longest():
