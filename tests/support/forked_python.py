@@ -1,8 +1,9 @@
 """Python whose imports are done, as a program: the product's fork server forks for each.
 
 Snakemake itself and its jobs are such programs in the tests. A program has its own folder,
-environment, paths of modules, and `trak_core`. It has the server's hashes of strings and all that
-libraries read when they are imported (OMP_NUM_THREADS, NUMBA_*), and the server's limits.
+environment and paths of modules, and imports `trak_core` itself where these lead to a copy of it.
+It has the server's hashes of strings and all that libraries read when they are imported
+(OMP_NUM_THREADS, NUMBA_*), and the server's limits.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Imported by the server of `forked_python`: what every Snakemake and its jobs do at their start."""
+"""What every Snakemake and its jobs do at their start; the server of `forked_python` imports it."""
 
 import importlib
 from pathlib import Path
@@ -10,7 +10,7 @@ import snakemake.report
 import snakemake.scheduling.job_scheduler
 import snakemake.script
 import snakemake.storage
-import snakemake.workflow  # noqa: F401
+import snakemake.workflow  # ruff: ignore[unused-import]
 from snakemake.cli import get_argument_parser
 
 import trak_core.config.preflight
