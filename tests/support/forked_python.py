@@ -79,6 +79,8 @@ def run(asked: list[Any]) -> None:
         importlib.import_module("sitecustomize")
     if is_module:
         sys.argv = arguments[1:]
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):  # a package's __main__ runs
+            sys.modules.pop(arguments[1], None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
