@@ -13,6 +13,7 @@ from trak_core.artifacts.compare import (
     check_same,
     check_splits,
     check_together,
+    made_for,
 )
 from trak_core.artifacts.format import (
     ANSWERS,
@@ -42,4 +43,4 @@ __all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS", "EVALUAT
 __all__ += ["EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN", "KINDS"]
 __all__ += ["NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
-__all__ += ["create", "open_artifact", "read_frame", "verify"]
+__all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]
