@@ -10,25 +10,10 @@ stands what the same question costs as an experiment of its own, `trak run ... s
 seconds are those of the processes and their children. The scores of both ways are compared first.
 """
 
-import argparse
-import csv
 import json
-import os
 import random
-import shutil
-import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import pandas as pd
-import yaml
-from machine import environment, write_csv
 
 _N_TRAIN, _N_HELD, _VOCABULARY = 300, 12, 512
 _NOUNS = ["fox", "miller", "girl", "sailor", "crow", "king", "tailor", "bear"]

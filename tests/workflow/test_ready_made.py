@@ -2,6 +2,7 @@
 
 import shlex
 
+import numpy as np
 import pandas as pd
 import pytest
 import texts
@@ -11,6 +12,7 @@ from pages import blocks, run_code
 from refused import refused
 from workspace import Workspace
 
+import trak_core
 from trak_core.command.main import main
 from trak_core.config.ready_made import READY_MADE, with_ready_study
 
@@ -64,6 +66,13 @@ def test_texts_and_weights_are_a_study(study, monkeypatch):
     ]
     assert described.to_dict() == {row["id"]: row["text"] for row in ROWS}
     assert study.would_run() == {}
+    held = trak_core.open(str(study.path("results-texts")))
+    for line in ("the sky is red", {"text": "the sky is red"}):
+        answer = held.ask(line)
+        np.testing.assert_allclose(
+            answer.scores, scores[0], rtol=0, atol=1e-6 * scores[0].abs().max()
+        )
+        assert answer.text == "the sky is red"
 
     # The file that was written is a study like any other, and may be taken further.
     study.path("mine.py").write_text(written_study(study, "results-texts").read_text())

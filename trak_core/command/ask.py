@@ -91,7 +91,7 @@ class _Session:
         all_at_once = self._held.takes_turns and not self.is_typed
         for group in [list(samples)] if all_at_once else ([one] for one in samples):
             # What jobs say of their progress says nothing of one sample.
-            with open(os.devnull, "w") as log, contextlib.redirect_stdout(log):
+            with Path(os.devnull).open("w") as log, contextlib.redirect_stdout(log):
                 answers = list(self._held.answers(group, self._asked.top))
             for asked, answer in answers:
                 if isinstance(answer, InputError):
@@ -149,7 +149,7 @@ class _Session:
                 yield asked
 
     def _lines(self) -> Iterator[Any]:
-        """Yield lines that are not empty: texts, bytes that are none, or fields of a table's row."""
+        """Yield lines that are not empty: text, bytes, or the fields of a table's row."""
         file: Path | None = self._asked.file
         if file is None:
             lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()

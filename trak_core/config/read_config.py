@@ -1,4 +1,4 @@
-"""Read a config without Snakemake: from its file as a start does, or from what the last start left."""
+"""Read a config without Snakemake: from its file, or from what the last start has left."""
 
 import os
 from collections.abc import Mapping

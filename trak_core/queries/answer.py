@@ -1,7 +1,7 @@
-"""The answer to one sample: scores of all training samples, and the strongest beside their texts."""
+"""The answer to one sample: scores of all training samples, and the strongest with texts."""
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +25,14 @@ class Answer:
         target: Its ``id``, ``label``, ``prediction``, ``output`` (the model output, mean over the
             ends of runs) and ``output_sd``, as the table ``targets`` of a scores file has them.
         text: The study's words for it, or what is printed of it.
-        scores: Of all training samples by id, float32.
+        scores: A score for each training sample, by id, float32.
         top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
             what is known of the training sample, and ``described_text``.
         model_output: Name of the model output f.
     """
 
     asked: Asked
-    target: pd.Series
+    target: Mapping[str, Any]
     text: str
     scores: pd.Series
     top: pd.DataFrame
@@ -41,7 +41,7 @@ class Answer:
     def side(self, sign: int) -> pd.DataFrame:
         """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
 
-        Of the columns, those that tell a reader what a training sample is.
+        It has the columns that tell a reader what a training sample is.
         """
         label = TABLE[self.model_output].label
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
@@ -61,8 +61,9 @@ class Answer:
     def _repr_html_(self) -> str:
         """Return the sample and two tables, for Jupyter."""
         parts = [f"<p>{html.escape(self.text)}</p><p>{html.escape(self.said())}</p>"]
-        for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
-            parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
+        with pd.option_context("display.max_colwidth", None):
+            for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
+                parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
         return "".join(parts)
 
 
@@ -90,7 +91,7 @@ def _mean(values: np.ndarray) -> np.ndarray:
 def strongest(scores: np.ndarray, k: int) -> np.ndarray:
     """Return the places of the ``k`` largest and ``k`` smallest scores, the largest first.
 
-    Of the large ones those above 0 count, of the small ones those below.
+    Large ones count above 0, small ones below.
     """
     column = scores[:, None]
     up, down = largest(None, 0, column, k), largest(None, 0, -column, k)

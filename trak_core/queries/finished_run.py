@@ -1,10 +1,11 @@
 """Say which files a finished run consists of, and refuse one that is not today's."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from trak_core.config.job_specs import Specs, specs_of
 from trak_core.config.read_config import recorded_config
@@ -25,7 +26,7 @@ class FinishedRun:
     """A run's config, and where its files lie.
 
     Attributes:
-        specs: Of today's config, study and data.
+        specs: What follows from today's config, study and data.
         results: The results folder, absolute.
         folder: Where the run's paths count from, absolute.
     """
@@ -65,11 +66,9 @@ class FinishedRun:
         config, folder = recorded_config(results)
         return cls.of_config(config, results, folder)
 
-    @contextlib.contextmanager
-    def in_folder(self) -> Iterator[None]:
+    def in_folder(self) -> AbstractContextManager[None]:
         """Work in the folder that the run's paths, and its study's, count from."""
-        with contextlib.chdir(self.folder):
-            yield
+        return contextlib.chdir(self.folder)
 
     def checkpoint(self, name: str) -> Path:
         """Return a checkpoint's file or folder."""
@@ -96,7 +95,7 @@ class FinishedRun:
             words = ", ".join(_WORDS.get(key, key) for key in differ)
             self.refuse_changed(path, words)
 
-    def refuse_changed(self, path: Path, words: str) -> None:
+    def refuse_changed(self, path: Path, words: str) -> NoReturn:
         """Refuse a run of which something has changed since, in a user's words."""
         raise InputError(
             f"{self.results}: a run that is asked must be that of today's config, study, data and "

@@ -1,7 +1,7 @@
 """Hold one checkpoint of a finished run: its model, and what the training samples left."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,11 +140,14 @@ def held_checkpoint(
     device: torch.device,
     *,
     in_memory: bool,
-) -> Iterator[HeldCheckpoint]:
+) -> Generator[HeldCheckpoint, None, None]:
     """Give a checkpoint with its model, after making sure that all belongs to today's config.
 
     ``train`` are the training samples of the study, which is loaded. Their features are read again
-    for every sample unless they are to be ``in_memory``. Their file stays open.
+    for every sample unless they are to be ``in_memory``.
+
+    Yields:
+        The checkpoint; the file of its training samples stays open.
     """
     spec = run.specs.self_influence.under(name)
     is_exact = run.specs.is_exact

@@ -1,4 +1,4 @@
-"""Hold a finished run in memory: its study, checkpoints and training features, ready to be asked."""
+"""Hold a finished run in memory, its study, checkpoints and training features, and ask it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -237,7 +237,7 @@ class HeldRun:
         top = top.join(self.columns, on="train_id").assign(described_text=texts)
         return Answer(
             asked,
-            pd.Series(target, dtype=object),
+            target,
             text,
             pd.Series(scores, self.columns.index, name=asked.id),
             top,
