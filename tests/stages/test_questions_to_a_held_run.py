@@ -16,7 +16,9 @@ from refused import refused
 from workspace import REPOSITORY
 
 import trak_core
+from trak_core.command.ask import ask
 from trak_core.command.main import main
+from trak_core.config.read_config import read_config
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 
@@ -252,10 +254,10 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     with refused("config.no_record"):
         trak_core.open(str(tmp_path)).ask({"row": 3})
 
-    def ask():
+    def check():
         trak_core.open(str(results)).ask({"row": 3})
 
-    ask()
+    check()
     kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def change(name, old, new):
@@ -268,11 +270,11 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
 
     change("patients.py", b"nn.Tanh()", b"nn.ReLU()")
     with refused("queries.changed", "study or data files"):
-        ask()
+        check()
     restore()
     (tmp_path / "c1.pt").write_bytes((tmp_path / "c2.pt").read_bytes())
     with refused("queries.changed", "checkpoint", "features/late/train.h5"):
-        ask()
+        check()
     restore()
     change("mine.yaml", b"proj_dim: 16", b"proj_dim: 8")
     with pytest.raises(SystemExit, match="of another projection"):
@@ -280,7 +282,25 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     restore()
     (results / "normal_matrix/other.h5").unlink()
     with refused("queries.not_finished", "other.h5"):
-        ask()
+        check()
+
+
+def test_what_the_command_does_not_take(here):
+    for words, code, found in (
+        (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
+        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
+        (["--top", "0"], "command.top", "0"),
+    ):
+        with refused(code, found):
+            ask(["mine.yaml", *words])
+    with refused("command.no_config", "results"):
+        ask(["results"])
+    config = read_config(
+        here.parent / "mine.yaml", REPOSITORY / "workflow/schemas/config.schema.yaml"
+    )
+    config["checkpoints"] = {"far": "s3://bucket/far.pt"}
+    with refused("queries.stored", "s3://bucket/far.pt"):
+        FinishedRun.of_config(config, here, here.parent)
 
 
 def test_what_can_not_be_asked(projected):

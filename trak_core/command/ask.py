@@ -51,6 +51,10 @@ def ask(words: Sequence[str]) -> None:
                 f"--csv and --html must name files in folders that are there. Found {path}.",
                 code="command.no_output_folder",
             )
+    if asked.file is not None and not asked.file.is_file():
+        raise InputError(
+            f"--file must exist. Found nothing at {asked.file}.", code="command.no_file"
+        )
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
     # OpenBLAS reads it once; more threads than one crash in it from 16,384 dimensions on.
@@ -139,8 +143,7 @@ class _Session:
                 asked = self._held.asked(line, number)
                 if str(asked.id) in self._ids:
                     raise InputError(
-                        f"Each line must have an id of its own. Found {asked.id} again.",
-                        code="command.id_twice",
+                        f"Each line must have an id of its own. Found {asked.id} again."
                     )
             except InputError as error:
                 self._tell(f"line {number + 1}: {error}")
