@@ -1,21 +1,20 @@
 """Show answers as the page that a run makes of an experiment, or as the rows of a table."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from trak_core.queries.answer import Answer
 from trak_core.queries.held_run import HeldRun
-from trak_core.report.describe_samples import find_examples
+from trak_core.report.describe_samples import Picture, are_drawn, show_sample
+from trak_core.report.explore import explore
 from trak_core.report.read import File
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
-from trak_core.study.split import Split
-
-# Characters of a text on the page.
-_CHARACTERS = 1000
+from trak_core.study.columns import short_columns
 
 
 def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
@@ -23,25 +22,48 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
 
     It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
     """
-    spec = held.specs.self_influence
     with held.run.in_folder():
-        targets = pd.DataFrame([answer.target for answer in answers]).infer_objects()
-        targets["id"] = [str(answer.asked.id) for answer in answers]
-        influences = pd.concat([_influences(answer) for answer in answers])
-        file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
-        file_spec["projection"] = {"kind": EXACT} if held.specs.is_exact else held.projection
-        file = File(
-            name="",
-            content_hash="",
-            provenance={},
-            spec=file_spec,
-            tables={"targets": targets, "shown": targets, "top_influences": influences},
-            attributes={"unit": unit_of(spec), "n_train": len(held.train.ids)},
-        )
-        samples = [answer.asked.sample for answer in answers]
-        split = Split(samples, targets["id"].tolist())
-        (examples,) = find_examples(held.study, [file], held.train, [split], _CHARACTERS)
-        return rendered(examples, held.study.path.name, k)
+        samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
+        draws = are_drawn(held.study, held.train)
+
+        def show(is_target: bool, sample_id: Any, characters: int) -> Picture | str:
+            sample = samples[sample_id] if is_target else held.sample(sample_id)
+            return show_sample(held.study, sample_id, sample, characters, draws)
+
+        described = held.study.has("describe")
+        explored = explore(_file(held, answers), show, drawn=draws, described=described)
+        return rendered(explored, held.study.path.name, k)
+
+
+def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
+    """Return answers as what a page shows of an experiment's scores."""
+    spec = held.specs.self_influence
+    fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
+    columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
+    targets = pd.DataFrame([dict(answer.target) for answer in answers])
+    targets["id"] = [str(answer.asked.id) for answer in answers]
+    targets = targets.join(short_columns(columns))
+    influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
+    file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
+    file_spec["projection"] = {"kind": EXACT} if held.specs.is_exact else held.projection
+    return File(
+        name="",
+        content_hash="",
+        provenance={},
+        spec=file_spec,
+        tables={
+            "targets": targets,
+            "shown": targets,
+            "top_influences": influences,
+            "train": held.columns.loc[influences["train_id"].unique(), :].reset_index(),
+        },
+        attributes={
+            "unit": unit_of(spec),
+            "n_train": len(held.train.ids),
+            "most_harmful": [],
+            "n_harmful": 0,
+        },
+    )
 
 
 def _influences(answer: Answer) -> pd.DataFrame:

@@ -46,6 +46,7 @@ class _Projected:
     """Features of the training samples, and the factor of their damped normal matrix.
 
     Attributes:
+        method: The way to gradients of a model of ``model_type``.
         rows: Reads Phi_c, by blocks of ``block`` rows.
         factor: Cholesky's, in the lower triangle, shape (k, k), float64.
     """
@@ -53,6 +54,7 @@ class _Projected:
     projection: ProjectionSpec
     dtype: str
     method: GradientMethod
+    model_type: type
     n_classes: int | None
     rows: ReadRows
     n_train: int
@@ -62,13 +64,17 @@ class _Projected:
     def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
         """Return A_c of one sample, as ``compute_features`` and ``compute_scores`` have it."""
         (samples,) = loaded.ordered(asked)
+        loaded = loaded.in_pieces(samples, memory_mb)
         batch = loaded.batch(samples, 0, 1)
         check_labels(batch.labels, loaded.output, self.n_classes, asked.ids)
+        method = self.method
+        if type(loaded.model) is not self.model_type:  # logits in pieces, or not
+            method = gradient_method(loaded.model, loaded.parameters, loaded.output, batch)
         with samples.naming_longest():
             loaded.memory(batch).room(loaded.device, memory_mb)
         given = loaded.model, loaded.parameters, loaded.output, batch
         features, columns = batch_features(
-            self.method, *given, self.projection, asked.ids, torch.get_num_threads(), loaded.scales
+            method, *given, self.projection, asked.ids, torch.get_num_threads(), loaded.scales
         )
         target = stored_rows(features, self.dtype, asked.ids).astype(np.float64)
         solved = scipy.linalg.cho_solve((self.factor, True), target.T)
@@ -217,16 +223,24 @@ def _projected(
         except ArtifactError:
             run.refuse_changed(path, "scoring, or of other features")
     factor = damped_factor(damped.matrix, damped.ridge, damped.ends)
-    values = file.matrix("features")
+    values, memory_mb = file.matrix("features"), run.specs.config["compute"]["memory_mb"]
     n_train = len(values)
     (samples,) = loaded.ordered(subset(train, range(min(_FEW, n_train))))
+    loaded = loaded.in_pieces(samples, memory_mb)
     few, n_classes = loaded.few(samples)
     method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
-    memory_mb = run.specs.config["compute"]["memory_mb"]
     block = scores_need(projection.proj_dim, 1).rows(memory_mb)
     held = values[:] if in_memory else None
     rows = read_rows(values if held is None else held, normalize=spec.normalize)  # pyright: ignore[reportArgumentType]
     way = _Projected(
-        projection, spec.features.dtype, method, n_classes, rows, n_train, block, factor
+        projection,
+        spec.features.dtype,
+        method,
+        type(loaded.model),
+        n_classes,
+        rows,
+        n_train,
+        block,
+        factor,
     )
     return way, damped.norm, 0 if held is None else held.nbytes

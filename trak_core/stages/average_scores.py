@@ -13,7 +13,6 @@ from trak_core.artifacts import (
     FEATURES,
     SCORES,
     Artifact,
-    check_same,
     check_together,
     create,
     open_artifact,
@@ -26,26 +25,13 @@ from trak_core.scoring.scores import (
     help_and_harm,
     largest,
     most_frequent,
-    similarities,
     unit_of,
 )
 from trak_core.spec import EXACT, TRAIN, ScoresSpec
-from trak_core.stages._inputs import ReadRows, read_rows, score_rows
+from trak_core.stages._inputs import score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
-
-
-def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
-    """Return how to get rows of A_c: as stored, or from the solved targets."""
-    if features is None:
-        return read_rows(part.matrix("similarities"))
-    hashes = part.spec.get("train_features"), features.content_hash
-    check_same("training features", *hashes, features.path, FEATURES.rule)
-    # Read again for every block: one checkpoint's solved targets are in memory at a time.
-    solved = part.matrix("solved_targets")
-    phi = read_rows(features.matrix("features"), normalize=normalize)
-    return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
 def _mean(numbers: np.ndarray) -> np.ndarray:
@@ -154,7 +140,7 @@ def average_scores(
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec, kind)
         rows = [
-            _rows(part, phi, normalize=spec.normalize)
+            similarity_rows(part, phi, normalize=spec.normalize)
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trak_core.artifacts import GRAMIAN, create
+from trak_core.artifacts import GRAMIAN, create, selected_ids
 from trak_core.gradients import Variety
 from trak_core.model.device import device_name, find_device, full_precision
 from trak_core.model.inner_products import inner_products
@@ -25,6 +25,7 @@ def compute_gramian(
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
+    selected: Sequence[Path] = (),
     code: str,
     device: str,
     batch_size: int,
@@ -35,13 +36,15 @@ def compute_gramian(
 
     J are the gradients of the model output, which are never formed as a whole. Rows are training
     samples, columns the split's. Two blocks of ``batch_size`` samples are in the model at once, at
-    most; ``memory_mb`` must hold the Gramian.
+    most; ``memory_mb`` must hold the Gramian. A file of ``selected`` targets has their ids, in
+    place of ``targets``.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
     split = spec.split or TRAIN
     data = loaded.study.split(TRAIN, None)
-    targets_split = None if split == TRAIN else split_of(loaded.study, split, targets, question)
+    ids = selected_ids(selected, spec) or targets
+    targets_split = None if split == TRAIN else split_of(loaded.study, split, ids, question)
     own = targets_split or data
     where = device_name(loaded.device)
     print(f"{split}: inner products of {len(data.ids)} x {len(own.ids)} gradients on {where}")
