@@ -66,7 +66,11 @@ class LoadedModel:
         cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
         """Return the study's model with the weights of a checkpoint, a file or a folder."""
-        study = Study.load(study_file)
+        return cls.of(Study.load(study_file), checkpoint, spec, device)
+
+    @classmethod
+    def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
+        """Return the same of a study that is loaded already."""
         model = study.make_model()
         digests = load_checkpoint(model, checkpoint)
         model.to(device)
