@@ -43,7 +43,7 @@ VALUES = {
     "a huge seed": ("projection.seed", 2**64, f"at most {2**64 - 1}"),
     "NaN": ("scoring.damping", float("nan"), "a finite number"),
     "infinity": ("scoring.damping", float("inf"), "a finite number"),
-    "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, clip(?=\.)")),
+    "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
     "no checkpoint at all": ("checkpoints", {}, "empty"),
     "checkpoints that are a list": ("checkpoints", ["c0.pt"], "text or a mapping"),
     "no experiment": ("experiments", {}, "empty"),
@@ -93,7 +93,7 @@ REFUSALS = {
         ),
         "several at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
-            *("projection.seed", "-1", re.compile(r"one of image_.*, clip"), "'x'"),
+            *("projection.seed", "-1", re.compile(r"one of image_.*, loss"), "'x'"),
         ),
     },
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
@@ -180,6 +180,9 @@ REFUSALS = {
     "config.missing_table": {"no table": ({"checkpoints": "gone.tsv"}, "gone.tsv")},
     "config.missing_question": {
         "no question": (at("experiments.mine.data", "gone.tsv"), "gone.tsv")
+    },
+    "config.missing_output": {
+        "no file of a model output": ({"model_output": "gone.py:f"}, "gone.py")
     },
     "config.missing_data_file": {"no data file": ({"data_files": ["a/*.csv"]}, "'a/*.csv'")},
     "config.missing_ground_truth": {

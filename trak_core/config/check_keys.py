@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import TABLE, about_output, output_name
 from trak_core.spec import EXACT, Combine, ProjectionKind, Weighting
 from trak_core.spec.condition import MOST_TARGETS, Condition
 
@@ -216,10 +216,11 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if (lds and "same_class" in evaluation["baselines"]) or "flipped" in evaluation:
         key = "flipped" if "flipped" in evaluation else "baselines: same_class"
         classes = [name for name, row in TABLE.items() if row.labels_are_classes]
-        if config["model_output"] not in classes:
+        output = output_name(config["model_output"])
+        if output not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out.",
+                f"{' or '.join(classes)}. Found {output}. Leave it out.",
                 code="config.no_classes",
             )
     _check_dimensions(config["projection"], evaluation)
@@ -285,15 +286,15 @@ def usual_combine(*, along: bool) -> Combine:
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
-def usual_weighting(combine: str, model_output: str) -> Weighting:
+def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
     """Return how training samples weigh in the normal matrix."""
-    is_curved = combine == Combine.UNIT_AVERAGE and TABLE[model_output].weighs_by_curvature
+    is_curved = combine == Combine.UNIT_AVERAGE and about_output(model_output).weighs_by_curvature
     return Weighting.CURVATURE if is_curved else Weighting.PLAIN
 
 
-def usual_power(combine: str, model_output: str) -> float:
+def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
     """Return the power of the loss weights."""
-    if not TABLE[model_output].weight_is_probability:
+    if not about_output(model_output).weight_is_probability:
         return 1
     return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
 
@@ -311,13 +312,13 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         )
         reasons.append(f"combine is {scoring['combine']}, since {whence}")
     combine = scoring["combine"]
-    usual = f"the default with {combine} of {model_output}"
+    usual = f"the default with {combine} of {output_name(model_output)}"
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
     if "loss_weight_power" not in scoring:
         scoring["loss_weight_power"] = usual_power(combine, model_output)
-        article = "a" if TABLE[model_output].weight_is_probability else "no"
+        article = "a" if about_output(model_output).weight_is_probability else "no"
         reasons.append(
             f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
             f"{article} probability"

@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report.describe_samples import EACH, Examples, Picture
 from trak_core.report.number_formats import of_target, of_training_sample, signed
-from trak_core.report.read import File, part_with
+from trak_core.report.read import File, output_of, part_with
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5
@@ -312,7 +311,7 @@ def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
-    output, shown = TABLE[spec["model_output"]], examples.shown[:TARGETS_IN_FIGURE]
+    output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
         f"Experiment {spec['experiment']}: targets (left), training samples that push their "

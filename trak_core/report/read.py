@@ -1,5 +1,6 @@
 """What a study's results hold for the report to show: its artifacts, and what its jobs took."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from trak_core.artifacts import (
     Artifact,
     open_artifact,
 )
+from trak_core.model_outputs.table import About, about_output
 from trak_core.spec import EXACT
 from trak_core.system.job import PEAK
 
@@ -145,7 +147,9 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those) and
         ``train`` (the samples in it, and those that harm all targets most).
-        Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
+        Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
+        output of its own; ``one_loss_weight``, whether all loss weights are 1;
+        ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
         near 0 at the ends of runs; ``right``, the part whose prediction is the label;
         ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
@@ -176,6 +180,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
                 "train": train.loc[is_beside | train["id"].isin(most_harmful), :],
             },
             unit=file.attribute("unit"),
+            output_words=file.attribute("model_output") if _is_own(file) else None,
+            one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
@@ -184,6 +190,16 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             most_harmful=most_harmful,
             n_harmful=n_harmful,
         )
+
+
+def _is_own(file: Artifact) -> bool:
+    return about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
+
+
+def output_of(experiment: File) -> About:
+    """Return what is known of the model output that an experiment's scores are of."""
+    name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
+    return about_output({**json.loads(words), "function": name} if words else name)
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
