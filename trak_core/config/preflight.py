@@ -19,6 +19,7 @@ from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
+from trak_core.spec.condition import MOST_TARGETS
 from trak_core.system.files import read_record, write_record
 
 _RECORD = "study.json"
@@ -148,6 +149,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
             "shards": shards,
             "checkpoints": changed,
             "questions": specs.questions,
+            "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
         sizes = _preflight_in_a_process(request)
@@ -206,6 +208,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
     n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
+    n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
     check_memory(
         memory_mb,

@@ -21,8 +21,8 @@ from trak_core.system.out_of_memory import no_room
 if TYPE_CHECKING:
     import pandas as pd
 
-# A spreadsheet runs a cell that begins with one of these.
-_RUN = ("=", "+", "-", "@", "\t", "\r")
+# A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
+_RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def _is_running(process: int) -> bool:
@@ -90,13 +90,17 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
     """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
+
+    def harmless(cell: Any) -> Any:
+        return f"'{cell}" if str(cell).startswith(_RUN) else cell
+
     texts = {
-        name: [f"'{text}" if str(text)[:1] in _RUN else text for text in rows[name]]
+        name: [harmless(cell) for cell in rows[name]]
         for name in rows
         if rows[name].dtype.kind not in "iufb"
     }
     with written_whole(path) as partial:
-        rows.assign(**texts).to_csv(partial, index=False)
+        rows.assign(**texts).rename(columns=harmless).to_csv(partial, index=False)
 
 
 def _digest(known: dict[str, Any]) -> str:

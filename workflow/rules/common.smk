@@ -12,7 +12,7 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.check_paths import check_paths
+from trak_core.config.check_paths import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import check_sources, model_bytes, run_preflight
 from trak_core.config.ready_made import with_ready_study
@@ -76,6 +76,8 @@ with explained():
     explain_interrupts(str(results), is_main=workflow.is_main_process)
     specs = specs_of(config, results)
     if workflow.is_main_process:
+        if not workflow.local_exec:
+            check_given(workflow.config_settings.config_args or [])
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, results, is_stored=stored)
