@@ -13,6 +13,7 @@ from trak_core.artifacts.compare import (
     check_same,
     check_splits,
     check_together,
+    made_for,
     selected_ids,
 )
 from trak_core.artifacts.format import (
@@ -47,4 +48,4 @@ __all__ += ["EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN"]
 __all__ += ["OUTPUTS", "TARGETS", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
-__all__ += ["create", "open_artifact", "read_frame", "verify"]
+__all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]

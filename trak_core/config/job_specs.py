@@ -416,11 +416,12 @@ def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     return [*named.values()]
 
 
-def specs_of(config: dict[str, Any], results: Path) -> Specs:
+def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
     """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
     The config has its schema's defaults; those that depend on the model output and the checkpoints
-    are filled in. The folder ``results`` keeps a record of data files.
+    are filled in. The folder ``results`` keeps a record of data files, which is read alone where
+    ``writes`` is false.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
@@ -436,7 +437,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         check_evaluation(config)
     check_lists(config)
     study = Path(config["study"])
-    data = data_digests(config["data_files"], results / "data_files.json")
+    data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"]]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]

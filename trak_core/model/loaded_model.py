@@ -67,7 +67,11 @@ class LoadedModel:
         cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
         """Return the study's model with the weights of a checkpoint, a file or a folder."""
-        study = Study.load(study_file)
+        return cls.of(Study.load(study_file), checkpoint, spec, device)
+
+    @classmethod
+    def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
+        """Return the same of a study that is loaded already."""
         is_large = holds_large_model(checkpoint)
         model = without_drawing(study.make_model) if is_large else study.make_model()
         # Before its weights come, which are never beside it then.

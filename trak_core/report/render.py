@@ -154,8 +154,12 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     )
 
 
-def answer(shown: Answer, study: str) -> str:
-    """Return an experiment's targets and strongest training samples as one HTML document."""
+def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
+    """Return an experiment's targets and strongest training samples as one HTML document.
+
+    A target has ``each`` training samples of either sign, at most. An experiment without a name of
+    its file is one of answers, whose scores are in no file.
+    """
     output = TABLE[shown.experiment.spec["model_output"]]
-    each, at_once = EACH_ON_PAGE, AT_ONCE
-    return rendered("answer", shown=shown, output=output, study=study, each=each, at_once=at_once)
+    given = {"shown": shown, "output": output, "study": study, "each": each}
+    return rendered("answer", **given, at_once=AT_ONCE)

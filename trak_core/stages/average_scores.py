@@ -19,8 +19,15 @@ from trak_core.artifacts import (
 )
 from trak_core.config.memory_needs import average_need
 from trak_core.model_outputs.table import TABLE
-from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm, largest, most_frequent
-from trak_core.spec import EXACT, TRAIN, Combine, ScoresSpec
+from trak_core.scoring.scores import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    largest,
+    most_frequent,
+    unit_of,
+)
+from trak_core.spec import EXACT, TRAIN, ScoresSpec
 from trak_core.stages._inputs import score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -104,14 +111,6 @@ def _own_columns(
     return columns_of(study, name, ids, None if is_train else question)
 
 
-def _unit(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
-    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
-    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
-        return f"that of the model output ({spec.features.model_output})"
-    return "relative: order and ratios within a target mean something, the absolute size does not"
-
-
 def average_scores(
     *,
     scores: Path,
@@ -166,7 +165,7 @@ def average_scores(
             SCORES,
             file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(spec),
+            unit=unit_of(spec),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"
