@@ -239,6 +239,16 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     assert "line 2: A line must have the fields" in err
 
 
+def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HeldRun, "load", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", "mine.yaml", "--target", "2"])
+    assert ended.value.code == 130
+
+
 def test_a_reader_that_goes_away_is_no_error(here):
     reading, writing = os.pipe()
     os.close(reading)
