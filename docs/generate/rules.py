@@ -38,8 +38,10 @@ PARAMS = {
     "sweep": "`evaluation.sweep`",
     "target_ids": "the targets of the group",
     "targets": "the experiment's `targets`",
+    "targets_digest": "the experiment's `where`, and the study",
     "times": "`at`",
     "top": "`scoring.top`",
+    "where": "the experiment's `where`",
 }
 
 
@@ -48,8 +50,10 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
+    described = {"errors": {"where": "prediction != label"}}
     return {
         "projected": smoke
+        | {"experiments": smoke["experiments"] | described}
         | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},

@@ -133,6 +133,16 @@ REFUSALS = {
     "config.list_features": {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
     },
+    "config.where_alone": {
+        "a description beside ids": (
+            {"experiments": {"mine": {"targets": ["patient-342"], "where": "label > 3"}}},
+            *("mine", "Found targets"),
+        ),
+        "a description in shards": (
+            {"experiments": {"mine": {"where": "label > 3", "shards": 2}}},
+            *("mine", "Found shards"),
+        ),
+    },
     "config.exact": {
         "exact top influences": (
             EXACT | {"scoring": {"keep": "top_k"}},
@@ -168,6 +178,10 @@ REFUSALS = {
     },
     "config.preflight": {
         "parameter pattern": ({"parameters": ["head.*"]}, "'head.*'", "0.weight, 0.bias"),
+        "targets of a column that nobody brings": (
+            {"experiments": {"mine": {"where": "speaker == 3"}}},
+            "speaker",
+        ),
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },

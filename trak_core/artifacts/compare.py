@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts.format import ArtifactError, ArtifactKind
-from trak_core.artifacts.read import Artifact
+from trak_core.artifacts.format import TARGETS, ArtifactError, ArtifactKind
+from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
 # What one checkpoint's files of both splits must share.
@@ -54,6 +54,19 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: 
     expected = spec.as_dict() | more
     own = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of today's config", expected, own, artifact.path, rule)
+
+
+def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
+    """Return the ids of selected targets, of one file at most; None without one.
+
+    They must have been selected by the description that ``spec`` is made for.
+    """
+    for path in paths:
+        with open_artifact(path, TARGETS) as file:
+            digest = file.spec.get("targets_digest")
+            check_same("description of targets", spec.targets_digest, digest, path, TARGETS.rule)
+            return file.table("targets")["id"].tolist()
+    return None
 
 
 def check_splits(

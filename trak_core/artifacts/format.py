@@ -90,6 +90,13 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
+OUTPUTS = ArtifactKind(
+    "trak-outputs",
+    ("sample_ids", "labels", "outputs", "predictions"),
+    "compute_outputs",
+    {"sample_ids": _COLUMNS},
+)
+TARGETS = ArtifactKind("trak-targets", ("targets",), "select_targets")
 GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
@@ -98,7 +105,7 @@ REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_remo
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     *(EVALUATION, FLIPPED, REMOVALS),
 )
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.autograd.token_margins import MarginFactors
 from trak_core.model.device import find_device, takes_cuda
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape
@@ -97,14 +98,18 @@ class Features:
             for sums in self.products:
                 sums.add_lookups(number, use.indices, use.gradients[0])
             return True
-        if not isinstance(use, Outer):
+        if isinstance(use, Outer):
+            n_tokens, outers = use.inputs.shape[1], [use]
+        elif isinstance(use, MarginFactors):
+            n_tokens, outers = use.n_tokens, use.outers()
+        else:
             return False
-        n_samples, n_tokens, _ = use.inputs.shape
-        if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
+        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        factors = use.inputs, use.gradients[0]
-        for sums in self.products:
-            sums.add_products(number, *(reversed(factors) if use.is_transposed else factors))
+        for outer in outers:
+            factors = outer.inputs, outer.gradients[0]
+            for sums in self.products:
+                sums.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
         return True
 
     def _project_held(self) -> None:

@@ -44,7 +44,7 @@ _SWEPT = (
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
-_TARGETS = 6
+TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (22, 2), (17, 9)
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
@@ -281,7 +281,7 @@ def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
-    output, shown = TABLE[spec["model_output"]], examples.shown[:_TARGETS]
+    output, shown = TABLE[spec["model_output"]], examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
         f"Experiment {spec['experiment']}: targets (left), training samples that push their "

@@ -27,6 +27,7 @@ from trak_core.system.job import PEAK
 # A smaller loss weight is near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
+_N_HARMFUL = 100
 # Shards and groups of subsets: 2-of-5, 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
@@ -133,11 +134,13 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         each: Influences of either sign kept for each.
 
     Returns:
-        Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
+        Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those) and
+        ``train`` (the samples in it, and those that harm all targets most).
         Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
-        near 0 at the ends of runs; ``right``, the part whose prediction is the label; and
-        ``influential``, the ids of all in the file's ``top_influences``.
+        near 0 at the ends of runs; ``right``, the part whose prediction is the label;
+        ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
+        of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
 
     Raises:
         ArtifactError: If the file is not what it must be, or of a version before the report.
@@ -148,16 +151,29 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
         small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
+        is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
+        most_harmful, n_harmful = [], 0
+        if "harm" in train:  # files of earlier versions don't have it
+            harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
+            most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
+            n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
         return _file(
             file,
             results,
-            {"targets": targets, "shown": shown, "top_influences": influences.loc[is_kept, :]},
+            {
+                "targets": targets,
+                "shown": shown,
+                "top_influences": influences.loc[is_kept, :],
+                "train": train.loc[is_beside | train["id"].isin(most_harmful), :],
+            },
             unit=file.attribute("unit"),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
             right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
+            most_harmful=most_harmful,
+            n_harmful=n_harmful,
         )
 
 

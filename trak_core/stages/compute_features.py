@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Variety,
@@ -62,6 +62,7 @@ def compute_features(
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
+    selected: Sequence[Path] = (),
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -72,13 +73,14 @@ def compute_features(
 ) -> None:
     """Fold gradients and projection over the samples of one split, or of one shard of it.
 
-    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding.
+    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding. A
+    file of ``selected`` targets has their ids, in place of ``targets``.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
-    model, parameters, output = loaded.model, loaded.parameters, loaded.output
+    parameters = loaded.parameters
     split = spec.split or TRAIN
-    data = split_of(loaded.study, split, targets, question)
+    data = split_of(loaded.study, split, selected_ids(selected, spec) or targets, question)
     if spec.flipped is not None:
         data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -99,6 +101,8 @@ def compute_features(
     # Features of one window are in memory before they are written in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(subset(data, range(start, stop)), window=window)
+    loaded = loaded.in_pieces(samples, memory_mb)
+    model, output = loaded.model, loaded.output
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few)
     with samples.naming_longest():

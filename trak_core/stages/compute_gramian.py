@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.artifacts import GRAMIAN, create
+from trak_core.artifacts import GRAMIAN, create, selected_ids
 from trak_core.config.memory_needs import gramian_need
 from trak_core.gradients import (
     Room,
@@ -102,6 +102,7 @@ def compute_gramian(
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
+    selected: Sequence[Path] = (),
     code: str,
     device: str,
     batch_size: int,
@@ -112,13 +113,15 @@ def compute_gramian(
 
     J are the gradients of the model output, which are never formed as a whole. Rows are training
     samples, columns the split's. Two blocks of ``batch_size`` samples are in the model at once, at
-    most; ``memory_mb`` must hold the Gramian.
+    most; ``memory_mb`` must hold the Gramian. A file of ``selected`` targets has their ids, in
+    place of ``targets``.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, full_precision(find_device(device)))
     split = spec.split or TRAIN
     data = loaded.study.split(TRAIN, None)
-    own = data if split == TRAIN else split_of(loaded.study, split, targets, question)
+    ids = selected_ids(selected, spec) or targets
+    own = data if split == TRAIN else split_of(loaded.study, split, ids, question)
     need = gramian_need(len(data.ids), len(own.ids))
     need.check(memory_mb)
     where = device_name(loaded.device)
