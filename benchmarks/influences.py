@@ -138,7 +138,7 @@ def by_hand(folder: Path, n: int, m: int, k: int) -> None:
 
 def by_faiss(folder: Path, n: int, m: int, k: int) -> None:
     """Search the exact index of inner products for the targets and for their negatives."""
-    import faiss  # pyright: ignore[reportMissingImports] -- installed by who asks for it
+    import faiss  # pyright: ignore[reportMissingImports] -- not one of ours
 
     faiss.omp_set_num_threads(1)
     phi, targets = (np.load(folder / f"{name}.npy") for name in ("train", "mine"))

@@ -7,7 +7,7 @@ import numpy as np
 
 from trak_core.spec import Combine
 
-# Of a thousand targets, so many rows and what is made of them stay in the processor's cache.
+# So many rows of a thousand targets, and what is made of them, stay in the processor's cache.
 _CACHED_ROWS = 256
 
 
