@@ -199,6 +199,7 @@ def _preflight_in_a_process(request: Mapping[str, Any], most: float | None) -> d
             _wait_for(process, json.dumps(request), most)
         except BaseException:
             process.kill()
+            process.wait()
             raise
         answer.seek(0)
         said.seek(0)
