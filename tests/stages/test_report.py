@@ -413,7 +413,9 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
         ("difference", 4, 0.5),
     ]
     rows = [
-        (m, subset, n, mean) for m in ("accuracy", "loss", "output") for subset, n, mean in values
+        (m, subset, n, mean)
+        for m in ("accuracy", "target_loss", "output")
+        for subset, n, mean in values
     ]
     summary = pd.DataFrame(rows, columns=["measure", "subset", "n", "mean"])
     summary = summary.assign(low=summary["mean"] - 0.125, high=summary["mean"] + 0.125)
@@ -425,7 +427,7 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
             writer.table(key, summary, [])
     shown = page_of(results, proofs=[path], asked={"evaluation": {"lists": ["select"]}})
     assert shown.row("accuracy, trained on by the list select") == ["4", "0.75", "0.625", "0.875"]
-    assert shown.row("loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
+    assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
     charts = [image["alt"] for image in shown.all("img")]
     assert "Accuracy: accuracy against training examples trained on" in charts
     assert "Loss: loss against training examples trained on" in charts
