@@ -38,17 +38,23 @@ class _Ready:
         files: The arguments that are files or folders of data, whose content counts.
         takes_weights: Whether the model is built from a checkpoint's folder.
         draws: Whether it draws its samples.
+        has_tokens: Whether they have tokens.
     """
 
     model_output: str | None
     files: tuple[str, ...]
     takes_weights: bool = False
     draws: bool = False
+    has_tokens: bool = False
 
 
 READY_MADE = {
-    "language_model": _Ready("language_modelling", ("texts", "targets"), takes_weights=True),
-    "text_classification": _Ready("text_classification", ("texts", "targets"), takes_weights=True),
+    "language_model": _Ready(
+        "language_modelling", ("texts", "targets"), takes_weights=True, has_tokens=True
+    ),
+    "text_classification": _Ready(
+        "text_classification", ("texts", "targets"), takes_weights=True, has_tokens=True
+    ),
     "image_folder": _Ready("image_classification", ("images", "targets"), draws=True),
     "tabular": _Ready(None, ("table", "targets")),
 }
@@ -154,7 +160,7 @@ def _beside_weights(weights: Path) -> list[str]:
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
-    functions = [*_FUNCTIONS, *(["draw"] if about.draws else [])]
+    functions = [*_FUNCTIONS, *["draw"] * about.draws, *["token_texts"] * about.has_tokens]
     return _TEXT.format(
         name=name,
         digest=code_digest(f"trak_core.studies.{name}"),
