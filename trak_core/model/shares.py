@@ -84,11 +84,11 @@ class Shares:
     ) -> Self:
         """Return zeros for texts of ``n_tokens``; 0 for samples without tokens."""
         sizes = n_tokens + 1, len(parameters)
-        totals = [
+        by_token, by_parameter = (
             torch.zeros(len(pairs.samples), size, dtype=torch.float64, device=vectors.device)
             for size in sizes
-        ]
-        return cls(parameters, projection, vectors, pairs, *totals, scales)
+        )
+        return cls(parameters, projection, vectors, pairs, by_token, by_parameter, scales)
 
     @property
     def _n_tokens(self) -> int:

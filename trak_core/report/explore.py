@@ -51,12 +51,12 @@ class Tokens:
     @classmethod
     def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
         """Return those in a table ``tokens`` of token scores."""
-        of_tokens = table[table["token"] >= 0]
+        of_tokens = table.loc[table["token"] >= 0, :]
         train: dict[tuple[Any, Any], np.ndarray] = {}
         targets: dict[Any, np.ndarray] = {}
         columns = (of_tokens[name].tolist() for name in ("side", "target_id", "train_id"))
         keys = list(zip(*columns, strict=True))
-        scores = of_tokens["score"].to_numpy()
+        scores = np.asarray(of_tokens["score"])
         starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
         for start, stop in itertools.pairwise([*starts, len(keys)]):
             side, target, sample = keys[start]

@@ -90,8 +90,9 @@ def compute_token_scores(
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
     target_ids = target_ids[:_TARGETS]
-    top = top[top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)].reset_index(drop=True)
-    train_ids = top["train_id"].drop_duplicates().tolist()
+    is_cut = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
+    top = top.loc[is_cut, :].reset_index(drop=True)
+    train_ids = list(dict.fromkeys(top["train_id"].tolist()))
     place = {sample_id: i for i, sample_id in enumerate(train_ids)}
     target_place = {sample_id: i for i, sample_id in enumerate(target_ids)}
     rows = [place[i] for i in top["train_id"].tolist()]
@@ -149,7 +150,8 @@ def compute_token_scores(
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
     tokens, layers = _tables(top, cuts, counts)
-    _say_sums(top, tokens, layers)
+    of_sides = (tokens.loc[tokens["side"] == side, :] for side in _SIDES)
+    _say_sums(top, *of_sides, layers)
     provenance = software(
         code, device_name(where), "torch", "numpy", *compilers(where), made_from=made_from
     )
@@ -242,15 +244,17 @@ def _tables(
         "token": places,
         "score": np.concatenate([total for _, _, total in parts]),
     })
-    names = [name.rpartition(".")[0] or name for name in cuts[0][0].names]
-    summed = sum(count[:, None] * cut[0].layers for count, cut in zip(counts, cuts, strict=True))
-    by_layer = pd.DataFrame(summed, columns=names).T.groupby(level=0, sort=False).sum().T
-    n_layers = by_layer.shape[1]
+    own = [name.rpartition(".")[0] or name for name in cuts[0][0].names]
+    names = list(dict.fromkeys(own))
+    by_layer = np.zeros((len(top), len(names)))
+    for count, cut in zip(counts, cuts, strict=True):
+        for layer, column in zip(own, cut[0].layers.T, strict=True):
+            by_layer[:, names.index(layer)] += count * column
     layers = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy().repeat(n_layers),
-        "train_id": top["train_id"].to_numpy().repeat(n_layers),
-        "layer": np.tile(by_layer.columns.to_numpy(dtype=object), len(top)),
-        "score": by_layer.to_numpy().flatten(),
+        "target_id": top["target_id"].to_numpy().repeat(len(names)),
+        "train_id": top["train_id"].to_numpy().repeat(len(names)),
+        "layer": np.tile(np.array(names, dtype=object), len(top)),
+        "score": by_layer.flatten(),
     })
     return tokens, layers
 
@@ -260,12 +264,15 @@ def _places(n: int) -> Iterator[int]:
     yield -1
 
 
-def _say_sums(top: pd.DataFrame, tokens: pd.DataFrame, layers: pd.DataFrame) -> None:
+def _say_sums(top: pd.DataFrame, *tables: pd.DataFrame) -> None:
     """Print how far rows are from adding up to the scores."""
-    largest, off = float(np.abs(top["score"]).max()), 0.0
-    pairs = list(zip(top["target_id"], top["train_id"], strict=True))
-    sides = [tokens[tokens["side"] == side] for side in _SIDES]
-    for table in (*sides, layers):
-        sums = table.groupby(["target_id", "train_id"])["score"].sum().loc[pairs].to_numpy()
-        off = max(off, float(np.abs(sums - top["score"].to_numpy()).max()))
+    names = ["target_id", "train_id", "score"]
+    scores = {(target, train): score for target, train, score in top[names].to_numpy().tolist()}
+    off = 0.0
+    for table in tables:
+        sums = dict.fromkeys(scores, 0.0)
+        for target, train, score in table[names].to_numpy().tolist():
+            sums[target, train] += score
+        off = max(off, *(abs(sums[pair] - score) for pair, score in scores.items()))
+    largest = max(map(abs, scores.values()))
     print(f"Rows add up to the scores within {off / largest:.1g} of the largest")

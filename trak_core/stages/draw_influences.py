@@ -125,9 +125,8 @@ def _explored(
 
     described = study.has("describe")
     tokens = None if token_scores is None else Tokens.of(token_scores, texts)
-    return explore(
-        scores, show, drawn=draws, described=described, self_influence=self_influence, tokens=tokens
-    )
+    known = {"self_influence": self_influence, "tokens": tokens}
+    return explore(scores, show, drawn=draws, described=described, **known)
 
 
 def _write_texts(

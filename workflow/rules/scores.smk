@@ -52,6 +52,7 @@ rule compute_token_scores:
         "<results>/logs/compute_token_scores/{experiment}.log",
     benchmark:
         "<results>/benchmarks/compute_token_scores/{experiment}.tsv"
+    priority: scores_first
     conda:
         environment
     threads: compute["threads"]
