@@ -39,14 +39,22 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: st
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
     """
+    shard = artifact.spec.get("shard")
+    check_same("rows: the whole split", None, shard, artifact.path, rule)
+    check_same("settings of today's config", *made_for(artifact, spec), artifact.path, rule)
+
+
+def made_for(
+    artifact: Artifact, spec: FeaturesSpec | ScoresSpec
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a file's specification must be for a config, and what it is, by key."""
     own, expected = artifact.spec, spec.as_dict()
-    check_same("rows: the whole split", None, own.get("shard"), artifact.path, rule)
     own = {key: own.get(key) for key in expected} | {"projection": own.get("projection")}
     if isinstance(own["projection"], dict):
         own["projection"] = {key: own["projection"].get(key) for key in expected["projection"]}
     if isinstance(own["checkpoint"], dict):
         own["checkpoint"] = own["checkpoint"].get("id")
-    check_same("settings of today's config", expected, own, artifact.path, rule)
+    return expected, own
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:

@@ -1,7 +1,8 @@
 """Read a config and compare it with its JSON Schema, in a user's words."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
+    # A word that is none of some, where another form would do too: the words' meaning says which.
+    meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
             yield from _leaves(inner)
@@ -216,3 +219,27 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines), code="config.schema")
+
+
+def _filling(
+    validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    """Check properties as ever, after those that are missing have got their defaults."""
+    if isinstance(value, dict):
+        for key, about in properties.items():
+            if "default" in about:
+                value.setdefault(key, deepcopy(about["default"]))
+    yield from _Validator.VALIDATORS["properties"](validator, properties, value, schema)
+
+
+_Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that ``check_config`` has taken with the defaults of its JSON Schema.
+
+    Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
+    """
+    filled = deepcopy(dict(config))
+    _Filler(schema).validate(filled)
+    return filled

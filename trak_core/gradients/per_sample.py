@@ -4,13 +4,15 @@ import contextlib
 import fnmatch
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, detached, over_samples
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -49,19 +51,18 @@ class PerSample:
         return as_blocks(self.gradients.values())
 
 
-def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:
+def beside_gradient(output: ModelOutput, outputs: Any, label: Tensor) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample."""
-    functions = [output.prediction, output.loss_weight]
+    functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
-    return tuple(function(outputs.detach(), label) for function in functions)
+    return tuple(function(detached(outputs), label) for function in functions)
 
 
-def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def beside_gradients(output: ModelOutput, outputs: Any, labels: Tensor) -> tuple[Tensor, ...]:
     """Return ``beside_gradient`` of all samples, shape (batch,) each."""
     with torch.no_grad():
-        beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))
-        return beside(outputs.detach(), labels)
+        return over_samples(partial(beside_gradient, output), detached(outputs), labels)
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
@@ -189,5 +190,5 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     batch = as_batch(samples, output)
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
-        values = torch.vmap(output.value)(outputs, batch.labels)
+        values = over_samples(output.value, outputs, batch.labels)
         return [values, *beside_gradients(output, outputs, batch.labels)]

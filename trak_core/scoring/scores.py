@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trak_core.spec import Combine
+from trak_core.spec import Combine, ScoresSpec
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
@@ -79,6 +79,14 @@ def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) 
     else:
         weights = powers
     return weights / n_checkpoints
+
+
+def unit_of(spec: ScoresSpec) -> str:
+    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
+    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
+    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
+        return f"that of the model output ({spec.features.model_output})"
+    return "relative: order and ratios within a target mean something, the absolute size does not"
 
 
 def most_frequent(classes: np.ndarray) -> np.ndarray:

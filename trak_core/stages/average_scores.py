@@ -1,6 +1,7 @@
 """Average the checkpoints of an experiment into its scores."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,9 +19,16 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import average_need
-from trak_core.model_outputs.table import TABLE
-from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm, largest, most_frequent
-from trak_core.spec import EXACT, TRAIN, Combine, ScoresSpec
+from trak_core.model_outputs.table import about_output
+from trak_core.scoring.scores import (
+    Extremes,
+    harmed_class,
+    help_and_harm,
+    largest,
+    most_frequent,
+    unit_of,
+)
+from trak_core.spec import EXACT, TRAIN, ScoresSpec
 from trak_core.stages._inputs import score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -104,14 +112,6 @@ def _own_columns(
     return columns_of(study, name, ids, None if is_train else question)
 
 
-def _unit(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
-    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
-    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
-        return f"that of the model output ({spec.features.model_output})"
-    return "relative: order and ratios within a target mean something, the absolute size does not"
-
-
 def average_scores(
     *,
     scores: Path,
@@ -121,6 +121,7 @@ def average_scores(
     defaults: str,
     columns: str,
     top: int,
+    output_words: Mapping[str, str] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
     code: str,
@@ -130,7 +131,8 @@ def average_scores(
 
     There are scores for each checkpoint, and training features where only the solved targets were
     kept. ``top`` influences of either sign are kept for each target. Into the file come, in words,
-    ``columns``: what labels and predictions are; and ``defaults``: what the config left open. A
+    ``columns``: what labels and predictions are; ``defaults``: what the config left open; and
+    ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
     """
     assert spec.loss_weight_power is not None
@@ -161,12 +163,13 @@ def average_scores(
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
             "checkpoints": [part.spec["checkpoint"] for part in parts],
         }
+        own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
             scores,
             SCORES,
             file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(spec),
+            unit=unit_of(spec),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"
@@ -180,6 +183,7 @@ def average_scores(
             combine=str(spec.combine),
             loss_weight_power=float(spec.loss_weight_power),
             normalize=int(spec.normalize),
+            **own_output,
         ) as writer:
             values = None
             if not phis:
@@ -187,8 +191,7 @@ def average_scores(
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
             sums, harmed = [], []
-            about = TABLE.get(spec.features.model_output)
-            has_classes = about is not None and about.labels_are_classes
+            has_classes = about_output(spec.features.model_output).labels_are_classes
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:

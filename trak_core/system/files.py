@@ -88,12 +88,13 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         partial.unlink(missing_ok=True)
 
 
+def harmless(cell: Any) -> Any:
+    """Return a cell of a CSV that is no number: one that a spreadsheet would run is quoted."""
+    return f"'{cell}" if str(cell).startswith(_RUN) else cell
+
+
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
     """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
-
-    def harmless(cell: Any) -> Any:
-        return f"'{cell}" if str(cell).startswith(_RUN) else cell
-
     texts = {
         name: [harmless(cell) for cell in rows[name]]
         for name in rows
@@ -177,7 +178,7 @@ def file_digest(path: Path) -> str:
         ) from error
 
 
-def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
+def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
     """Return ``file_digest`` of files that a config names under ``data_files``, by path, in order.
 
     Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
@@ -185,7 +186,8 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
     and the run's own results, don't count. An entry without a readable file is refused.
 
     Every job starts the Snakefile: a file with the size and times that the record, in the results
-    folder, has of it is not read again. What the digests are does not depend on the record.
+    folder, has of it is not read again. What the digests are does not depend on the record, which
+    is brought up to date unless ``writes`` is false.
     """
     if not patterns:
         return {}
@@ -198,6 +200,6 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
         digests[name] = digest if before == seen and digest else file_digest(file)
         if stat.st_ctime_ns < now - _CLOCK_NS:
             kept[name] = [*seen, digests[name]]
-    if kept != known:
+    if writes and kept != known:
         write_record(record, kept)
     return digests

@@ -14,6 +14,7 @@ from snakemake.utils import validate
 import trak_core
 from trak_core.config.check_paths import check_given, check_paths
 from trak_core.config.preflight import check_sources, run_preflight
+from trak_core.config.read_config import record_config
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
@@ -80,6 +81,8 @@ with explained():
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, results, is_stored=stored)
+        if not stored:
+            record_config(config, results)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.
