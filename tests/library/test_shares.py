@@ -1,6 +1,7 @@
 """Shares of tokens are what copies of a model's layers say, one copy for each token by itself."""
 
 import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 from trak_core.gradients import gradient_method, select_parameters
+from trak_core.gradients.model_inputs import as_batch
+from trak_core.model.logits_in_pieces import MarginsOfTokens
 from trak_core.model.shares import Pairs, Shares
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.reference import projection_matrix
@@ -127,3 +130,30 @@ def test_shares_are_those_of_copies(make, kind):
 
 def pairs_of(pairs):
     return pairs.samples.tolist(), pairs.directions.tolist()
+
+
+def test_logits_in_pieces_have_the_same_shares(monkeypatch):
+    torch.manual_seed(0)
+    model, output = llama().eval(), TABLE["language_modelling"].load()
+    parameters = select_parameters(model, None)
+    n_params = sum(p.numel() for p in parameters.values())
+    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
+    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
+    vectors = torch.randn(2, 32)
+    # Some tokens at a time.
+    monkeypatch.setattr("trak_core.autograd.token_margins.PIECE", 3 * N_TEXTS * N_WORDS)
+    in_pieces = MarginsOfTokens(model, output)
+    found = []
+    for given, of, rows in (
+        (model, output, batch),
+        (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
+    ):
+        shares = Shares.zeros(parameters, spec, vectors, pairs, N_TOKENS)
+        gradient_method(given, parameters, of, rows)(given, parameters, of, rows, shares)
+        found.append(shares)
+    for name in ("by_token", "by_parameter"):
+        whole, cut = (getattr(shares, name) for shares in found)
+        assert (whole - cut).abs().max() < 1e-5 * whole.abs().max()
+    assert found[1].by_token[:, :-2].abs().min() > 0
