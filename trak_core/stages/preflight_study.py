@@ -185,7 +185,7 @@ def preflight_study(
     ``conditions`` descriptions of experiments' targets.
 
     Returns:
-        ``n_params``, and ``n_samples`` of each split.
+        ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split.
 
     Raises:
         InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
@@ -199,6 +199,8 @@ def preflight_study(
         _check_retraining(study, retraining)
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
+    tensors = *model.module.parameters(), *model.module.buffers()
+    size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if name == TRAIN else f"experiment {name}"
@@ -233,7 +235,7 @@ def preflight_study(
             )
         n_samples[name] = len(split.ids)
     _check_checkpoints(model.module, checkpoints)
-    return {"n_params": size, "n_samples": n_samples}
+    return {"n_params": size, "model_bytes": size_bytes, "n_samples": n_samples}
 
 
 def main() -> None:

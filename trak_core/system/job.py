@@ -183,7 +183,8 @@ def _explained(error: Exception) -> str | None:
         return (
             f"the job's memory must hold its work. It ran out: {reason} Lower compute.memory_mb, "
             "to which arrays are cut, or compute.batch_size; or give the job more than "
-            "compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500: "
+            "compute.memory_mb + 1500 MiB, of which torch and the study's own data take the 1500, "
+            "and a large model's weights: "
             "on a cluster by --set-resources RULE:mem_mb=..., on one machine by fewer jobs at once "
             "(--cores)."
         )
