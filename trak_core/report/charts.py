@@ -44,7 +44,7 @@ _SWEPT = (
 )
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
 TARGETS_IN_FIGURE = 6
-_ABOVE, _WITHIN = (22, 2), (17, 9)
+_ABOVE, _WITHIN = (18, 2), (17, 9)
 # What retrained models are asked.
 _MEASURES = {"accuracy": "Accuracy", "target_loss": "Loss", "output": "Model output"}
 # A chart's groups, and likewise what fits beside one.
