@@ -236,8 +236,8 @@ def gradients_at_once(
     def one_pass(keep_graph: bool) -> list[Tensor]:
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
-            beside = beside_gradients(output, outputs, batch.labels)
             values = torch.vmap(output.value)(outputs, batch.labels)
+            beside = beside_gradients(output, outputs, batch.labels, values)
         del outputs
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
@@ -354,7 +354,7 @@ def _in_turn(
             stack.enter_context(memory_formats_kept_apart(f))
             torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
             taker.finish()
-        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0])))
+        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 

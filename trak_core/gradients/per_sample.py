@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, OfValue
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -49,19 +49,31 @@ class PerSample:
         return as_blocks(self.gradients.values())
 
 
-def beside_gradient(output: ModelOutput, outputs: Tensor, label: Tensor) -> tuple[Tensor, ...]:
-    """Return prediction, loss weight and, if there is one, curvature of one sample."""
+def beside_gradient(
+    output: ModelOutput, outputs: Tensor, label: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Return prediction, loss weight and, if there is one, curvature of one sample.
+
+    ``value`` is f, which need not be computed again for functions of it.
+    """
     functions = [output.prediction, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
-    return tuple(function(outputs.detach(), label) for function in functions)
+    return tuple(
+        function.function(value.detach())
+        if isinstance(function, OfValue) and function.value is output.value
+        else function(outputs.detach(), label)
+        for function in functions
+    )
 
 
-def beside_gradients(output: ModelOutput, outputs: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+def beside_gradients(
+    output: ModelOutput, outputs: Tensor, labels: Tensor, values: Tensor
+) -> tuple[Tensor, ...]:
     """Return ``beside_gradient`` of all samples, shape (batch,) each."""
     with torch.no_grad():
-        beside = torch.vmap(lambda x, label: beside_gradient(output, x, label))
-        return beside(outputs.detach(), labels)
+        beside = torch.vmap(lambda *sample: beside_gradient(output, *sample))
+        return beside(outputs.detach(), labels, values.detach())
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
@@ -190,4 +202,4 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
         values = torch.vmap(output.value)(outputs, batch.labels)
-        return [values, *beside_gradients(output, outputs, batch.labels)]
+        return [values, *beside_gradients(output, outputs, batch.labels, values)]
