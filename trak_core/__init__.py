@@ -14,11 +14,12 @@ __version__ = "0.1.0"
 
 
 def open(results: str = "results") -> Any:
-    """Return what a run left in its results folder, to look at with pandas.
+    """Return what a run left in its results folder, to look at with pandas and to ask.
 
-    ``trak_core.open("results").top("hard", 905)`` gives the strongest training samples of a target;
-    ``trak_core.artifacts.results_folder.ResultsFolder`` has all that it can be asked.
+    ``trak_core.open("results").top("hard", 905)`` gives the strongest training samples of a target,
+    ``trak_core.open("results").ask(sample)`` those of a further sample;
+    ``trak_core.queries.results_folder.ResultsFolder`` has all that it can be asked.
     """
     # By name: an import statement would make every job depend on what this imports.
-    module = import_module("trak_core.artifacts.results_folder")
+    module = import_module("trak_core.queries.results_folder")
     return module.ResultsFolder(Path(results))

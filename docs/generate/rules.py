@@ -26,6 +26,7 @@ PARAMS = {
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
+    "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "question": "the experiment's own `data`",
@@ -37,8 +38,10 @@ PARAMS = {
     "sweep": "`evaluation.sweep`",
     "target_ids": "the targets of the group",
     "targets": "the experiment's `targets`",
+    "targets_digest": "the experiment's `where`, and the study",
     "times": "`at`",
     "top": "`scoring.top`",
+    "where": "the experiment's `where`",
 }
 
 
@@ -47,9 +50,11 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
+    described = {"errors": {"where": "prediction != label"}}
     return {
         "projected": smoke
-        | {"distortion": {}, "compute": {"shards": 2}}
+        | {"experiments": smoke["experiments"] | described}
+        | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},
     }

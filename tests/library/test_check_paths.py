@@ -1,11 +1,13 @@
 """Paths on a job's command line hold nothing that a shell would run."""
 
 import re
+import subprocess
 
 import pytest
 from refused import refused
+from snakemake_interface_executor_plugins.utils import format_cli_value
 
-from trak_core.config.check_paths import check_paths
+from trak_core.config.check_paths import check_given, check_paths
 
 CONFIG = {
     "study": "study.py",
@@ -17,6 +19,7 @@ CONFIG = {
 }
 # On an executor of clusters the first of these ran the command within.
 FOUND = re.compile(r"Found .*(?=\. Rename)", re.S)
+FOUND_VALUE = re.compile(r"Found .*(?=\. Write)", re.S)
 HOSTILE = "it's $(touch PWNED).pt"
 
 
@@ -55,3 +58,20 @@ def test_each_sign_is_refused(sign, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     with refused("config.shell_sign", FOUND):
         check_paths(CONFIG, [])
+
+
+@pytest.mark.parametrize(("text", "sign"), [("a=it's $(touch PWNED)", "'"), ("a=b\\c", "\\")])
+def test_values_that_snakemake_quotes_badly_are_refused(text, sign, tmp_path):
+    """Snakemake quotes them as Python does, not as a shell."""
+    with refused("config.shell_value", FOUND_VALUE) as error:
+        check_given(["results=there", text])
+    assert f"Found {sign!r} in {text!r}" in str(error.value)
+    harmless = ['experiments={"one": {"targets": [1]}}', "a=$(touch PWNED)`touch PWNED`"]
+    check_given(harmless)
+    for value in harmless:
+        command = f"printf %s {format_cli_value(value, quote=True)}"
+        found = subprocess.run(
+            ["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert found.stdout == value
+    assert not list(tmp_path.iterdir())

@@ -4,6 +4,7 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 import warnings
 import zipfile
 from functools import partial
@@ -249,11 +250,24 @@ def test_a_folder_of_shards_as_transformers_saves_it(make, dtype, tmp_path):
         read_state_dict(tmp_path)
 
 
-@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON"])
+@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "not JSON", "[" * 10**5])
 def test_a_folder_with_a_bad_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with refused("study.checkpoint_index", re.compile(r"(?<=failed: ).*")):
         read_state_dict(tmp_path)
+
+
+@pytest.mark.parametrize("read", [check_checkpoint, load_checkpoint])
+def test_a_list_of_too_many_tensors_is_not_read(read, tmp_path):
+    """A million took 2 GB and a minute, to say that they are not the model's."""
+    entry = ': {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}'
+    header = ("{" + ", ".join(f'"{i}"{entry}' for i in range(300_000)) + "}").encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.process_time()
+    with refused("study.tensor_file", path, len(header), 2**24):
+        read(Tied(), path)
+    assert time.process_time() - began < 1
 
 
 def test_tied_parameters_are_needed_once(tmp_path):

@@ -67,6 +67,60 @@ def test_an_input_error_is_one_message_and_a_defect_keeps_its_traceback(tmp_path
     assert "Traceback" in log.read_text()
 
 
+STOPPED = """
+import atexit, ctypes, os, signal, time
+from pathlib import Path
+from trak_core.system.files import written_whole
+from trak_core.system.job import logged_to
+
+def told():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(3):  # where Python looks for signals
+        pass
+
+class Dropped:
+    def __del__(self):
+        told()
+
+def in_callback():
+    ctypes.CFUNCTYPE(None)(told)()
+
+def in_a_study():
+    try:
+        told()
+    except BaseException:
+        pass
+
+def slowly(name):
+    time.sleep(0.7)
+    Path(name).touch()
+
+atexit.register(slowly, "ended")
+with logged_to("a.log"):
+    with written_whole(Path("half.h5")) as partial:
+        partial.touch()
+        try:
+            {where}()
+            time.sleep(30)
+            print("went on")
+        finally:
+            try:
+                os.unlink("nothing")
+            except FileNotFoundError:
+                slowly("cleared")
+"""
+
+
+@pytest.mark.parametrize("where", ["told", "Dropped", "in_callback", "in_a_study"])
+def test_a_stop_is_not_lost_where_python_drops_what_is_raised(where, tmp_path):
+    """The job ends soon, with its one sentence; what clears up after it has its time."""
+    code = STOPPED.replace("{where}", where)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=20, check=False)
+    (line,) = (tmp_path / "a.log").read_text().splitlines()
+    assert line.startswith("Error: the job was told to stop (SIGTERM), as when")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.log", "cleared", "ended"}
+
+
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])
 def test_blocks_cover_all_rows_in_order(n, size, capsys):
     found = list(blocks_with_progress(n, size, "samples"))

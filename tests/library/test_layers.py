@@ -18,7 +18,7 @@ LAYERS = [
     {"gramian", "evaluation"},
     {"model", "report"},
     {"stages"},
-    {"compat"},
+    {"queries", "compat"},
     {"command"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -95,8 +95,10 @@ def test_copies_stand_out_from_their_neighbours():
 
 
 def test_no_cell_of_a_list_is_a_formula(tmp_path):
-    frame = pd.DataFrame({"id": ["=cmd|x", "-1", "@a", "plain, 'x'"], "score": [-1.5, 2, 3, 4]})
+    ids = ["=cmd|x", "-1", "@a", "plain, 'x'", "\uff1dcmd|x", "\n=1"]
+    frame = pd.DataFrame({"id": ids, "score": [-1.5, 2, 3, 4, 5, 6], "=own": 7})
     write_csv(tmp_path / "lists/mine.csv", frame)
     back = pd.read_csv(tmp_path / "lists/mine.csv")
-    assert back["id"].tolist() == ["'=cmd|x", "'-1", "'@a", "plain, 'x'"]
+    assert back.columns.tolist() == ["id", "score", "'=own"]
+    assert back["id"].tolist() == ["'=cmd|x", "'-1", "'@a", "plain, 'x'", "'\uff1dcmd|x", "'\n=1"]
     assert back["score"].tolist() == frame["score"].tolist()

@@ -203,6 +203,24 @@ def test_files_that_hold_no_rows(tmp_path):
         (tmp_path / name).write_text(text)
         with refused("studies.rows", tmp_path / name):
             read_rows(str(tmp_path / name))
+    lines = {
+        '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
+        '{"a": NaN}': "NaN is no finite number",
+        '{"a": -Infinity}': "-Infinity is no finite number",
+        '{"a": 1e999}': "1e999 is no finite number",
+        '{"a": "\\ud83d"}': "half of a surrogate pair, which is no text",
+        '{"a": ' + "[" * 10**5: "it is nested too deep",
+        '{"a": '
+        + "1" * 5000
+        + "}": "Exceeds the limit (4300 digits) for integer string conversion",
+    }
+    for line, reason in lines.items():
+        (tmp_path / "a.jsonl").write_text(f'{{"a": "\\ud83d\\ude00"}}\n\n{line}\n')
+        words = f"line 3: {reason}, in {line[:80]!r}"
+        with refused("studies.rows", tmp_path / "a.jsonl", re.compile(re.escape(words))):
+            read_rows(str(tmp_path / "a.jsonl"))
+    (tmp_path / "a.jsonl").write_text('{"a": "\\ud83d\\ude00", "b": {"c": [1.5]}}\n')
+    assert read_rows(str(tmp_path / "a.jsonl")) == [{"a": "\U0001f600", "b": {"c": [1.5]}}]
     with refused("studies.missing_rows", "no.csv"):
         read_rows("no.csv")
     assert ids_of([{"id": 3}, {}]) == [0, 1]

@@ -1,6 +1,7 @@
 """`docs/reference/files.md` against files: every object, its type, and what can be searched."""
 
 import re
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -11,6 +12,8 @@ from pipeline import ON_CPU, run_exact_stages, run_stages
 from workspace import REPOSITORY
 
 from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.compute_outputs import compute_outputs
+from trak_core.stages.select_targets import select_targets
 
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
 SECTIONS = re.findall(r"^## `results/(\S+\.h5)`\n(.*?)(?=^## )", PAGE, flags=re.M | re.S)
@@ -91,7 +94,12 @@ def check_run(results):
 def test_files_of_an_evaluated_study(evaluated):
     patterns = {pattern for pattern, _ in SECTIONS}
     seen = check_run(evaluated.path("results"))
-    assert {pattern.split("/")[0] for pattern in patterns - seen} == {"gramian", "distortion"}
+    assert {pattern.split("/")[0] for pattern in patterns - seen} == {
+        "gramian",
+        "distortion",
+        "outputs",
+        "targets",
+    }
 
 
 def test_files_that_other_settings_leave(tmp_path):
@@ -110,7 +118,27 @@ def test_files_that_other_settings_leave(tmp_path):
         n_streams=2,
         **ON_CPU,
     )
-    assert "distortion/{checkpoint}.h5" in check_run(unit)
+    spec = replace(SPEC.features, projection={"kind": "none"}, split="all")
+    outputs = unit / "outputs/c0.h5"
+    job = {key: ON_CPU[key] for key in ("code", "device", "batch_size", "threads")}
+    compute_outputs(
+        outputs=outputs,
+        checkpoint=checkpoints["c0"],
+        study_file=study,
+        spec=spec.under("c0"),
+        **job,
+    )
+    select_targets(
+        targets=unit / "targets/mine.h5",
+        outputs=[outputs],
+        spec=spec,
+        experiment="mine",
+        where="label != 0",
+        targets_digest="",
+        code="code",
+    )
+    in_unit = {"distortion/{checkpoint}.h5", "outputs/{checkpoint}.h5", "targets/{experiment}.h5"}
+    assert in_unit <= check_run(unit)
     assert "gramian/{checkpoint}/{split}.h5" in check_run(exact)
     assert "scores/{experiment}.h5" in check_run(kept)
 

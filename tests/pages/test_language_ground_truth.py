@@ -31,9 +31,11 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     shown = next(text for info, text in blocks(page) if info == "text")
     assert [row[0] for row in rows] == [line.split()[0] for line in shown.splitlines()[1:]]
     of_first, median = ({row[0]: float(row[i]) for row in rows} for i in (1, 2))
-    # By chance: 0.01, and half of the texts.
+    # By chance: 0.01, and half of the texts. What the models know of renamed facts differs by the
+    # machine's rounding: a median rank of 38 on one, 274 on another.
     assert of_first["copy"] > of_first["reworded"] > 0.2
-    assert max(median.values()) < 60
+    assert max(median["copy"], median["reworded"]) < 60
+    assert of_first["reworded"] > of_first["renamed"] > 0.03
     # The same with the option that the page tries last.
     normalized = ranks_of(workspace)
     assert normalized["reworded"] > of_first["reworded"]

@@ -65,6 +65,10 @@ def test_the_gpus_compiler_comes_with_the_tests():
     assert set(PACKAGES) <= {requirement.name for requirement in requirements("test")}
 
 
-def test_the_changelog_has_a_place_for_this_version():
+def test_the_changelog_and_the_citation_have_this_version():
     assert "## [Unreleased]" in (REPOSITORY / "CHANGELOG.md").read_text()
     assert re.fullmatch(r"\d+\.\d+\.\d+", trak_core.__version__)
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    assert citation["version"] == trak_core.__version__
+    assert citation["abstract"] == PROJECT["description"]
+    assert citation["license"] == PROJECT["license"]

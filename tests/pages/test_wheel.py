@@ -143,6 +143,11 @@ def test_a_study_runs_where_nothing_but_the_wheel_is(python, tmp_path):
     pattern = rf"snakemake {snakefile} --configfile=mine.yaml scores --no-hooks --cores all"
     assert re.fullmatch(pattern, called), called
     assert pd.read_hdf(tmp_path / "results/scores/one.h5", "scores").shape == (342, 1)
+    asked = subprocess.run(
+        [trak[0], "ask", "mine.yaml", "-t", "patient-342"], **options, check=False
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "pushed it up:" in asked.stdout
     # Nothing runs again, and what is planned for a cluster comes from the wheel's profile.
     planned = subprocess.run([*trak, "scores", "-n", "--profile", "slurm"], **options, check=False)
     assert planned.returncode == 0, planned.stderr

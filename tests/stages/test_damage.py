@@ -29,6 +29,7 @@ from trak_core.artifacts import (
 )
 from trak_core.artifacts.format import seal
 from trak_core.stages.compute_distortion import compute_distortion
+from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.join_shards import join_shards
 
@@ -49,6 +50,9 @@ FILES = {
     "EVALUATION": "evaluation/mine.h5",
     "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
+    "GROUPS": "groups/mine.h5",
+    "OUTPUTS": "outputs/c0.h5",
+    "TARGETS": "targets/mine.h5",
 }
 ANYWHERE, BESIDE_DATA, FIRST = 100, 60, 40
 
@@ -58,6 +62,7 @@ def write_evaluations(results):
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
     kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
+    kinds += ("GROUPS", "TARGETS")
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:
@@ -79,6 +84,8 @@ def results(tmp_path_factory):
     spec, drawn = SPEC.under("c0").of_train(), {"most_samples": 10, "n_streams": 2}
     given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": spec, **ON_CPU}
     compute_distortion(distortion=folder / FILES["DISTORTION"], **given, **drawn)
+    given |= {"outputs": folder / FILES["OUTPUTS"]}
+    compute_outputs(**{name: value for name, value in given.items() if name != "memory_mb"})
     shown = {"figure": folder / "figures/mine.png", "answer": folder / "answers/mine.html"}
     given = {"scores": folder / FILES["SCORES"], "study_file": study, "code": "code"}
     draw_influences(**shown, texts=folder / FILES["ANSWERS"], **given)

@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from base64 import b64encode
 from dataclasses import replace
-from urllib.parse import quote, unquote
+from itertools import pairwise
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -17,11 +18,12 @@ from matplotlib.image import imread
 from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 
-from trak_core.artifacts import verify
+from trak_core.artifacts import SELF_INFLUENCE, ArtifactError, create, verify
 from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
-from trak_core.report.describe_samples import EACH, find_examples
-from trak_core.report.number_formats import signed
+from trak_core.report.describe_samples import EACH, find_examples, show_sample
+from trak_core.report.explore import EACH_ON_PAGE, explore
+from trak_core.report.number_formats import number, signed
 from trak_core.report.read import read_experiment
 from trak_core.report.render import answer as rendered_answer
 from trak_core.stages.draw_influences import draw_influences
@@ -105,6 +107,12 @@ def test_text_of_users_is_no_formula(results, tmp_path):
     assert figure.stat().st_size > 0
 
 
+def data_of(page):
+    """What the page's script reads, as a browser does."""
+    (data,) = page.data
+    return json.loads(data)
+
+
 def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     study_file, (_, answer, texts) = shown
     page = Page(answer.read_text())
@@ -114,94 +122,136 @@ def test_an_answer_is_one_page_with_all_that_it_needs(results, shown):
     assert "projection rademacher, to 8 numbers; damping 0.5" in page.text
     assert "not shown here" not in page.text
     draws, describes = (f"def {name}(" in study_file.read_text() for name in ("draw", "describe"))
-    assert (len(page.all("img")) > 4) is draws
+    pictures = [a["aria-label"] for a in page.all("svg") if "aria-label" in a]
+    assert (len(pictures) > 4) is draws
+    assert all(label.startswith(("target ", "training example ")) for label in pictures)
+    # Each picture stands there once, however often it shows.
+    sources = [a["href"] for a in page.all("image")]
+    assert len(sources) == len(set(sources))
+    assert "data:image" not in page.data[0]
     scores = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     for target, mine in scores.groupby("target_id"):
         about = page.text[page.text.index(f"target {target} label") :].partition("target ")[2]
         block = about.split("target ", 1)[0]
-        # Pictures take room, so that there are fewer.
-        kept = mine[mine["rank"] <= (EACH if draws else 10)]
-        for row in kept.itertuples():
-            assert signed(row.score) in block
-            assert f"train {row.train_id} label" in block
+        for row in mine[mine["rank"] <= 10].itertuples():
+            assert f"{signed(row.score)} train {row.train_id} label" in block
     # With describe the table has all training samples that the scores name, the page fewer.
     targets, train = (pd.read_hdf(texts, key)["text"].tolist() for key in ("targets", "train"))
     assert describes or all(text.startswith("[") for text in targets + train)
-    on_page = targets if describes else targets + train
+    on_page = [] if draws else targets if describes else targets + train
     assert [text for text in on_page if text not in page.text] == []
 
 
-def links(page, entry, stop):
-    """Where the links lead that stand between the heading with this id and the next with such."""
-    where = [i for i, (_, a) in enumerate(page.elements) if a.get("id") == entry]
-    (start,) = where
-    after = page.elements[start + 1 :]
-    ends = [i for i, (_, a) in enumerate(after) if a.get("id", "").startswith(stop)]
-    found = (a["href"] for name, a in after[: min(ends, default=len(after))] if name == "a")
-    return [unquote(href[1:]) for href in found if href != f"#{entry}"]
-
-
-def test_samples_and_targets_lead_to_each_other(results, shown):
-    study_file, (_, answer, _) = shown
-    page = Page(answer.read_text())
+def test_the_data_of_a_page_are_the_scores(results, shown):
+    page = Page(shown[1][1].read_text())
+    data = data_of(page)
+    assert not set("<>&\u2028\u2029") & set(page.data[0])
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
-    top = top[top["rank"] <= (EACH if "def draw(" in study_file.read_text() else 10)]
-    places = {a["id"] for _, a in page.elements if "id" in a}
-    assert len({place for place in places if place.startswith("train-")}) == top.train_id.nunique()
-    for target, mine in top.groupby("target_id"):
-        found = links(page, f"target-{quote(target, safe='')}", ("target-", "pushed"))
-        assert found == [
-            f"train-{i}"
-            for i in mine.sort_values(["sign", "rank"], ascending=[False, True]).train_id
-        ]
-    for sample, mine in top.groupby("train_id"):
-        found = links(page, f"train-{quote(sample, safe='')}", "train-")
-        strongest_first = mine.iloc[mine.score.abs().argsort(kind="stable")[::-1]]
-        up, down = (strongest_first[strongest_first.sign == sign].target_id for sign in (1, -1))
-        assert found == [f"target-{i}" for i in (*up, *down)]
-        entry = page.text.rpartition(f"train {sample} label ")[2]
-        assert all(
-            f"target {row.target_id} {signed(row.score)}" in entry for row in mine.itertuples()
-        )
+    train = pd.read_hdf(results / "scores/mine.h5", "train").set_index("id")
+    assert [target["id"] for target in data["targets"]] == [*HOSTILE, "plain"]
+    for target in data["targets"]:
+        mine = top[(top.target_id == target["id"]) & (top["rank"] <= 10)]
+        ordered = mine.sort_values(["sign", "rank"], ascending=[False, True])
+        expected = [(row.train_id, signed(row.score)) for row in ordered.itertuples()]
+        found = [(data["train"][place]["id"], score) for place, score in target["influences"]]
+        assert found == expected
+    for entry in data["train"]:
+        assert entry["harm"] == number(train.harm[entry["id"]], 2)
+        assert entry["anchor"] == quote(entry["id"], safe="")
+    # Those beside targets, and all that harm.
+    assert {e["id"] for e in data["train"]} == {*top.train_id} | {*train.index[train.harm > 0]}
+
+
+def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
+    ids = pd.read_hdf(results / "scores/mine.h5", "train")["id"].tolist()
+    files = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    inputs = {key: tmp_path / name for key, name in files.items()}
+    inputs |= {"scores": results / "scores/mine.h5", "study_file": study_with(tmp_path, "")}
+    own = pd.DataFrame({"id": ids, "self_influence": np.arange(20) / 8})
+    for name, rows in (("whole", own), ("short", own[:-1])):
+        with create(tmp_path / f"{name}.h5", SELF_INFLUENCE, {}, {}) as writer:
+            writer.table("train", rows, [])
+    draw_influences(**inputs, self_influence=[tmp_path / "whole.h5"], code="code")
+    data = data_of(Page(inputs["answer"].read_text()))
+    known = {entry["id"]: entry["self-influence"] for entry in data["train"]}
+    assert known == {i: number(ids.index(i) / 8, 2) for i in known}
+    with pytest.raises(ArtifactError, match="training samples"):
+        draw_influences(**inputs, self_influence=[tmp_path / "short.h5"], code="code")
 
 
 def test_the_script_holds_nothing_of_a_study(shown_as):
     pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
     (script,) = {page.scripts[0] for page in pages}
-    # What it looks at is there, and hidden from whoever runs no script.
+    # Whoever runs no script sees targets, and no controls.
     for page in pages:
-        assert next(a for a in page.all("div") if "find" in a.get("class", ""))["hidden"] is None
-        assert [a["type"] for a in page.all("input")] == ["search"]  # a regression is never wrong
+        assert not page.all("input")
         assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
-        classes = {name for _, a in page.elements for name in a.get("class", "").split()}
-        assert {"find", "target", "name"} <= classes
+        (section,) = [a for _, a in page.elements if a.get("id") == "train-section"]
+        assert section["hidden"] is None
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function", script
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function|setHTML", script
     )
 
 
-# Types each query, then follows a link to a hidden target; says what a reader sees.
+def in_browser(answer, folder, probe):
+    """What a script finds in a page, as it hands it to ``done``."""
+    shown = "document.body.textContent = JSON.stringify(found)"
+    done = f"const done = (found) => {{ document.title = ''; {shown}; }};"
+    probe = f"{{ {done} {probe} }}"
+    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    page = folder / "page.html"
+    # The page's own policy holds, except that it knows the probe as well.
+    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
+    page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
+    command = [CHROMIUM, *options, f"--user-data-dir={folder}/profile", "--dump-dom", str(page)]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = Page(dumped).text
+    assert text.startswith("["), text[:2000]
+    return json.loads(text)
+
+
+# What each query leaves, what a link to a hidden target shows, what a training sample's own box
+# says, and what a reader of the screen is told.
 PROBE = """
-const seen = () => [...document.querySelectorAll(".target")].map((target) => !target.hidden);
-const box = document.querySelector("input[type=search]");
-const type = (query) => {
-  box.value = query;
-  box.dispatchEvent(new Event("input", { bubbles: true }));
-  return seen();
-};
-addEventListener("load", () => setTimeout(() => {
-  const found = [document.querySelector(".find").checkVisibility(), QUERIES.map(type)];
-  location.hash = [...document.querySelectorAll("h3[id^=target-] a")].at(0).hash;
-  setTimeout(() => {
-    document.body.textContent = JSON.stringify([...found, seen(), box.value]);
-  }, 100);
-}, 100));
+const words = (element) => element.innerText.replace(/\\s+/g, " ").trim();
+const all = (selector, of = document) => [...of.querySelectorAll(selector)];
+const seen = () => all(".target h3 a").map((link) => link.textContent);
+const waited = () => new Promise((resolve) => setTimeout(resolve, 100));
+addEventListener("load", async () => {
+  await waited();
+  const box = document.querySelector("input[type=search]");
+  const type = (query) => {
+    box.value = query;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+    return seen();
+  };
+  const shown = all(".target").map(words);
+  const found = QUERIES.map(type);
+  location.hash = ANCHORS[0];
+  await waited();
+  const followed = [seen(), box.value, document.activeElement.id];
+  const opened = [];
+  for (const anchor of ANCHORS.slice(1)) {
+    location.hash = anchor;
+    await waited();
+    const dialog = document.querySelector("dialog");
+    opened.push([words(dialog.querySelector("h2")), all("li", dialog).map(words), dialog.open]);
+  }
+  document.querySelector("dialog button").click();
+  for (let i = 0; i < 20 && location.hash; i += 1) await waited();
+  const levels = all("h1, h2, h3, h4").filter((e) => e.checkVisibility()).map((e) => +e.tagName[1]);
+  const alts = all("img").map((image) => image.alt);
+  done([shown, found, followed, opened, location.hash, levels, alts, all("script").length]);
+});
 """
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
-def test_a_browser_hides_what_is_not_searched_for(results, shown_as, tmp_path):
-    _, (_, answer, _) = shown_as["described"]
+@pytest.mark.parametrize("way", CODES)
+def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
+    _, (_, answer, _) = shown_as[way]
+    page = Page(answer.read_text())
     top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
     targets = pd.read_hdf(results / "scores/mine.h5", "targets")["id"].tolist()
     beside = {target: set(top[top.target_id == target].train_id) for target in targets}
@@ -210,41 +260,110 @@ def test_a_browser_hides_what_is_not_searched_for(results, shown_as, tmp_path):
         "onerror=ALERT(2)": [HOSTILE[1]],
         "nowhere plain": [],
         "\uff50lain target": ["plain"],  # a wide p
-        "<script>alert(0)": [t for t in targets if "<script>alert(0)</script>" in beside[t]],
     }
-    # 9 is in row-9, not in row-19. No text or target has these numbers.
-    numbers = {f"{n}": [t for t in targets if f"row-{n}" in beside[t]] for n in (4, 5, 6, 8, 9)}
+    # 9 is in row-9, not in row-19. No text has these numbers.
+    numbers = {f"row-{n}": [t for t in targets if f"row-{n}" in beside[t]] for n in (4, 5, 9)}
+    if way == "described":
+        queries["<script>alert(0)"] = [
+            t for t in targets if "<script>alert(0)</script>" in beside[t]
+        ]
+        numbers = {f"{n}": [t for t in targets if f"row-{n}" in beside[t]] for n in (4, 5, 6, 8, 9)}
+        others = {n: {*targets} - {*has} for n, has in numbers.items()}
+        assert any(f"row-1{n}" in beside[t] for n, left_out in others.items() for t in left_out)
     queries |= numbers | {"no such text": []}
-    assert any(f"row-1{n}" in beside[t] for n, has in numbers.items() for t in {*targets} - {*has})
+    trained = top.train_id.drop_duplicates().tolist()
+    samples = [("target", targets[0]), *(("train", i) for i in trained)]
+    anchors = [f"{kind}-{quote(i, safe='')}" for kind, i in samples]
     probe = PROBE.replace("QUERIES", json.dumps(list(queries)))
-    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
-    page = tmp_path / "page.html"
-    # The page's own policy holds, except that it knows the probe as well.
-    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
-    page.write_text(markup.replace("</body>", f"<script>{probe}</script></body>"))
-    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000")
-    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path}/profile", "--dump-dom", str(page)]
-    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    is_there, found, followed, left = json.loads(Page(dumped).text[Page(dumped).text.index("[") :])
-    assert is_there
-    assert found == [[target in expected for target in targets] for expected in queries.values()]
-    assert followed == [True] * len(targets)
+    said = in_browser(answer, tmp_path, probe.replace("ANCHORS", json.dumps(anchors)))
+    shown, found, followed, opened, left, levels, alts, n_scripts = said
+    names = {target: f"target {target}" for target in targets}
+    assert found == [[names[target] for target in expected] for expected in queries.values()]
+    assert followed == [list(names.values()), "", anchors[0]]
+    # The script shows the same words as the page does without it.
+    for text in shown:
+        assert unspaced(text) in unspaced(page.text)
+    for sample, (name, items, is_open) in zip(trained, opened, strict=True):
+        mine = top[(top.train_id == sample) & (top["rank"] <= 10)]
+        # Largest first, as far as two digits tell; then in the order of targets.
+        mine = mine.assign(size=[float(f"{abs(score):.2g}") for score in mine.score])
+        mine = mine.assign(place=mine.target_id.map(targets.index))
+        mine = mine.sort_values(["sign", "size", "place"], ascending=[False, False, True])
+        expected = list(mine.itertuples())
+        assert name == f"train {sample}"
+        assert is_open
+        assert len(items) == len(expected)
+        for item, row in zip(items, expected, strict=True):
+            assert item.startswith(f"{signed(row.score)} target {row.target_id} label")
     assert left == ""
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert all(alt.startswith(("target ", "training example ")) for alt in alts)
+    assert any(", score " in alt for alt in alts) is (way == "drawn")
+    assert n_scripts == 3  # nothing of the study's became one
 
 
-def test_wrong_predictions_are_marked(shown_as, results):
-    study = Study.load(shown_as["described"][0])
-    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH)
-    experiment.tables["shown"]["prediction"] = [1, 2, 3, 4]
-    experiment.tables["shown"]["label"] = [1, 0, 3, 0]
-    experiment = replace(experiment, spec=experiment.spec | {"model_output": "text_classification"})
-    split = study.split("mine", [*HOSTILE, "plain"])
-    (examples,) = find_examples(study, [experiment], study.split("train", None), [split])
-    page = Page(rendered_answer(examples, "study.py", EACH))
+def explored(results, study_file, **columns):
+    """The page's contents, of a table of targets with other columns."""
+    study = Study.load(study_file)
+    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH_ON_PAGE)
+    targets = experiment.tables["targets"].assign(**columns)
+    experiment = replace(experiment, tables={**experiment.tables, "targets": targets})
+    if columns:
+        spec = experiment.spec | {"model_output": "text_classification"}
+        experiment = replace(experiment, spec=spec)
+    splits = {True: study.split("mine", [*HOSTILE, "plain"]), False: study.split("train", None)}
+
+    def show(is_target, sample_id, characters):
+        split = splits[is_target]
+        sample = split.samples[split.ids.index(sample_id)]
+        return show_sample(study, sample_id, sample, characters, study.has("draw"))
+
+    return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
+
+
+FILTER = """
+addEventListener("load", () => setTimeout(() => {
+  const controls = document.querySelector(".find");
+  const seen = () => [...document.querySelectorAll(".target h3 a")].map((a) => a.textContent);
+  const change = (control, key, value) => {
+    control[key] = value;
+    control.dispatchEvent(new Event("input", { bubbles: true }));
+    return seen();
+  };
+  const labels = [...controls.querySelectorAll("label")];
+  const of = (name) => labels.find((label) => label.textContent.includes(name)).lastElementChild;
+  const wrong = change(controls.querySelector("input[type=checkbox]"), "checked", true);
+  const site = change(of("site"), "value", "=<b>north</b>");
+  change(of("site"), "value", "");
+  change(controls.querySelector("input[type=checkbox]"), "checked", false);
+  const order = change(of("Order"), "value", "1");
+  done([wrong, site, order]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
+    columns = {
+        "label": [1, 0, 3, 0],
+        "prediction": [1, 2, 3, 4],
+        "site": ["<b>north</b>", "south", "south", "<b>north</b>"],
+        "output": [0.5, -2.0, 1.0, -1.0],
+    }
+    contents = explored(results, shown_as["described"][0], **columns)
+    answer = tmp_path / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    page = Page(answer.read_text())
     check_alone(page)
     marked = ["data-wrong" in a for _, a in page.elements if "target" in a.get("class", "").split()]
     assert marked == [False, True, False, True]
-    assert [a["type"] for a in page.all("input")] == ["search", "checkbox"]
+    assert "label 0, predicted 4, site <b>north</b>" in page.text
+    names = [f"target {i}" for i in (*HOSTILE, "plain")]
+    wrong, site, order = in_browser(answer, tmp_path, FILTER)
+    assert wrong == [names[1], names[3]]
+    assert site == [names[3]]
+    assert order == [names[i] for i in (1, 3, 0, 2)]
 
 
 def test_odd_texts_are_read_as_they_are(results, shown_as):
@@ -252,7 +371,8 @@ def test_odd_texts_are_read_as_they_are(results, shown_as):
     study = Study.load(study_file)
     markup = answer.read_text()
     page = Page(markup)
-    assert markup.count("<script") == len(page.scripts) == 1
+    assert markup.count("<script") == 2  # the data, and what reads them
+    assert len(page.scripts) == len(page.data) == 1
     # Whole lines and longer texts than in the table.
     assert "W" * 1000 + " ..." in page.text
     words = [a for name, a in page.elements if name == "span" and a.get("class") == "words"]
@@ -271,13 +391,37 @@ def test_odd_texts_are_read_as_they_are(results, shown_as):
     assert targets["text"].tolist() == [expected[list(ODD_TEXTS)[23 % len(ODD_TEXTS)]]]
 
 
-def test_targets_left_out_of_an_answer_are_said_to_be(results, tmp_path, monkeypatch):
-    monkeypatch.setattr("trak_core.report.describe_samples._TARGETS", 1)
-    _, answer, texts = draw(results, tmp_path, study_with(tmp_path, DESCRIBE))
+@pytest.mark.parametrize("way", CODES)
+def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, monkeypatch, way):
+    study_file, (_, answer, _) = shown_as[way]
+    whole = explored(results, study_file)
+    assert whole.n_left_out == (0, 0)
     page = Page(answer.read_text())
-    assert "3 more targets are not shown here: scores/mine.h5" in page.text
-    assert page.text.count("Most helpful") == 1
-    assert len(pd.read_hdf(texts, "targets")) == 4
+    assert "has the scores of all" not in page.text
+    # Room for the rows of some targets.
+    entries = [*whole.targets[:2], *whole.train]
+    most = len(json.dumps([{**entry, "sample": None} for entry in entries]))
+    monkeypatch.setattr("trak_core.report.explore._ROWS", most)
+    fewer = explored(results, study_file)
+    n_targets, _ = fewer.n_left_out
+    assert 0 < n_targets < 4
+    words = " ".join(rendered_answer(fewer, "study.py").split())
+    assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
+    # Room for the samples of one target, which shows without the script, and for few more.
+    monkeypatch.setattr("trak_core.report.explore._ROWS", 10**6)
+    monkeypatch.setattr("trak_core.report.explore._PAGE", 610_000)
+    monkeypatch.setattr("trak_core.report.explore.AT_ONCE", 1)
+    small = explored(results, study_file)
+    n_targets, n_samples = small.n_left_out
+    assert n_targets == 0
+    first = small.targets[0]
+    at_once = [first, *(small.train[place] for place, _ in first["influences"])]
+    assert all(entry["sample"] is not None for entry in at_once)
+    assert len(small.pictures) == (len(at_once) if way == "drawn" else 0)
+    if way == "drawn":
+        assert n_samples > 0
+        words = " ".join(rendered_answer(small, "study.py").split())
+        assert f"{n_samples} samples stand here without their pictures" in words
 
 
 def test_a_describe_that_fails_later_names_the_sample(results, tmp_path):

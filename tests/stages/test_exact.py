@@ -9,7 +9,7 @@ from trained_cases import assert_close
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_finite_gramian
-from trak_core.stages import compute_gramian as gramian
+from trak_core.model import inner_products as gramian
 
 
 @pytest.mark.parametrize("weighting", ["plain", "curvature"])

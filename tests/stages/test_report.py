@@ -36,6 +36,7 @@ from trak_core.artifacts import (
     DISTORTION,
     EVALUATION,
     FLIPPED,
+    GROUPS,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
@@ -45,7 +46,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.report.describe_samples import EACH
-from trak_core.report.number_formats import number
+from trak_core.report.number_formats import number, signed
 from trak_core.report.render import rendered
 from trak_core.report.warnings import study_warnings
 
@@ -300,7 +301,8 @@ def test_nothing_but_the_style_is_taken_for_markup():
     templates = {path.name: path.read_text() for path in TEMPLATES.rglob("*.j2")}
     assert len(templates) > 10
     taken = [name for name, text in templates.items() for _ in re.findall(r"\|\s*safe", text)]
-    assert taken == ["frame.html.j2"]
+    # The data of an answer hold no character that markup is made of.
+    assert sorted(taken) == ["answer.html.j2", "frame.html.j2"]
     assert not [name for name, text in templates.items() if "autoescape" in text]
 
 
@@ -376,3 +378,26 @@ def test_scores_that_predict_nothing_or_less_than_a_baseline_are_warned_of(low, 
     assert len(headings) == len(warnings)
     for heading, warning in zip(headings, warnings, strict=True):
         assert heading.startswith(f"Experiment mine: {'the scores ' if low < 0 else ''}{warning}")
+
+
+def test_groups_have_a_chart_and_their_numbers(results, page):
+    """Names of groups are a user's; the largest difference comes first."""
+    names, pairs = ["<b>anna", "$x^{"], [("<b>anna", "$x^{", 0.25), ("$x^{", "<b>anna", -0.5)]
+    groups = pd.DataFrame({"column": "who", "group": names, "n": [12, 8], "sum": [6.0, -2.0]})
+    groups = groups.assign(mean=[0.5, -0.25], low=[0.25, -0.5], high=[0.75, 0.125])
+    columns = ["group", "other", "difference"]
+    differences = pd.DataFrame(pairs, columns=columns).assign(column="who", low=-1.0, high=1.0)
+    with open_artifact(results / "scores/mine.h5", SCORES) as file:
+        about = {"scores": file.content_hash, "experiment": "mine"}
+    path = results / "groups/mine.h5"
+    path.parent.mkdir(exist_ok=True)
+    with create(path, GROUPS, about, {}, confidence=0.95, n_runs=2, n_targets=4) as writer:
+        for key, table in (("groups", groups), ("targets", groups), ("differences", differences)):
+            writer.table(key, table, [])
+    shown = page_of(results, groups=[path])
+    assert shown.row("<b>anna") == ["12", *map(signed, (0.5, 0.25, 0.75, 6.0))]
+    assert shown.text.index("$x^{ less <b>anna") < shown.text.index("<b>anna less $x^{")
+    charts = [image["alt"] for image in shown.all("img")]
+    assert "By who: mean score of each who" in charts
+    assert "Scores by group" in shown.text
+    assert "Scores by group" not in page.text

@@ -16,10 +16,9 @@ from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.model.device import find_device
-from trak_core.model.features import projecting_device
+from trak_core.model.features import projecting_device, stored_rows
 from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import availability
-from trak_core.stages import compute_features as features
 
 
 @pytest.mark.parametrize(
@@ -218,12 +217,12 @@ def test_float16_keeps_what_it_can_and_says_what_it_cannot():
     good = np.full((2, 1000), 1e-2, dtype=np.float32)
     good[:, ::10] = 1e-9
     good[1] = 0
-    np.testing.assert_allclose(features._stored(good, "float16", [1, 2]), good, atol=1e-5)
+    np.testing.assert_allclose(stored_rows(good, "float16", [1, 2]), good, atol=1e-5)
     for bad in (1e-7, 1e5, 1e25):
         rows = good.copy()
         rows[1] = bad
         with refused("stages.float16", f"from {bad:.2g} to {bad:.2g}", "b"):
-            features._stored(rows, "float16", ["a", "b"])
+            stored_rows(rows, "float16", ["a", "b"])
 
 
 def test_a_subset_of_parameters(digits, tmp_path):

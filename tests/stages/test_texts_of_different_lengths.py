@@ -11,7 +11,9 @@ from pipeline import ON_CPU, features_spec
 from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, open_artifact
+from trak_core.autograd import token_margins
 from trak_core.errors import InputError
+from trak_core.model import loaded_model
 from trak_core.model.length_order import order_samples
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -365,3 +367,17 @@ def train_data():
     sizes = r"Found for argument 0: \(3, 8, [89]\) in sample \d+; "
     with pytest.raises(InputError, match=rf"train_data\(\): Samples must have .*\. {sizes}"):
         look(study, output, {"train": None})
+
+
+@pytest.mark.parametrize("case", ["Llama", "GPT-2", "no mask"], indirect=True)
+def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
+    expected = case.features("whole", "tensor_sketch")
+    assert "logits" not in capsys.readouterr().out
+    # As a longer text's: 30 x 40 logits are more than a 2^18th of 500 MiB.
+    monkeypatch.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
+    monkeypatch.setattr(token_margins, "PIECE", 5 * 40)
+    file = case.features("pieces", "tensor_sketch")
+    assert "30 tokens have 30 x 40 logits. They are computed a few tokens at" in (
+        capsys.readouterr().out
+    )
+    assert_same(file, expected)

@@ -66,7 +66,7 @@ def train_and_score(folder: Path) -> Workspace:
 def evaluate(trained: Workspace, folder: Path) -> Workspace:
     study = trained.copy(folder)
     del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
-    study.config["evaluation"] = copy.deepcopy(EVALUATION)
+    study.config |= {"evaluation": copy.deepcopy(EVALUATION), "groups": ["label"]}
     assert study.run("all") == {
         "average_scores": 1,
         "draw_influences": 1,
@@ -82,6 +82,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "retrain_without_random": 1,
         "retrain_without_top": 2,
         "compare_removals": 1,
+        "sum_groups": 1,
         "write_report": 1,
     }
     return study

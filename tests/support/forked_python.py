@@ -1,8 +1,9 @@
 """Python whose imports are done, as a program: the product's fork server forks for each.
 
 Snakemake itself and its jobs are such programs in the tests. A program has its own folder,
-environment, paths of modules, and `trak_core`. It has the server's hashes of strings and all that
-libraries read when they are imported (OMP_NUM_THREADS, NUMBA_*), and the server's limits.
+environment and paths of modules, and imports `trak_core` itself where these lead to a copy of it.
+It has the server's hashes of strings and all that libraries read when they are imported
+(OMP_NUM_THREADS, NUMBA_*), and the server's limits.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import importlib
 import os
 import runpy
 import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +19,22 @@ from typing import Any
 PRELOADED = (
     "h5py",
     "jsonschema",
+    "matplotlib.backends.backend_agg",
     "matplotlib.pyplot",
+    "nbformat",
     "numba",
     "numpy",
     "pandas",
     "peft",
     "scipy.linalg",
     "sklearn.datasets",
+    "smart_open",
     "snakemake.cli",
     "tables",
     "torch.func",
     "torch.utils.data",
     "transformers.models.llama.modeling_llama",
+    "warmed_snakemake",
 )
 # The program; its own start is a hundredth of what it saves.
 _CLIENT = """#!{python} -IS
@@ -59,17 +65,23 @@ def run(asked: list[Any]) -> None:
     sys.executable, environment, arguments = asked
     os.environ.clear()
     os.environ.update(environment)
-    # A program may have a copy of the code, edited.
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trak_core"]:
-        del sys.modules[name]
     sys.path.remove(str(Path(__file__).parent))
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    is_module = arguments[0] == "-m"
+    sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
+    # A program may have a copy of the code, edited.
+    code = PathFinder.find_spec("trak_core")
+    if code is None or code.origin != sys.modules["trak_core"].__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trak_core"]:
+            del sys.modules[name]
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    if arguments[0] == "-m":
-        sys.path[0], sys.argv = str(Path.cwd()), arguments[1:]
+    if is_module:
+        sys.argv = arguments[1:]
+        if not hasattr(sys.modules.get(arguments[1]), "__path__"):  # a package's __main__ runs
+            sys.modules.pop(arguments[1], None)
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0], sys.argv = str(Path(arguments[0]).resolve().parent), arguments
+        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")

@@ -1,13 +1,16 @@
 """Run the stages of a study in one process, as the workflow would, and return its scores file."""
 
+from contextlib import chdir
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
+from workspace import REPOSITORY
 
-from trak_core.config.job_specs import targets_digest
+from trak_core.config.job_specs import specs_of, targets_digest
+from trak_core.config.read_config import read_config, record_config
 from trak_core.model_outputs.table import TABLE
-from trak_core.spec import EXACT, FeaturesSpec, ScoresSpec, curvature_power
+from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
 from trak_core.stages.compute_features import compute_features
@@ -164,6 +167,57 @@ def run_exact_stages(
         compute_exact_scores(scores=scores, train_path=train, targets_path=target, spec=own, **job)
         checkpoint_scores.append(scores)
     return averaged(results / "scores/mine.h5", checkpoint_scores, spec, memory_mb=memory_mb)
+
+
+def run_config(config_file: Path) -> Path:
+    """Run all stages of a config in its folder and return its results folder.
+
+    Its scores are the workflow's, of experiments with a file of their own too.
+    """
+    schema = REPOSITORY / "workflow/schemas/config.schema.yaml"
+    with chdir(config_file.parent):
+        config = read_config(config_file, schema)
+        results = Path(config["results"])
+        specs = specs_of(config, results)
+        record_config(specs.config, results)
+        job = {"code": "code", "memory_mb": 500}
+        for name, about in specs.checkpoints.items():
+            own = results / ("gramian" if specs.is_exact else "features") / name
+            matrix, stage = results / f"normal_matrix/{name}.h5", compute_features
+            if specs.is_exact:
+                stage = compute_gramian
+            for split in (TRAIN, *specs.experiments):
+                question = specs.questions.get(split)
+                stage(
+                    **{stage.__name__.removeprefix("compute_"): own / f"{split}.h5"},
+                    checkpoint=Path(about.path),
+                    study_file=Path(config["study"]),
+                    spec=specs.features(name, split),
+                    targets=specs.experiments.get(split),
+                    question=question and Path(question),
+                    **ON_CPU,
+                )
+            if not specs.is_exact:
+                spec = specs.normal_matrix(name)
+                compute_normal_matrix(
+                    normal_matrix=matrix, features=own / "train.h5", spec=spec, **job
+                )
+            for experiment in specs.experiments:
+                given = {
+                    "scores": results / f"scores/{experiment}/{name}.h5",
+                    "train_path": own / "train.h5",
+                    "targets_path": own / f"{experiment}.h5",
+                    "spec": specs.checkpoint_scores(experiment, name),
+                }
+                if specs.is_exact:
+                    compute_exact_scores(**given, **job)
+                else:
+                    compute_scores(**given, normal_matrix=matrix, keep="full", **job)
+        for experiment in specs.experiments:
+            parts = [results / f"scores/{experiment}/{name}.h5" for name in specs.checkpoints]
+            final = results / f"scores/{experiment}.h5"
+            averaged(final, parts, specs.scores(experiment))
+        return results.resolve()
 
 
 def averaged(

@@ -7,14 +7,14 @@ VOID = {"img", "meta", "link", "br", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """All elements as (name, attributes), text, headings, and whether tags closed in order."""
+    """All elements as (name, attributes), text, data, and whether tags closed in order."""
 
     def __init__(self, markup):
         super().__init__(convert_charrefs=True)
         self.markup = markup
         self.elements, self.open, self.closed_in_order = [], [], True
         self.pieces, self.headings, self.cells = [], [], []
-        self.styles, self.scripts = [], []
+        self.styles, self.scripts, self.data = [], [], []
         self.feed(markup)
         self.close()
         self.closed_in_order &= not self.open
@@ -31,7 +31,10 @@ class Page(HTMLParser):
 
     def handle_data(self, text):
         if self.open and self.open[-1] in ("style", "script"):
-            (self.styles if self.open[-1] == "style" else self.scripts).append(text)
+            # A browser runs no script of a type that it doesn't know.
+            is_data = self.elements[-1][1].get("type") == "application/json"
+            scripts = self.data if is_data else self.scripts
+            (self.styles if self.open[-1] == "style" else scripts).append(text)
             return
         self.pieces.append(text)
         if self.open and re.fullmatch(r"h[1-6]", self.open[-1]):

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+from itertools import pairwise
 
 import pytest
 import yaml
@@ -132,6 +133,16 @@ REFUSALS = {
     "config.list_features": {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
     },
+    "config.where_alone": {
+        "a description beside ids": (
+            {"experiments": {"mine": {"targets": ["patient-342"], "where": "label > 3"}}},
+            *("mine", "Found targets"),
+        ),
+        "a description in shards": (
+            {"experiments": {"mine": {"where": "label > 3", "shards": 2}}},
+            *("mine", "Found shards"),
+        ),
+    },
     "config.exact": {
         "exact top influences": (
             EXACT | {"scoring": {"keep": "top_k"}},
@@ -167,6 +178,11 @@ REFUSALS = {
     },
     "config.preflight": {
         "parameter pattern": ({"parameters": ["head.*"]}, "'head.*'", "0.weight, 0.bias"),
+        "targets of a column that nobody brings": (
+            {"experiments": {"mine": {"where": "speaker == 3"}}},
+            "speaker",
+        ),
+        "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },
     "config.results_folder": {
@@ -233,6 +249,16 @@ def test_snakemake_says_what_is_bad_about_a_modules_config(workspace):
     workspace.path("Snakefile").write_text(as_a_module())
     outer = Workspace(workspace.folder, {}, "Snakefile")
     assert re.search(r"^The config .* 'projecton'", message(refuse(outer, {"projecton": {}})))
+
+
+def test_aliases_that_say_more_than_could_be_checked(workspace):
+    """600 bytes: each line says the one before nine times."""
+    names = "abcdefghijklmnop"
+    lines = ["a: &a [1, 2, 3]"]
+    lines += [f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]" for a, b in pairwise(names)]
+    text = as_text({}) + "\n".join(lines).encode()
+    with refused("config.too_many_values", re.compile(r"(?<=Found )\d{15}")):
+        check(workspace, text)
 
 
 # Snakemake reads a config before this workflow does, and says so itself; what it does not expect

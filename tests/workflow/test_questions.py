@@ -116,6 +116,7 @@ def test_questions_in_python_and_in_a_table(study):
         ("", "asked.jsonl", "there must be questions. Found none"),
         ("{}\n[]\n", "asked.jsonl", "every line must fill the same fields"),
         ("{}\n\nno json\n", "asked.jsonl", "failed: line 3: Expecting value, in 'no json'"),
+        ('{"a": 1, "a": 2}\n', "asked.jsonl", "failed: line 1: the field 'a' stands twice, in"),
         ('{"a": null}\n', "asked.jsonl", "the same fields, none with null"),
         ('{"patient": 1}\n', "asked.jsonl", 'asked.jsonl, {"patient": 1}, must end without'),
         ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids: 1."),

@@ -2,6 +2,7 @@
 
 import shlex
 
+import numpy as np
 import pandas as pd
 import pytest
 import texts
@@ -11,6 +12,7 @@ from pages import blocks, run_code
 from refused import refused
 from workspace import Workspace
 
+import trak_core
 from trak_core.command.main import main
 from trak_core.config.ready_made import READY_MADE, with_ready_study
 
@@ -52,7 +54,27 @@ def study(tmp_path):
     return study
 
 
-def test_texts_and_weights_are_a_study(study, monkeypatch):
+def check_that_it_can_be_asked(study, scores, capsys):
+    """As docs/how-to/questions.md does it: the same scores by a command and from a notebook."""
+    study.path("texts.yaml").write_text(yaml.safe_dump(study.config))
+    before = {path: path.stat().st_mtime_ns for path in study.path("results-texts").rglob("*")}
+    page = "docs/how-to/questions.md"
+    called = dict(blocks(page, "Ask at once: `trak ask`"))["console"]
+    capsys.readouterr()
+    main(shlex.split(called)[2:])
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == "0: the sky is red"
+    assert all(f"train {i} " in out for i in scores.index)
+    answers = pd.read_csv("answers.csv").set_index("train_id")
+    np.testing.assert_allclose(answers["score"], scores.loc[answers.index], rtol=1e-4)
+    assert "the sky is red" in study.path("answers.html").read_text()
+    assert "the sky is red" not in run_code(dict(blocks(page, "Ask from a notebook"))["python"])
+    answer = trak_core.open("results-texts").ask({"text": "the sky is red"})
+    np.testing.assert_allclose(answer.scores, scores, rtol=0, atol=1e-6 * scores.abs().max())
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_texts_and_weights_are_a_study(study, monkeypatch, capsys):
     page = dict(blocks("docs/how-to/ready-made.md"))
     assert yaml.safe_load(SHOWN) == yaml.safe_load(page["yaml texts.yaml"])
     study.run("results-texts/scores/asked.h5", "results-texts/answers/asked.h5")
@@ -64,6 +86,7 @@ def test_texts_and_weights_are_a_study(study, monkeypatch):
     ]
     assert described.to_dict() == {row["id"]: row["text"] for row in ROWS}
     assert study.would_run() == {}
+    check_that_it_can_be_asked(study, scores[0], capsys)
 
     # The file that was written is a study like any other, and may be taken further.
     study.path("mine.py").write_text(written_study(study, "results-texts").read_text())

@@ -13,6 +13,8 @@ from trak_core.artifacts.compare import (
     check_same,
     check_splits,
     check_together,
+    made_for,
+    selected_ids,
 )
 from trak_core.artifacts.format import (
     ANSWERS,
@@ -25,12 +27,15 @@ from trak_core.artifacts.format import (
     FEATURES,
     FLIPPED,
     GRAMIAN,
+    GROUPS,
     KINDS,
     NORMAL_MATRIX,
+    OUTPUTS,
     REMOVALS,
     RETRAINED,
     SCORES,
     SELF_INFLUENCE,
+    TARGETS,
     ArtifactError,
     ArtifactKind,
 )
@@ -39,7 +44,8 @@ from trak_core.artifacts.write import Writer, create
 
 __all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
 __all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS", "EVALUATION"]
-__all__ += ["EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN", "KINDS"]
-__all__ += ["NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
+__all__ += ["EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN"]
+__all__ += ["OUTPUTS", "TARGETS", "selected_ids"]
+__all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
-__all__ += ["create", "open_artifact", "read_frame", "verify"]
+__all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]

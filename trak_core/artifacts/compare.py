@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts.format import ArtifactError, ArtifactKind
-from trak_core.artifacts.read import Artifact
+from trak_core.artifacts.format import TARGETS, ArtifactError, ArtifactKind
+from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
 # What one checkpoint's files of both splits must share.
@@ -39,14 +39,22 @@ def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: st
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
     """
+    shard = artifact.spec.get("shard")
+    check_same("rows: the whole split", None, shard, artifact.path, rule)
+    check_same("settings of today's config", *made_for(artifact, spec), artifact.path, rule)
+
+
+def made_for(
+    artifact: Artifact, spec: FeaturesSpec | ScoresSpec
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a file's specification must be for a config, and what it is, by key."""
     own, expected = artifact.spec, spec.as_dict()
-    check_same("rows: the whole split", None, own.get("shard"), artifact.path, rule)
     own = {key: own.get(key) for key in expected} | {"projection": own.get("projection")}
     if isinstance(own["projection"], dict):
         own["projection"] = {key: own["projection"].get(key) for key in expected["projection"]}
     if isinstance(own["checkpoint"], dict):
         own["checkpoint"] = own["checkpoint"].get("id")
-    check_same("settings of today's config", expected, own, artifact.path, rule)
+    return expected, own
 
 
 def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
@@ -54,6 +62,19 @@ def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: 
     expected = spec.as_dict() | more
     own = {key: artifact.spec.get(key) for key in expected}
     check_same("settings of today's config", expected, own, artifact.path, rule)
+
+
+def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
+    """Return the ids of selected targets, of one file at most; None without one.
+
+    They must have been selected by the description that ``spec`` is made for.
+    """
+    for path in paths:
+        with open_artifact(path, TARGETS) as file:
+            digest = file.spec.get("targets_digest")
+            check_same("description of targets", spec.targets_digest, digest, path, TARGETS.rule)
+            return file.table("targets")["id"].tolist()
+    return None
 
 
 def check_splits(

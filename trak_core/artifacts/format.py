@@ -14,6 +14,7 @@ before any HDF5 library sees the file, because damage can make those crash or ru
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
+from h5py import h5l  # pyright: ignore[reportAttributeAccessIssue] -- a compiled module
 
 from trak_core.errors import InputError
 
@@ -88,6 +90,14 @@ RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), 
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
 ANSWERS = ArtifactKind("trak-answers", ("targets", "train"), "draw_influences")
 SELF_INFLUENCE = ArtifactKind("trak-self-influence", ("train",), "compute_self_influence")
+OUTPUTS = ArtifactKind(
+    "trak-outputs",
+    ("sample_ids", "labels", "outputs", "predictions"),
+    "compute_outputs",
+    {"sample_ids": _COLUMNS},
+)
+TARGETS = ArtifactKind("trak-targets", ("targets",), "select_targets")
+GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
@@ -95,7 +105,7 @@ REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_remo
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
-    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS),
+    *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     *(EVALUATION, FLIPPED, REMOVALS),
 )
 
@@ -243,7 +253,60 @@ def table_columns(table: h5py.Dataset, columns: Iterable[tuple[str, str, int]]) 
     return values
 
 
-def _dataset(file: h5py.Group, name: str) -> h5py.Dataset:
+# No more than so many bytes come of one that zlib wrote.
+_MOST_UNPACKED = 1032
+_PLAIN_FILTERS = {h5py.h5z.FILTER_FLETCHER32, h5py.h5z.FILTER_SHUFFLE}
+
+
+def check_stored(name: str, dataset: h5py.Dataset, file_bytes: int) -> int:
+    """Return the bytes that a dataset takes in its file, which must hold all of its values.
+
+    A ``ValueError`` refuses one whose values lie in another file, or that is larger than what is
+    stored: HDF5 would fill the rest with zeros.
+    """
+    if dataset.is_virtual or dataset.external:
+        raise ValueError(f"{name!r} takes its values from another file")
+    plist, stored = dataset.id.get_create_plist(), dataset.id.get_storage_size()
+    filters = {plist.get_filter(i)[0] for i in range(plist.get_nfilters())}
+    most = stored if filters <= _PLAIN_FILTERS else stored * _MOST_UNPACKED
+    n_bytes = math.prod(dataset.shape or ()) * dataset.dtype.itemsize
+    if dataset.shape is None or n_bytes > most or stored > file_bytes:
+        raise ValueError(
+            f"{name!r} has the shape {dataset.shape} of {dataset.dtype}, and the file {stored} "
+            "bytes of it"
+        )
+    return stored
+
+
+def is_link(file: h5py.File, name: str) -> bool:
+    """Return whether a name is a link to elsewhere, which is not followed."""
+    try:
+        return file.id.links.get_info(name.encode()).type != h5l.TYPE_HARD
+    except KeyError:
+        return False
+
+
+def check_local(file: h5py.File) -> None:
+    """Refuse, by a ``ValueError``, a file some of whose values lie elsewhere, or don't exist.
+
+    The hashes of a file cover its own bytes alone. All that is in it must be reached by ordinary
+    links.
+    """
+    links, total, file_bytes = [], 0, file.id.get_filesize()
+    # Unlike h5py's own walk, this one comes to soft and external links.
+    file.id.links.visit(lambda name, info: links.append((name.decode(), info.type)), info=True)
+    for name, kind in links:
+        if kind != h5l.TYPE_HARD:
+            where = "another file" if kind == h5l.TYPE_EXTERNAL else "another place"
+            raise ValueError(f"{name!r} is a link to {where}")
+        node = file[name]
+        if isinstance(node, h5py.Dataset):
+            total += check_stored(name, node, file_bytes)
+    if total > file_bytes:
+        raise ValueError(f"its datasets take {total} bytes, and the file has {file_bytes}")
+
+
+def dataset_in(file: h5py.Group, name: str) -> h5py.Dataset:
     node = file.get(name)
     if not isinstance(node, h5py.Dataset):
         raise ValueError(f"{name!r} must be a dataset, found {type(node).__name__}")
@@ -252,7 +315,7 @@ def _dataset(file: h5py.Group, name: str) -> h5py.Dataset:
 
 def _check_frame(name: str, group: h5py.Group) -> None:
     values, rows, columns, items = (
-        _dataset(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
+        dataset_in(group, part) for part in ("block0_values", "axis1", "axis0", "block0_items")
     )
     for axis in (rows, columns, items):
         if axis.ndim != 1 or axis.dtype.kind not in "iuS":
@@ -274,11 +337,11 @@ def check_layout(file: h5py.File, kind: ArtifactKind) -> None:
         if isinstance(node, h5py.Group) and "block0_values" in node:
             _check_frame(name, node)
     for ids, vectors in kind.samples.items():
-        size = _dataset(file, ids).size
+        size = dataset_in(file, ids).size
         for name in (ids, *vectors):
             if name.split("/")[0] not in file:
                 continue
-            vector = _dataset(file, name)
+            vector = dataset_in(file, name)
             if vector.shape != (size,) or vector.dtype.kind not in "fiubS":
                 raise ValueError(
                     f"{name!r} must have one entry for each of the {size} {ids!r}, found shape "

@@ -20,6 +20,10 @@ from trak_core.artifacts.format import (
     ArtifactError,
     ArtifactKind,
     check_layout,
+    check_local,
+    check_stored,
+    dataset_in,
+    is_link,
     plain_ids,
     read_object,
     seal_holds,
@@ -220,7 +224,9 @@ def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
     try:
         held, sealed = _HeldFile(path), seal_holds(path)
         if sealed:
-            held.file()
+            file = held.file()
+            with _explained(path, kind):
+                check_local(file)
             return held
     except OSError as error:
         must = f"a {name} file must be readable HDF5"
@@ -282,6 +288,8 @@ def verify(path: Path) -> ArtifactKind:
 def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     """Read a frame of one dtype that ``frame.to_hdf(path, key=key)`` wrote; refuse anything else.
 
+    Its values must lie in the file itself.
+
     Returns:
         Values of shape (rows, columns), row ids and column ids.
     """
@@ -291,15 +299,25 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
     try:
         with h5py.File(path, "r") as file:
             parts = [f"{key}/{part}" for part in ("block0_values", "axis1", "axis0")]
+            if any(is_link(file, name) for name in (key, *parts)):
+                raise ValueError(f"a link in place of {key!r}, or of a part of it")
             if any(part not in file for part in parts) or f"{key}/block1_values" in file:
                 raise ArtifactError(
                     f"{path}: the file must hold a frame {key!r} in pandas' fixed layout, of one "
                     f"dtype. Found {', '.join(file) or 'nothing'}. {how}"
                 )
+            file_bytes = file.id.get_filesize()
+            for part in parts:
+                check_stored(part, dataset_in(file, part), file_bytes)
             values, index, columns = (np.asarray(file[part]) for part in parts)
-    except (OSError, RuntimeError) as error:
+            row_ids, column_ids = plain_ids(index), plain_ids(columns)
+    except (ArtifactError, MemoryError):
+        raise
+    except Exception as error:
+        # As above: a damaged file's errors are of any kind.
         raise ArtifactError(
-            f"{path}: the file must be readable HDF5. Found {_first_line(error)}."
+            f"{path}: the file must be readable HDF5, with all values of the frame {key!r} in it. "
+            f"Found {_first_line(error)}. Write it again."
         ) from error
     kinds = {index.dtype.kind, columns.dtype.kind}
     if values.dtype.kind not in "biuf" or not kinds <= {"i", "u", "S"} or values.ndim != 2:
@@ -313,4 +331,4 @@ def read_frame(path: Path, key: str) -> tuple[np.ndarray, list[Any], list[Any]]:
             f"{path}: the frame {key!r} must be whole and finite. Found {values.shape} values for "
             f"{len(index)} rows and {len(columns)} columns, or NaN among them."
         )
-    return values, plain_ids(index), plain_ids(columns)
+    return values, row_ids, column_ids

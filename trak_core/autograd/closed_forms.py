@@ -12,6 +12,7 @@ from trak_core.autograd.contributions import Contribution, Dense, Lookup, Outer
 from trak_core.autograd.convolution import Patches
 from trak_core.autograd.graph import Edge, name_of, shape_of
 from trak_core.autograd.layouts import Layout, locate
+from trak_core.autograd.token_margins import head_factors
 
 # Entries whose products are summed at a time: they stay in a core's own cache.
 _CACHED = 2**18
@@ -263,6 +264,15 @@ def _batch_normed(use: Use) -> Contribution | None:
     return _by_channel(use, lambda images, part: (images - mean).mul_(scale))
 
 
+def _head_of_margins(use: Use) -> Contribution | None:
+    """Serve the last layer of a language model whose logits are computed in pieces."""
+    n_samples, shape = use.layout.n_samples, use.gradient.shape
+    if use.layout.owners is not None or n_samples not in {1, shape[1]}:
+        return None
+    factors = head_factors(use.edge.user, use.gradient.reshape(len(use.gradient), n_samples, -1))
+    return Dense(factors.of_bias()) if use.edge.index else factors
+
+
 _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
     "Add": _added,
     "Sub": _added,
@@ -278,4 +288,5 @@ _FORMS: dict[str, Callable[[Use], Contribution | None]] = {
     "NativeBatchNorm": _batch_normed,
     "CudnnBatchNorm": _batch_normed,
     "MiopenBatchNorm": _batch_normed,
+    "HeadOfMargins": _head_of_margins,
 }

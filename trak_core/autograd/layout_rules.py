@@ -239,6 +239,11 @@ def _attended(at: At) -> Layout | None:
     return at.along(at.dim) if at.index < 3 and at.dim in {0, 1} else None
 
 
+def _shared(at: At) -> Layout | None:
+    """Has no inputs except parameters."""
+    return None
+
+
 _NAMES: dict[Rule, str] = {
     _reshaped: "View UnsafeView ReshapeAlias Unsqueeze Squeeze Clone Alias ToCopy",
     _pointwise: (
@@ -287,8 +292,10 @@ _NAMES: dict[Rule, str] = {
         "ScaledDotProductEfficientAttention ScaledDotProductCudnnAttention"
     ),
     _along_first_dim: (
-        "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im"
+        "Convolution NativeGroupNorm NllLoss NllLoss2D PixelShuffle PixelUnshuffle Im2Col Col2Im "
+        "MarginsInPieces"
     ),
+    _shared: "HeadOfMargins",
 }
 
 

@@ -192,7 +192,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
 def _json(file: Path | None) -> dict[str, Any]:
     try:
         return json.loads(file.read_text(encoding="utf-8")) if file else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(
             f"{file}: must be JSON. {error}.", code="command.weights_config"
         ) from error

@@ -10,9 +10,11 @@ from trak_core.errors import InputError
 _USAGE = """\
 usage: trak run CONFIG [TARGET ...] [OPTION ...]
        trak init [FOLDER] [--config trak.yaml]
+       trak ask CONFIG [--target ID] [--file LINES] [--csv TABLE] [--html PAGE]
        trak --version
 
 Look at a folder of weights and data, and write a config to begin with: `trak init`.
+Ask a finished run about more samples, one a line: `trak ask` (`trak ask --help` says more).
 Run a study's config by Snakemake, in this folder. Targets and options are Snakemake's own:
 
   trak run study.yaml                  everything
@@ -29,8 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words == ["--version"]:
         print(f"trak-core {__version__}")
         return
-    begins = words[:1] == ["init"]
-    if not begins and (len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2])):
+    begins, asks = (words[:1] == [word] for word in ("init", "ask"))
+    if not (begins or asks) and (
+        len(words) < 2 or words[0] != "run" or {"-h", "--help"} & set(words[:2])
+    ):
         asked = not words or {"-h", "--help"} & set(words)
         print(_USAGE, end="", file=sys.stdout if asked else sys.stderr)
         sys.exit(0 if asked else 2)
@@ -39,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             from trak_core.command.init import init  # reads rows by pandas: `run` need not wait
 
             init(words[1:])
+        elif asks:
+            from trak_core.command.ask import ask
+
+            ask(words[1:])
         else:
             run(words[1], words[2:])
     except InputError as error:

@@ -50,12 +50,12 @@ def snakemake_command(config: str, arguments: Sequence[str]) -> list[str]:
     return ["snakemake", f"--snakefile={snakefile}", f"--configfile={config}", *handed]
 
 
-def run(config: str, arguments: Sequence[str]) -> None:
-    """Print Snakemake's call for a config and become it."""
+def check_config_file(word: str, config: str) -> None:
+    """Refuse what can't be a config, after a word such as ``run``."""
     if not config.endswith((".yaml", ".yml", ".json")):
         raise InputError(
-            f"`trak run` must get a config first, such as study.yaml. Found {config}. Name the "
-            "config, then what Snakemake is to get: `trak run study.yaml scores -n`.",
+            f"`trak {word}` must get a config first, such as study.yaml. Found {config}. Name the "
+            f"config, then the rest: `trak {word} study.yaml ...`.",
             code="command.no_config",
         )
     if not Path(config).is_file():
@@ -63,6 +63,11 @@ def run(config: str, arguments: Sequence[str]) -> None:
             f"The config must exist. Found nothing at {config} (from {Path.cwd()}).",
             code="command.missing_config",
         )
+
+
+def run(config: str, arguments: Sequence[str]) -> None:
+    """Print Snakemake's call for a config and become it."""
+    check_config_file("run", config)
     if find_spec("snakemake") is None:
         raise InputError(
             "`trak run` must find Snakemake in its own Python. Found none: "

@@ -9,6 +9,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE
 from trak_core.spec import EXACT, Combine, ProjectionKind, Weighting
+from trak_core.spec.condition import MOST_TARGETS, Condition
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
@@ -77,6 +78,23 @@ def check_lists(config: Mapping[str, Any]) -> None:
         )
 
 
+def check_conditions(config: Mapping[str, Any]) -> None:
+    """Refuse descriptions of targets that can't be read, and what they can't be combined with."""
+    for name, about in config["experiments"].items():
+        if "where" not in about:
+            continue
+        Condition.parse(about["where"])
+        beside = [key for key in ("targets", "data") if key in about]
+        beside += ["shards"] * (about["shards"] != 1)
+        if beside:
+            raise InputError(
+                f"experiments.{name}: `where` must stand alone: it chooses {MOST_TARGETS} targets "
+                "at most, out of all of the study's target_data(). "
+                f"Found {beside[0]} beside it. Leave either out.",
+                code="config.where_alone",
+            )
+
+
 def _refuse(code: str, setting: str, rules: Iterable[tuple[bool, str, Any]], remedy: str) -> None:
     """Raise the first rule that is broken: each says whether it is, what must hold, what stands."""
     for is_broken, must, value in rules:
@@ -121,10 +139,12 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "`data`.",
             code="config.evaluated_question",
         )
-    if removals and config["experiments"][removals["experiment"]].get("targets") == "all":
+    about = config["experiments"][removals["experiment"]] if removals else {}
+    if about.get("targets") == "all" or "where" in about:
+        means = "where" if "where" in about else "targets: all"
         raise InputError(
             "evaluation.removals takes the first of its experiment's `targets`, which must be ids. "
-            f"Found `targets: all` of {removals['experiment']}. Name those to remove for in an "
+            f"Found `{means}` of {removals['experiment']}. Name those to remove for in an "
             "experiment of their own.",
             code="config.removals_of_all",
         )

@@ -1,4 +1,4 @@
-"""Refuse paths that a shell would read as more than a path; standard library only."""
+"""Refuse paths and values that a shell would read as more than that; standard library only."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +28,19 @@ def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
                 f"get them on a command line. Found {found!r} in {path!r}, {what}. Rename it, or "
                 "give a link of another name.",
                 code="config.shell_sign",
+            )
+
+
+def check_given(entries: Iterable[str]) -> None:
+    """Refuse what ``--config`` says, if Snakemake would quote it for a shell so that parts run."""
+    for entry in entries:
+        found = next((sign for sign in entry if sign in "'\\\n\r"), None)
+        if found is not None:
+            raise InputError(
+                "--config: on an executor of clusters, values must be without apostrophe, "
+                f"backslash and ends of lines, because a shell reads them. Found {found!r} in "
+                f"{entry!r}. Write it into a file, and name that by --configfile.",
+                code="config.shell_value",
             )
 
 

@@ -216,7 +216,7 @@ def _step(folder: Path, number: int) -> float:
     try:
         step = json.loads(state.read_text(encoding="utf-8"))["global_step"]
         return _checked_time(step, folder.name)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
             f"failed: {type(error).__name__}: {error}. Train again, or name the other folders."

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.config.check_keys import (
+    check_conditions,
     check_evaluation,
     check_exact,
     check_lists,
@@ -192,6 +193,12 @@ class Specs:
         }
 
     @property
+    def conditions(self) -> dict[str, str]:
+        """What experiments say of their targets, by name, where they don't name any."""
+        experiments = self.config["experiments"].items()
+        return {name: about["where"] for name, about in experiments if "where" in about}
+
+    @property
     def has_columns(self) -> bool:
         """Whether the study, or a question in Python, may have columns of its own."""
         questions = [path for path in self.questions.values() if path.endswith(".py")]
@@ -206,6 +213,8 @@ class Specs:
         """Return the hash of an experiment's targets, None for the training samples."""
         if split not in self.experiments:
             return None
+        if split in self.conditions:
+            return content_digest(["where", self.conditions[split]], self.digests["columns"])
         question = Path(self.questions[split]) if split in self.questions else None
         study = Path(self.config["study"])
         return targets_digest(self.experiments[split], question, self.digests, study)
@@ -247,6 +256,19 @@ class Specs:
         return replace(
             self.all_features,
             projection={"kind": "embedding"},
+            dtype="float32",
+            study_digest=self.digests["targets"],
+            preconditioner=None,
+            split="all",
+        )
+
+    @property
+    def outputs(self) -> FeaturesSpec:
+        """What decides the model outputs of all possible targets, of all checkpoints."""
+        return replace(
+            self.all_features,
+            parameter_patterns=None,
+            projection={"kind": "none"},
             dtype="float32",
             study_digest=self.digests["targets"],
             preconditioner=None,
@@ -394,17 +416,19 @@ def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
     return [*named.values()]
 
 
-def specs_of(config: dict[str, Any], results: Path) -> Specs:
+def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
     """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
     The config has its schema's defaults; those that depend on the model output and the checkpoints
-    are filled in. The folder ``results`` keeps a record of data files.
+    are filled in. The folder ``results`` keeps a record of data files, which is read alone where
+    ``writes`` is false.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
     if config["projection"] == EXACT:
         check_exact(config)
     check_preconditioner(config)
+    check_conditions(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
@@ -413,7 +437,7 @@ def specs_of(config: dict[str, Any], results: Path) -> Specs:
         check_evaluation(config)
     check_lists(config)
     study = Path(config["study"])
-    data = data_digests(config["data_files"], results / "data_files.json")
+    data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"]]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]

@@ -17,6 +17,8 @@ _CHUNK_ROWS = 1024
 _FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
 # Training samples, and projection matrices, whose distortion is measured.
 DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
+# Draws of the intervals of groups' scores.
+_GROUP_DRAWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,25 @@ def average_need(
     row = 64 * n_targets + 40 * n_checkpoints + 12 * (solved_dim or 0)
     job = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
     return Need(job, fixed, row)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsNeed:
+    """Memory of summing scores by groups: sums of every draw, then rows of all checkpoints."""
+
+    n_groups: int
+    n_targets: int
+    n_checkpoints: int
+
+    def targets(self, memory_mb: int) -> int:
+        """Return how many targets' sums may be held: they get a third of the budget."""
+        of_target = 2 * 8 * _GROUP_DRAWS * self.n_groups
+        return min(self.n_targets, max(1, memory_mb * 2**20 // 3 // of_target))
+
+    def rows(self, memory_mb: int) -> int:
+        """Return how many rows of all checkpoints' scores may be held, in a third as well."""
+        of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
+        return max(1, memory_mb * 2**20 // 3 // of_row)
 
 
 def evaluation_need(

@@ -19,6 +19,7 @@ from trak_core.config.memory_needs import check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
+from trak_core.spec.condition import MOST_TARGETS
 from trak_core.system.files import read_record, write_record
 
 # Bytes of a checkpoint from which on its model is worth building without numbers.
@@ -116,6 +117,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
+        "group_by": config.get("groups", []),
     }
 
 
@@ -141,6 +143,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
             "shards": shards,
             "checkpoints": changed,
             "questions": specs.questions,
+            "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
         sizes = _preflight_in_a_process(request)
@@ -199,6 +202,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)
     n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
+    n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
     check_memory(
         memory_mb,

@@ -60,10 +60,11 @@ _FUNCTIONS = (
 )
 
 
-def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
+def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
     """Return a config whose study is a file, which is written if it names a ready-made one.
 
-    ``study: language_model`` becomes a file in the results folder; the files that
+    ``study: language_model`` becomes a file in the results folder, which is not written where
+    ``writes`` is false; the files that
     ``study_arguments`` name are among ``data_files``, and its model output is filled in. The
     weights that a language model is built from are those of the first checkpoint, unless given.
     """
@@ -95,7 +96,8 @@ def with_ready_study(config: Mapping[str, Any]) -> dict[str, Any]:
     # Two configs may share a results folder: neither overwrites the study of the other's jobs.
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     file = Path(results, f"{name}_study_{digest}.py")
-    _write(file, text)
+    if writes:
+        _write(file, text)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     if about.takes_weights:
         named += _beside_weights(Path(arguments["weights"]))

@@ -1,7 +1,8 @@
 """Read a config and compare it with its JSON Schema, in a user's words."""
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import jsonschema.validators
 import yaml
 
 from trak_core.errors import InputError
+
+# A few hundred bytes of aliases say more than could be checked in a day.
+_MOST_VALUES = 10**6
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -43,9 +47,26 @@ def check_unique_keys(path: Path) -> None:
     """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
     with path.open(encoding="utf-8") as file:
         try:
-            yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            config = yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+            n_values = _size(config, {})
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"{path}: a config must be YAML. {error}") from error
+    if n_values > _MOST_VALUES:
+        raise InputError(
+            f"{path}: a config must say at most {_MOST_VALUES} values, counted wherever an alias "
+            f"(*name) repeats them. Found {n_values}. Name a table, for what is that long.",
+            code="config.too_many_values",
+        )
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """Return how many values there are, with all that aliases repeat; each is looked at once."""
+    if not isinstance(value, Mapping | list):
+        return 1
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_size(part, known) for part in inner)
+    return known[id(value)]
 
 
 class _TextKeyLoader(yaml.SafeLoader):
@@ -77,7 +98,7 @@ def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[
         if isinstance(read.get(key), Mapping | list):
             try:
                 given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
-            except (yaml.YAMLError, ValueError) as error:
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
                 raise InputError(f"--config {key}: the value must be YAML. {error}") from error
             read[key] = merged(read[key], given)
     return read
@@ -196,3 +217,27 @@ def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
     lines = list(dict.fromkeys(_explained(error) for error in errors))
     if lines:
         raise InputError("The config is not valid:\n  " + "\n  ".join(lines), code="config.schema")
+
+
+def _filling(
+    validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    """Check properties as ever, after those that are missing have got their defaults."""
+    if isinstance(value, dict):
+        for key, about in properties.items():
+            if "default" in about:
+                value.setdefault(key, deepcopy(about["default"]))
+    yield from _Validator.VALIDATORS["properties"](validator, properties, value, schema)
+
+
+_Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that ``check_config`` has taken with the defaults of its JSON Schema.
+
+    Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
+    """
+    filled = deepcopy(dict(config))
+    _Filler(schema).validate(filled)
+    return filled

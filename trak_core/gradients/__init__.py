@@ -14,6 +14,7 @@ from trak_core.gradients.batch_size import (
     MemoryByLength,
     Room,
     SampleMemory,
+    budget_bytes,
     in_chunks,
     memory_by_length,
     sample_memory,
@@ -63,7 +64,7 @@ from trak_core.gradients.per_sample import (
 from trak_core.gradients.variety import Variety
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
-__all__ += ["MemoryByLength", "Room", "SampleMemory", "in_chunks"]
+__all__ += ["MemoryByLength", "Room", "SampleMemory", "budget_bytes", "in_chunks"]
 __all__ += ["memory_by_length", "sample_memory", "samples_that_fit"]
 __all__ += ["check_finite", "check_finite_gramian", "check_labels", "check_samples_apart"]
 __all__ += ["count_classes", "explain_not_finite", "refuse_not_finite"]

@@ -41,19 +41,22 @@ class SampleMemory:
         activation_bytes: Peak of what is saved on the way to f, and of gradients with respect to
             tensors that are computed from parameters.
         gradient_bytes: Size of a whole gradient; at most a piece of all gradients is formed.
+        shared_bytes: What any number of samples takes once.
     """
 
     activation_bytes: int
     gradient_bytes: int
+    shared_bytes: int = 0
 
     def of(self, n_samples: int) -> int:
         """Return the bytes that ``n_samples`` take together."""
         formed = min(n_samples * self.gradient_bytes, PIECE_BYTES)
-        return n_samples * self.activation_bytes + _PIECES * formed
+        return n_samples * self.activation_bytes + _PIECES * formed + self.shared_bytes
 
     def most(self, budget_bytes: int) -> int:
         """Return how many samples together take no more than ``budget_bytes``."""
-        all_formed = budget_bytes // max(1, self.of(1))
+        budget_bytes -= self.shared_bytes
+        all_formed = budget_bytes // max(1, self.of(1) - self.shared_bytes)
         in_pieces = (budget_bytes - _PIECES * PIECE_BYTES) // max(1, self.activation_bytes)
         return max(all_formed, in_pieces)
 
@@ -103,10 +106,16 @@ def _pair(batch: Batch) -> Batch:
     return pair.mapped(torch.clone)
 
 
+def budget_bytes(device: torch.device, memory_mb: int) -> int:
+    """Return what a batch may take: ``memory_mb`` MiB, or most of a CUDA device's free memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] * 4 // 5
+    return memory_mb * 2**20
+
+
 def _checked_budget(needed: SampleMemory, device: torch.device, memory_mb: int) -> int:
     """Return what a batch may take, at least one sample's bytes; see ``samples_that_fit``."""
-    is_cuda = device.type == "cuda"
-    budget = torch.cuda.mem_get_info(device)[0] * 4 // 5 if is_cuda else memory_mb * 2**20
+    is_cuda, budget = device.type == "cuda", budget_bytes(device, memory_mb)
     if needed.of(1) > budget:
         memory = "The GPU's free memory" if is_cuda else "compute.memory_mb"
         remedy = "Use a larger GPU" if is_cuda else "Raise it"

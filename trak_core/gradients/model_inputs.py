@@ -83,7 +83,7 @@ class Batch:
         named = {**self.kwargs, "labels": self.labels} if self.gives_labels else self.kwargs
         kwargs = {name: tensor.clone() for name, tensor in named.items()}
         returned = model(*(tensor.clone() for tensor in self.args), **kwargs)
-        return _without_virtual_tokens(model, returned, self.labels)
+        return without_virtual_tokens(model, returned, self.labels)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the inputs with their names."""
@@ -91,7 +91,7 @@ class Batch:
         yield from self.kwargs.items()
 
 
-def _without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
+def without_virtual_tokens(model: nn.Module, returned: Any, labels: Tensor) -> Any:
     """Cut off the logits of prompt tuning's virtual tokens, which PEFT puts before a text."""
     n_virtual = getattr(getattr(model, "active_peft_config", None), "num_virtual_tokens", None)
     logits = getattr(returned, "logits", None)

@@ -3,11 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.autograd.token_margins import MarginFactors
+from trak_core.errors import InputError
+from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.model.device import find_device, takes_cuda
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape
 
@@ -97,14 +102,18 @@ class Features:
             for sums in self.products:
                 sums.add_lookups(number, use.indices, use.gradients[0])
             return True
-        if not isinstance(use, Outer):
+        if isinstance(use, Outer):
+            n_tokens, outers = use.inputs.shape[1], [use]
+        elif isinstance(use, MarginFactors):
+            n_tokens, outers = use.n_tokens, use.outers()
+        else:
             return False
-        n_samples, n_tokens, _ = use.inputs.shape
-        if not prefers_factors(n_samples, n_tokens, *shape, self._projections[0].proj_dim):
+        if not prefers_factors(use.n_rows, n_tokens, *shape, self._projections[0].proj_dim):
             return False
-        factors = use.inputs, use.gradients[0]
-        for sums in self.products:
-            sums.add_products(number, *(reversed(factors) if use.is_transposed else factors))
+        for outer in outers:
+            factors = outer.inputs, outer.gradients[0]
+            for sums in self.products:
+                sums.add_products(number, *(reversed(factors) if outer.is_transposed else factors))
         return True
 
     def _project_held(self) -> None:
@@ -155,6 +164,61 @@ class Features:
             raise NotFiniteError("Features must be finite. Found NaN or infinity.")
         pairs = zip(self.rows, self._projections, strict=True)
         return [rows * projection.scale for rows, projection in pairs]
+
+
+def batch_features(
+    method: GradientMethod,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    batch: Batch,
+    projection: ProjectionSpec,
+    ids: Sequence[object],
+    threads: int,
+    scales: Mapping[str, Tensor] | None,
+) -> tuple[np.ndarray, list[Tensor]]:
+    """Return the projected gradients of a batch, and what goes with each sample.
+
+    Returns:
+        Features, shape (batch, proj_dim), float32. Label numbers, and ``PerSample.columns``.
+
+    Raises:
+        InputError: If something is not finite: it names the samples, by ``ids``, and parameters.
+    """
+    sums = Features.zeros(parameters, [projection], len(batch), threads, scales)
+    try:
+        columns = method(model, parameters, output, batch, sums)
+        (rows,) = sums.scaled()
+    except NotFiniteError:
+        explain_not_finite(model, parameters, output, batch, ids)
+        raise
+    if not columns[0].isfinite().all():
+        explain_not_finite(model, parameters, output, batch, ids)
+    numbers = torch.vmap(output.label_number)(batch.labels)
+    return rows.cpu().numpy(), [numbers, *columns]
+
+
+def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
+    """Return the rows in the dtype they are stored in; float16 must hold them."""
+    if dtype == "float32":
+        return rows
+    with np.errstate(over="ignore", under="ignore"):
+        stored = rows.astype(np.float16)
+    # Rounding alone costs 5e-4 at most; more is lost where entries fall below 6e-5 or overflow.
+    exact = rows.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
+    if lost.any():
+        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+        size = np.abs(rows[lost])
+        raise InputError(
+            "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
+            "entries of 6e-5 to 65504. Found entries from "
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(named)}. "
+            "Set features_dtype to float32.",
+            code="stages.float16",
+        )
+    return stored
 
 
 def projecting_device(name: str) -> torch.device:

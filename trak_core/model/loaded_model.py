@@ -1,7 +1,7 @@
 """Load a study's model under one checkpoint, with its parameters and model output."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
+    budget_bytes,
     check_labels,
     check_samples_apart,
     count_classes,
@@ -18,7 +19,9 @@ from trak_core.gradients import (
     memory_by_length,
     select_parameters,
 )
+from trak_core.gradients.batch_size import PIECE_BYTES
 from trak_core.model.length_order import OrderedSamples, StoredSamples, order_samples
+from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
 from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
@@ -30,6 +33,12 @@ from trak_core.study.split import Split
 from trak_core.study.study import Study
 
 _FEW = 8  # samples that are checked before the expensive work
+# Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
+_LOGIT_BYTES = 16
+# The logits of a text may have this part of the memory; more are computed in pieces.
+_LOGITS_SHARE = 4
+# Copies of such a piece that are there together.
+_LOGIT_PIECES_BYTES = 4 * PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,11 @@ class LoadedModel:
         cls, study_file: Path, checkpoint: Path, spec: FeaturesSpec, device: torch.device
     ) -> Self:
         """Return the study's model with the weights of a checkpoint, a file or a folder."""
-        study = Study.load(study_file)
+        return cls.of(Study.load(study_file), checkpoint, spec, device)
+
+    @classmethod
+    def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
+        """Return the same of a study that is loaded already."""
         model = study.make_model()
         digests = load_checkpoint(model, checkpoint)
         model.to(device)
@@ -79,7 +92,24 @@ class LoadedModel:
 
     def batch(self, samples: OrderedSamples, start: int, stop: int) -> Batch:
         """Return the samples from ``start`` to ``stop`` on the model's device."""
-        return samples.batch(start, stop).mapped(lambda tensor: tensor.to(self.device))
+        batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(self.device))
+        needs_labels = isinstance(self.model, MarginsOfTokens)
+        return replace(batch, gives_labels=True) if needs_labels else batch
+
+    def in_pieces(self, samples: OrderedSamples, memory_mb: int) -> Self:
+        """Return the model with its logits in pieces, if the longest text's take much memory.
+
+        Its outputs are the same up to rounding. ``few`` says so on standard output.
+        """
+        if self.output.label_ndim != 1 or self.output.takes_labels:
+            return self
+        (place,) = samples.few(1)
+        n_tokens = self.batch(samples, place, place + 1).labels.shape[-1]
+        most_bytes = budget_bytes(self.device, memory_mb) // _LOGITS_SHARE
+        if _LOGIT_BYTES * n_tokens * vocabulary_size(self.model) <= most_bytes:
+            return self
+        model = MarginsOfTokens(self.model, self.output)
+        return replace(self, model=model, output=model.output)
 
     def stored(self, samples: OrderedSamples) -> StoredSamples:
         """Read all samples into memory on the model's device."""
@@ -95,12 +125,17 @@ class LoadedModel:
         few = joined([self.batch(samples, i, i + 1) for i in places])
         with samples.naming_longest():
             n_classes = count_classes(self.model, self.output, few, self.device)
+        if isinstance(self.model, MarginsOfTokens):
+            print(f"Notice: {self.model.told(few.labels.shape[1])}", flush=True)
         check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in places])
         return few, n_classes
 
     def memory(self, few: Batch) -> MemoryByLength:
         """Measure the memory that differentiating a sample takes."""
-        return memory_by_length(self.model, self.parameters, self.output, few)
+        needed = memory_by_length(self.model, self.parameters, self.output, few)
+        if not isinstance(self.model, MarginsOfTokens):
+            return needed
+        return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))
 
     def check_apart(self, few: Batch, at_once: int) -> None:
         """Refuse a model in which samples of a batch of ``at_once`` influence each other."""

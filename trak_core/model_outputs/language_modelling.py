@@ -1,5 +1,8 @@
 """Language modelling, causal, masked or from a source: the log-odds of the tokens that count."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
@@ -38,7 +41,11 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
     counted = labels != IGNORED
-    margins = margin(logits, torch.where(counted, labels, 0))
+    return _joint_log_odds(margin(logits, torch.where(counted, labels, 0)), counted)
+
+
+def _joint_log_odds(margins: Tensor, counted: Tensor) -> Tensor:
+    """Return the joint log-odds of the tokens that count, from the margin of each."""
     loss = torch.where(counted, softplus(-margins), 0).sum()
     log_loss = torch.logsumexp(
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
@@ -87,6 +94,35 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
 LANGUAGE_MODELLING = _of_tokens(1)
 MASKED_LANGUAGE_MODELLING = _of_tokens(0)
 SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
+
+
+def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> ModelOutput:
+    """Return the same model output of a model that returns no logits, but what they come to.
+
+    Its returns have shape (batch, tokens, 2): the margin of each predicted token, and 1 where that
+    token is the likeliest. Labels stay as they are; the first is left out where ``predicts_next``.
+    ``n_classes`` gives the size of the vocabulary once the model was called.
+    """
+    ahead = int(output.predicts_next)
+
+    def value(tokens: Tensor, labels: Tensor) -> Tensor:
+        return _joint_log_odds(tokens[:, 0], labels[ahead:] != IGNORED)
+
+    def curvature(tokens: Tensor, labels: Tensor) -> Tensor:
+        f = value(tokens, labels)
+        return torch.sigmoid(f) * torch.sigmoid(-f)
+
+    def tokens_right(tokens: Tensor, labels: Tensor) -> Tensor:
+        return ((labels[ahead:] != IGNORED) & (tokens[:, 1] > 0)).sum().float()
+
+    return replace(
+        output,
+        value=value,
+        loss_weight=lambda tokens, labels: torch.sigmoid(-value(tokens, labels)),
+        curvature=curvature,
+        prediction=tokens_right,
+        n_classes=lambda tokens: n_classes(),
+    )
 
 
 def warn_of_masked_model(output: ModelOutput, model: nn.Module) -> None:

@@ -44,8 +44,10 @@ _SWEPT = (
     ("loss_weight_power", "Power of the loss weights", "scoring.loss_weight_power"),
 )
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
-_TARGETS = 6
+TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (22, 2), (17, 9)
+# A chart's groups, and likewise what fits beside one.
+_GROUPS, _NAME = 25, (22, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +133,22 @@ def _line_chart(
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.grid(axis="y", color="#ddd", linewidth=0.6)
+        return _chart(title, f"{y_label} against {x_label}", figure, legend)
+
+
+def _chart(title: str, shown: str, figure: Figure, legend: Sequence[Line] = ()) -> Chart:
+    """Return a figure as a chart; ``shown`` says in words what against what."""
+    for axes in figure.axes:
         axes.set_axisbelow(True)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    width, height = figure.get_size_inches()
     return Chart(
         title=title,
-        alt=f"{title}: {y_label} against {x_label}",
+        alt=f"{title}: {shown}",
         src=f"data:image/svg+xml;base64,{base64.b64encode(buffer.getvalue()).decode()}",
-        width=round(_WIDTH * 96),
-        height=round(_HEIGHT * 96),
+        width=round(width * 96),
+        height=round(height * 96),
         legend=legend,
     )
 
@@ -245,11 +254,34 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
     return charts
 
 
+def group_charts(groups: File) -> list[Chart]:
+    """Return each column's groups with their mean scores: the largest, where there are many."""
+    charts = []
+    for column, rows in groups.tables["groups"].groupby("column", sort=False):
+        largest = rows.nlargest(_GROUPS, "n", keep="all").head(_GROUPS)
+        shown = largest.sort_values("mean", kind="stable").reset_index(drop=True)
+        more = f", the {_GROUPS} largest groups" if len(rows) > _GROUPS else ""
+        with mpl.rc_context(_STYLE):
+            figure = Figure(figsize=(_WIDTH, 0.9 + 0.2 * len(shown)), layout="constrained")
+            axes = figure.subplots()
+            axes.axvline(0, color=_GREY, linewidth=0.8)
+            axes.hlines(shown.index, shown["low"], shown["high"], color=_BLUE, linewidth=1.6)
+            axes.plot(
+                shown["mean"], shown.index, color=_BLUE, marker="o", markersize=4, linestyle=""
+            )
+            names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
+            axes.set_yticks(shown.index, labels=names, parse_math=False)
+            axes.set_xlabel("mean score")
+            axes.grid(axis="x", color="#ddd", linewidth=0.6)
+            charts.append(_chart(f"By {column}{more}", f"mean score of each {column}", figure))
+    return charts
+
+
 def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
-    output, shown = TABLE[spec["model_output"]], examples.shown[:_TARGETS]
+    output, shown = TABLE[spec["model_output"]], examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
         f"Experiment {spec['experiment']}: targets (left), training samples that push their "

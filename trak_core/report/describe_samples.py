@@ -6,7 +6,6 @@ The report (templates/examples.html.j2), the answers (templates/answer.html.j2) 
 
 import base64
 import io
-import itertools
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,20 +77,6 @@ class Examples:
         """Rows of the targets that are shown."""
         return rows_with(self.experiment.tables["shown"])
 
-    def pushed(self) -> dict[Any, dict[int, list[Any]]]:
-        """Return by training sample the rows of the targets shown, by sign, that it moves most.
-
-        A sample that moves more targets comes first, and so does a larger score.
-        """
-        pushed: dict[Any, dict[int, list[Any]]] = {}
-        for target, sign in itertools.product(self.shown, (1, -1)):
-            for influence in self.strongest(target.id, sign):
-                pushed.setdefault(influence.train_id, {1: [], -1: []})[sign].append(influence)
-        for rows in (rows for by_sign in pushed.values() for rows in by_sign.values()):
-            rows.sort(key=lambda influence: -abs(influence.score))
-        by_targets = sorted(pushed.items(), key=lambda item: -sum(map(len, item[1].values())))
-        return dict(by_targets)
-
     def strongest(self, target: Any, sign: int) -> list[Any]:
         """Return rows of a target's strongest training samples: helpful at 1, harmful at -1."""
         return strongest(self.experiment, target, sign)
@@ -128,7 +113,8 @@ def find_examples(
     def show(split: Split, n: int) -> dict[Any, Picture | str]:
         ids = split.ids[:n]
         return {
-            i: _shown(study, i, split.samples[row], characters, draws) for row, i in enumerate(ids)
+            i: show_sample(study, i, split.samples[row], characters, draws)
+            for row, i in enumerate(ids)
         }
 
     strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])
@@ -152,7 +138,7 @@ def are_drawn(study: Study, train: Split) -> bool:
     return _image(sample) is not None
 
 
-def _shown(
+def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
     """Return a sample drawn, with its text if there is one; or its text; or printed."""
@@ -254,13 +240,6 @@ def readable(text: str, characters: int) -> str:
     if len(whole) <= characters and len(begun) == len(text):
         return whole
     return whole[:characters].rstrip() + " ..."
-
-
-def beginning(sample: Picture | str) -> Picture | str:
-    """Return a sample with the beginning of its text alone."""
-    if isinstance(sample, Picture):
-        return replace(sample, text=readable(sample.text, BEGINNING))
-    return readable(sample, BEGINNING)
 
 
 def _printable(character: str) -> str:

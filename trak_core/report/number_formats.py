@@ -9,7 +9,7 @@ from trak_core.model_outputs.table import About
 def number(value: float, digits: int = 3) -> str:
     """Return a number in so many digits, with a true minus sign; no exponent for everyday sizes."""
     text = f"{value:,.{digits}g}" if abs(value) < 1e6 else f"{value:.{digits}g}"
-    if "e" in text and 1e3 <= abs(value) < 1e6:
+    if "e" in text and 1 <= abs(value) < 1e6:
         text = f"{value:,.0f}"
     return text.replace("-", "\N{MINUS SIGN}")
 

@@ -13,6 +13,7 @@ from trak_core.artifacts import (
     DISTORTION,
     EVALUATION,
     FLIPPED,
+    GROUPS,
     NORMAL_MATRIX,
     REMOVALS,
     SCORES,
@@ -26,6 +27,7 @@ from trak_core.system.job import PEAK
 # A smaller loss weight is near 0.
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
+_N_HARMFUL = 100
 # Shards and groups of subsets: 2-of-5, 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
@@ -65,9 +67,9 @@ def rows_with(table: pd.DataFrame, **values: Any) -> list[Any]:
 class Results:
     """All that the report is made from; what was not measured is empty.
 
-    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations`` and
-    ``removals`` by experiment, ``matrices`` and ``distortions`` one a checkpoint, ``flipped`` and
-    ``self_influence`` one at most.
+    ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
+    ``removals`` and ``groups`` by experiment, ``matrices`` and ``distortions`` one a checkpoint,
+    ``flipped`` and ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -79,6 +81,7 @@ class Results:
     flipped: Sequence[File] = ()
     self_influence: Sequence[File] = ()
     distortions: Sequence[File] = ()
+    groups: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def awaits_evaluation(self) -> bool:
@@ -111,7 +114,7 @@ class Results:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.self_influence, *self.distortions]
+        return [*scored, *measured, *self.self_influence, *self.distortions, *self.groups.values()]
 
 
 def _file(
@@ -131,11 +134,13 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         each: Influences of either sign kept for each.
 
     Returns:
-        Tables ``targets``, ``shown`` (the first of them) and ``top_influences`` (on those).
+        Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those) and
+        ``train`` (the samples in it, and those that harm all targets most).
         Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
-        near 0 at the ends of runs; ``right``, the part whose prediction is the label; and
-        ``influential``, the ids of all in the file's ``top_influences``.
+        near 0 at the ends of runs; ``right``, the part whose prediction is the label;
+        ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
+        of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
 
     Raises:
         ArtifactError: If the file is not what it must be, or of a version before the report.
@@ -146,16 +151,29 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         shown = targets.head(n_shown)
         is_kept = influences["target_id"].isin(shown["id"]) & (influences["rank"] <= each)
         small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
+        is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
+        most_harmful, n_harmful = [], 0
+        if "harm" in train:  # files of earlier versions don't have it
+            harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
+            most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
+            n_harmful = int(np.sum(train["harm"].to_numpy() > train["help"].to_numpy()))
         return _file(
             file,
             results,
-            {"targets": targets, "shown": shown, "top_influences": influences.loc[is_kept, :]},
+            {
+                "targets": targets,
+                "shown": shown,
+                "top_influences": influences.loc[is_kept, :],
+                "train": train.loc[is_beside | train["id"].isin(most_harmful), :],
+            },
             unit=file.attribute("unit"),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
             right=float(np.mean(train["label"].to_numpy() == train["prediction"].to_numpy())),
             influential=influences["train_id"].unique().tolist(),
+            most_harmful=most_harmful,
+            n_harmful=n_harmful,
         )
 
 
@@ -215,6 +233,21 @@ def read_removals(path: Path, results: Path) -> File:
     """Return what became of an experiment's targets without their most helpful samples."""
     with open_artifact(path, REMOVALS) as file:
         return _file(file, results, {"summary": file.table("summary")})
+
+
+def read_groups(path: Path, results: Path) -> File:
+    """Return scores by groups: tables ``groups`` and, where there are any, ``differences``.
+
+    The largest differences come first, whatever their sign.
+    """
+    with open_artifact(path, GROUPS) as file:
+        tables = {"groups": file.table("groups")}
+        if file.has("differences"):
+            tables["differences"] = file.table("differences").sort_values(
+                "difference", key=np.abs, ascending=False, kind="stable"
+            )
+        names = ("confidence", "n_runs", "n_targets")
+        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
 
 
 def read_flipped(path: Path, results: Path) -> File:

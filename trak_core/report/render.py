@@ -15,7 +15,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
-from trak_core.report.describe_samples import EACH, Examples, beginning
+from trak_core.report.describe_samples import EACH, Examples
+from trak_core.report.explore import AT_ONCE, EACH_ON_PAGE, Answer
 from trak_core.report.read import File, Results, condition_number, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
@@ -32,7 +33,6 @@ _FILTERS = (
     number_formats.is_right,
     number_formats.of_target,
     number_formats.of_training_sample,
-    beginning,
 )
 _KINDS = ("ceiling", "scores", "baseline")
 # Entries of a list or mapping in the config.
@@ -117,7 +117,7 @@ def _environment() -> Environment:
     )
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
-        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
+        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts, charts.group_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
@@ -154,10 +154,12 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     )
 
 
-def answer(examples: Examples, study: str, each: int) -> str:
+def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 
-    A target has ``each`` training samples of either sign, at most.
+    A target has ``each`` training samples of either sign, at most. An experiment without a name of
+    its file is one of answers, whose scores are in no file.
     """
-    output = TABLE[examples.experiment.spec["model_output"]]
-    return rendered("answer", shown=examples, output=output, study=study, each=each)
+    output = TABLE[shown.experiment.spec["model_output"]]
+    given = {"shown": shown, "output": output, "study": study, "each": each}
+    return rendered("answer", **given, at_once=AT_ONCE)

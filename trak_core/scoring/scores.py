@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trak_core.spec import Combine
+from trak_core.spec import Combine, ScoresSpec
 
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
@@ -63,6 +63,14 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
         total *= (weight / n_checkpoints)[:, None]
     total /= n_checkpoints
     return total
+
+
+def unit_of(spec: ScoresSpec) -> str:
+    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
+    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
+    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
+        return f"that of the model output ({spec.features.model_output})"
+    return "relative: order and ratios within a target mean something, the absolute size does not"
 
 
 def most_frequent(classes: np.ndarray) -> np.ndarray:

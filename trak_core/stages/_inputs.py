@@ -20,7 +20,7 @@ from trak_core.artifacts import (
 )
 from trak_core.config.memory_needs import scores_need
 from trak_core.errors import InputError
-from trak_core.scoring.scores import combined, most_frequent, powered, unit_rows
+from trak_core.scoring.scores import combined, most_frequent, powered, similarities, unit_rows
 from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
 from trak_core.spec import Combine, NormalSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
@@ -35,6 +35,18 @@ def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None
     if not normalize:
         return lambda start, stop: values[start:stop, :first]
     return lambda start, stop: unit_rows(values[start:stop, :first])
+
+
+def similarity_rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
+    """Return how to get rows of one checkpoint's A_c: as stored, or from the solved targets."""
+    if features is None:
+        return read_rows(part.matrix("similarities"))
+    hashes = part.spec.get("train_features"), features.content_hash
+    check_same("training features", *hashes, features.path, FEATURES.rule)
+    # Read again for every block: one checkpoint's solved targets are in memory at a time.
+    solved = part.matrix("solved_targets")
+    phi = read_rows(features.matrix("features"), normalize=normalize)
+    return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:

@@ -13,7 +13,6 @@ from trak_core.artifacts import (
     FEATURES,
     SCORES,
     Artifact,
-    check_same,
     check_together,
     create,
     open_artifact,
@@ -26,25 +25,13 @@ from trak_core.scoring.scores import (
     help_and_harm,
     largest,
     most_frequent,
-    similarities,
+    unit_of,
 )
-from trak_core.spec import EXACT, TRAIN, Combine, ScoresSpec
-from trak_core.stages._inputs import ReadRows, read_rows, score_rows
+from trak_core.spec import EXACT, TRAIN, ScoresSpec
+from trak_core.stages._inputs import score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
-
-
-def _rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
-    """Return how to get rows of A_c: as stored, or from the solved targets."""
-    if features is None:
-        return read_rows(part.matrix("similarities"))
-    hashes = part.spec.get("train_features"), features.content_hash
-    check_same("training features", *hashes, features.path, FEATURES.rule)
-    # Read again for every block: one checkpoint's solved targets are in memory at a time.
-    solved = part.matrix("solved_targets")
-    phi = read_rows(features.matrix("features"), normalize=normalize)
-    return lambda start, stop: similarities(phi(start, stop), solved[:])
 
 
 def _mean(numbers: np.ndarray) -> np.ndarray:
@@ -124,14 +111,6 @@ def _own_columns(
     return columns_of(study, name, ids, None if is_train else question)
 
 
-def _unit(spec: ScoresSpec) -> str:
-    """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
-    is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
-    if is_newtons and spec.combine != Combine.UNIT_AVERAGE and not spec.normalize:
-        return f"that of the model output ({spec.features.model_output})"
-    return "relative: order and ratios within a target mean something, the absolute size does not"
-
-
 def average_scores(
     *,
     scores: Path,
@@ -161,7 +140,7 @@ def average_scores(
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec, kind)
         rows = [
-            _rows(part, phi, normalize=spec.normalize)
+            similarity_rows(part, phi, normalize=spec.normalize)
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
@@ -186,7 +165,7 @@ def average_scores(
             SCORES,
             file_spec,
             software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
-            unit=_unit(spec),
+            unit=unit_of(spec),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
                 "subset add up to a prediction of how the output moves when trained on it"

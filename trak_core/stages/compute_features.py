@@ -7,21 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.artifacts import FEATURE_SHARD, FEATURES, create
-from trak_core.errors import InputError
-from trak_core.gradients import (
-    Variety,
-    check_labels,
-    explain_not_finite,
-    gradient_method,
-    in_chunks,
-)
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids
+from trak_core.gradients import Variety, check_labels, gradient_method, in_chunks
 from trak_core.model.device import device_name
-from trak_core.model.features import Features, compilers, projecting_device
+from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
 from trak_core.model.length_order import subset
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_outputs import write_columns
-from trak_core.projection import NotFiniteError
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels
 from trak_core.study.targets import split_of
@@ -29,29 +21,6 @@ from trak_core.system.progress import software, with_progress
 
 # Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256
-
-
-def _stored(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return the rows in the dtype they are stored in; float16 must hold them."""
-    if dtype == "float32":
-        return rows
-    with np.errstate(over="ignore", under="ignore"):
-        stored = rows.astype(np.float16)
-    # Rounding alone costs 5e-4 at most; more is lost where entries fall below 6e-5 or overflow.
-    exact = rows.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
-    if lost.any():
-        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
-        size = np.abs(rows[lost])
-        raise InputError(
-            "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
-            "entries of 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(named)}. "
-            "Set features_dtype to float32.",
-            code="stages.float16",
-        )
-    return stored
 
 
 def compute_features(
@@ -62,6 +31,7 @@ def compute_features(
     spec: FeaturesSpec,
     targets: Sequence[int | str] | None = None,
     question: Path | None = None,
+    selected: Sequence[Path] = (),
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -72,13 +42,14 @@ def compute_features(
 ) -> None:
     """Fold gradients and projection over the samples of one split, or of one shard of it.
 
-    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding.
+    Shards count from 1 to ``n_shards``, on which the numbers don't depend, to float32 rounding. A
+    file of ``selected`` targets has their ids, in place of ``targets``.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, projecting_device(device))
-    model, parameters, output = loaded.model, loaded.parameters, loaded.output
+    parameters = loaded.parameters
     split = spec.split or TRAIN
-    data = split_of(loaded.study, split, targets, question)
+    data = split_of(loaded.study, split, selected_ids(selected, spec) or targets, question)
     if spec.flipped is not None:
         data = with_flipped_labels(data, **spec.flipped)
     start, stop = (len(data.ids) * i // n_shards for i in (shard - 1, shard))
@@ -99,6 +70,8 @@ def compute_features(
     # Features of one window are in memory before they are written in the study's order.
     window = max(_LEAST_WINDOW, _WINDOW_BYTES // (4 * projection.proj_dim))
     (samples,) = loaded.ordered(subset(data, range(start, stop)), window=window)
+    loaded = loaded.in_pieces(samples, memory_mb)
+    model, output = loaded.model, loaded.output
     few, n_classes = loaded.few(samples)
     needed = loaded.memory(few)
     with samples.naming_longest():
@@ -117,18 +90,10 @@ def compute_features(
         """Return the features of some samples to be stored, and what goes with each sample."""
         batch, ids = loaded.batch(samples, first, last), samples.split.ids[first:last]
         check_labels(batch.labels, output, n_classes, ids)
-        sums = Features.zeros(parameters, [projection], len(batch), threads, loaded.scales)
-        try:
-            columns = method(model, parameters, output, batch, sums)
-            (rows,) = sums.scaled()
-        except NotFiniteError:
-            explain_not_finite(model, parameters, output, batch, ids)
-            raise
-        if not columns[0].isfinite().all():
-            explain_not_finite(model, parameters, output, batch, ids)
-        numbers = torch.vmap(output.label_number)(batch.labels)
-        stored = _stored(rows.cpu().numpy(), spec.dtype, ids)
-        return [torch.from_numpy(stored), *(column.cpu() for column in (numbers, *columns))]
+        given = model, parameters, output, batch
+        rows, columns = batch_features(method, *given, projection, ids, threads, loaded.scales)
+        stored = torch.from_numpy(stored_rows(rows, spec.dtype, ids))
+        return [stored, *(column.cpu() for column in columns)]
 
     kept: list[Tensor] = []
     variety = Variety()

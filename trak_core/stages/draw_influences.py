@@ -1,24 +1,29 @@
 """Show an experiment's targets beside their strongest training samples: picture, page, texts."""
 
 import warnings
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
 
-from trak_core.artifacts import ANSWERS, create
-from trak_core.report.charts import influences_figure
+from trak_core.artifacts import ANSWERS, SELF_INFLUENCE, check_same, create, open_artifact
+from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
 from trak_core.report.describe_samples import (
     BEGINNING,
     EACH,
     Examples,
+    Picture,
     are_drawn,
     find_examples,
     printed,
     readable,
-    targets_shown,
+    show_sample,
 )
-from trak_core.report.read import read_experiment
+from trak_core.report.explore import EACH_ON_PAGE, Answer, explore
+from trak_core.report.read import File, read_experiment
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
@@ -27,9 +32,8 @@ from trak_core.study.targets import split_of
 from trak_core.system.files import written_whole
 from trak_core.system.progress import blocks_with_progress, software
 
-# On the page: characters of a text, and training samples of either sign where they take lines, not
-# pictures.
-_CHARACTERS, _EACH_TEXT = 1000, 10
+# Targets of a page, at most; their sizes may leave room for fewer.
+_MOST_TARGETS = 20_000
 
 
 def _draw(figure: Path, examples: Examples) -> None:
@@ -55,13 +59,54 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     return pd.DataFrame({"id": split.ids, "text": texts})
 
 
+def _few(scores: File) -> File:
+    """Return what the figure shows of the scores."""
+    shown = scores.tables["targets"].head(TARGETS_IN_FIGURE)
+    top = scores.tables["top_influences"]
+    is_kept = top["target_id"].isin(shown["id"]) & (top["rank"] <= EACH)
+    tables = {"shown": shown, "top_influences": top.loc[is_kept, :]}
+    return replace(scores, tables={**scores.tables, **tables})
+
+
+def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
+    """Return the self-influence of training samples by id, where there is a file."""
+    for path in files:
+        with open_artifact(path, SELF_INFLUENCE) as file:
+            own = file.table("train")
+        known = pd.Series(own["self_influence"].to_numpy(), index=own["id"].to_numpy())
+        shown = scores.tables["train"]["id"].tolist()
+        found = [i for i in shown if i in known.index]
+        check_same("training samples", shown, found, path, SELF_INFLUENCE.rule)
+        return known
+    return None
+
+
+def _explored(
+    study: Study, scores: File, targets: Split, train: Split, self_influence: pd.Series | None
+) -> Answer:
+    draws = are_drawn(study, train)
+    places = {
+        is_target: {sample_id: row for row, sample_id in enumerate(split.ids)}
+        for is_target, split in ((True, targets), (False, train))
+    }
+
+    def show(is_target: bool, sample_id: Any, characters: int) -> Picture | str:
+        sample = (targets if is_target else train).samples[places[is_target][sample_id]]
+        return show_sample(study, sample_id, sample, characters, draws)
+
+    described = study.has("describe")
+    return explore(scores, show, drawn=draws, described=described, self_influence=self_influence)
+
+
 def _write_texts(
-    texts: Path, study: Study, examples: Examples, targets: Split, train: Split, code: str
+    texts: Path, study: Study, answer: Answer, targets: Split, train: Split, code: str
 ) -> None:
-    scores = examples.experiment
+    scores = answer.experiment
     influential = scores.attributes["influential"]
     if not study.has("describe"):  # no reason to read more samples than are shown
-        targets, influential = targets.take(list(examples.targets)), list(examples.train)
+        shown = scores.tables["targets"]["id"].tolist()[: len(answer.targets)]
+        targets, influential = targets.take(shown), scores.tables["top_influences"]["train_id"]
+        influential = influential.unique().tolist()
     spec = {"scores": scores.content_hash}
     made_by = software(code, "cpu", "pandas", made_from=[dict(scores.provenance)])
     with create(texts, ANSWERS, spec, made_by, characters=BEGINNING) as writer:
@@ -75,26 +120,28 @@ def draw_influences(
     answer: Path,
     texts: Path,
     scores: Path,
+    self_influence: Sequence[Path] = (),
     study_file: Path,
     question: Path | None = None,
     code: str,
 ) -> None:
-    """Write a picture of some targets, a page of more, and the texts of all as a table.
+    """Write a picture of some targets, a page to explore them all, and their texts as a table.
 
     The PNG ``figure`` has a row a target, its most helpful and most harmful samples beside it; the
-    HTML ``answer`` has longer texts. ``texts`` holds the beginnings of texts by id, of targets and
-    of all training samples in ``top_influences``; for a study without ``describe(sample)``, what
-    the page prints of the samples there. The study's ``draw`` and ``describe`` show samples.
+    HTML ``answer`` has all targets, with longer texts. ``texts`` holds the beginnings of texts by
+    id, of targets and of all training samples in ``top_influences``; for a study without
+    ``describe(sample)``, what is printed of the samples on the page. The study's ``draw`` and
+    ``describe`` show samples. ``self_influence`` is a file with that of training samples, if known.
     """
     study = Study.load(study_file)
-    (n_shown,) = targets_shown(1)
     train = study.split(TRAIN, None)
-    each = EACH if are_drawn(study, train) else _EACH_TEXT
-    experiment = read_experiment(scores, scores.parents[1], n_shown, each)
+    experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE)
     ids = experiment.tables["targets"]["id"].tolist()
     targets = split_of(study, experiment.spec["experiment"], ids, question)
-    (examples,) = find_examples(study, [experiment], train, [targets], _CHARACTERS)
+    (examples,) = find_examples(study, [_few(experiment)], train, [targets])
     _draw(figure, examples)
+    known = _self_influence(self_influence, experiment)
+    explored = _explored(study, experiment, targets, train, known)
     with written_whole(answer) as partial:
-        partial.write_text(answer_page(examples, study_file.name, each), encoding="utf-8")
-    _write_texts(texts, study, examples, targets, train, code)
+        partial.write_text(answer_page(explored, study_file.name), encoding="utf-8")
+    _write_texts(texts, study, explored, targets, train, code)

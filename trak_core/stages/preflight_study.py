@@ -31,7 +31,9 @@ from trak_core.model.length_order import naming_text
 from trak_core.model.named_output import model_output as named_output
 from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.scoring.groups import check_groups
 from trak_core.spec import TRAIN, Weighting
+from trak_core.spec.condition import Condition
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
@@ -166,9 +168,11 @@ def preflight_study(
     splits: dict[str, list[int | str] | None],
     shards: dict[str, int],
     questions: Mapping[str, str] = MappingProxyType({}),
+    conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
     checkpoints: Sequence[str] = (),
     without_numbers: bool = False,
+    group_by: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Build the model, read the data, and compare them with the config.
 
@@ -177,7 +181,8 @@ def preflight_study(
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
     retrained. Keys and shapes of ``checkpoints`` are read, no numbers. ``without_numbers`` builds
-    the model so too, if it can be.
+    the model so too, if it can be. ``group_by`` are columns of the training samples,
+    ``conditions`` descriptions of experiments' targets.
 
     Returns:
         ``n_params``, and ``n_samples`` of each split.
@@ -200,7 +205,11 @@ def preflight_study(
         question = Path(questions[name]) if name in questions else None
         try:
             split = split_of(study, name, targets, question)
-            columns_of(study, name, split.ids, question)
+            columns = columns_of(study, name, split.ids, question)
+            if name == TRAIN:
+                check_groups(group_by, columns)
+            if name in conditions:
+                Condition.parse(conditions[name]).check_columns(columns)
             output = named_output(
                 model_output, model.module, split, torch.device("cpu"), n_others=1
             )

@@ -13,6 +13,7 @@ from trak_core.report.read import (
     read_evaluation,
     read_experiment,
     read_flipped,
+    read_groups,
     read_matrix,
     read_removals,
     read_self_influence,
@@ -29,7 +30,8 @@ from trak_core.system.files import written_whole
 def _check_scores(results: Results) -> None:
     """Refuse measurements of scores other than those shown, which Snakemake may miss."""
     scores = {file.spec["experiment"]: file for file in results.experiments}
-    for name, file in (*results.evaluations.items(), *results.removals.items()):
+    about_scores = (results.evaluations, results.removals, results.groups)
+    for name, file in (pair for files in about_scores for pair in files.items()):
         expected, hash_ = scores[name], file.spec["scores"]
         if hash_ != expected.content_hash:
             raise InputError(
@@ -56,14 +58,16 @@ def write_report(
     removals: Sequence[Path],
     flipped: Sequence[Path],
     self_influence: Sequence[Path],
+    groups: Sequence[Path] = (),
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
     """Read what a study left, and write the report; the same artifacts give the same page.
 
-    ``scores``, ``evaluations`` and ``removals`` have a file an experiment, ``normal_matrices`` and
-    ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence`` one at most; what the
-    config doesn't measure is empty. ``config`` is the part of it that decides numbers.
+    ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
+    ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
+    one at most; what the config doesn't measure is empty. ``config`` is the part of it that decides
+    numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -85,6 +89,7 @@ def write_report(
         removals={path.stem: read_removals(path, folder) for path in removals},
         flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
+        groups={path.stem: read_groups(path, folder) for path in groups},
         distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)

@@ -1,6 +1,5 @@
 """Read the rows of a table or of JSON lines, as dicts, with their ids."""
 
-import json
 import re
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ import pandas as pd
 
 from trak_core.errors import InputError
 from trak_core.study.columns import short_columns
+from trak_core.study.targets import parse_line
 
 _READERS = {
     ".csv": lambda path: pd.read_csv(path, keep_default_na=False),
@@ -34,8 +34,8 @@ def read_rows(path: str) -> list[dict[str, Any]]:
         )
     try:
         if file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8-sig").split("\n")
-            rows: list[Any] = [json.loads(line) for line in lines if line.strip()]
+            lines = enumerate(file.read_text(encoding="utf-8-sig").split("\n"), 1)
+            rows: list[Any] = [parse_line(number, line) for number, line in lines if line.strip()]
         elif file.suffix in _READERS:
             rows = _READERS[file.suffix](file).to_dict("records")
         else:

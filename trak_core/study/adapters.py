@@ -131,7 +131,7 @@ def _read(config: Path) -> dict[str, Any]:
         if not isinstance(stored, dict) or not isinstance(stored.get("peft_type"), str):
             raise ValueError("it has no `peft_type`")
         return stored
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{config}: an adapter's config must be JSON, as PeftModel.save_pretrained writes it. "
             f"Reading it failed: {error}. Save the adapter again.",

@@ -35,7 +35,7 @@ def _shards(index: Path) -> list[Path]:
         outside = [name for name in names if Path(name).name != name]
         if outside:
             raise ValueError(f"{outside[0]!r} is not a file of this folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{index}: the index of a checkpoint folder must be JSON with a mapping `weight_map` "
             f"of names to files. Reading it failed: {type(error).__name__}: {error}.",

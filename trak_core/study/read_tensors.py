@@ -24,6 +24,8 @@ _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 _ZIP_HEADER_BYTES = 30  # before each part; the lengths of a name and of extras end it
 _FOLDER = 0x10  # among a zip entry's attributes
 _AGAIN = "Copy it again."
+# A header of a million names takes 2 GB and a minute to read; this is of some 100,000.
+_MOST_HEADER_BYTES = 2**24
 # Tensors that are no weights, by the function that makes them of what a file's pickle says.
 _OTHER_TENSORS = {
     "_rebuild_qtensor": "quantized tensors. Save the weights that training left, in floating point",
@@ -141,6 +143,16 @@ def _kind(start: bytes, remedy: str) -> str:
     )
 
 
+def _check_header(file: BinaryIO) -> None:
+    """Refuse safetensors whose list of tensors would take long to read, and much memory."""
+    n_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+    if _MOST_HEADER_BYTES < n_bytes < os.fstat(file.fileno()).st_size:
+        raise _UnreadableError(
+            f"its list of tensors has {n_bytes} bytes, more than {_MOST_HEADER_BYTES}, which is "
+            "some 100,000 tensors. Save the weights in several files, with an index."
+        )
+
+
 def _reason(error: Exception, remedy: str) -> str:
     """Return what a reader of tensors complains of, without the advice of torch, and what to do."""
     if isinstance(error, _UnreadableError):
@@ -198,6 +210,8 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
         kind = _kind(file.read(32), remedy)
         parts = _parts(file) if kind == "zip" else []
         with _MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            if kind == "safetensors":
+                _check_header(file)
             _digest(mapped, parts, update)
             if kind == "safetensors":
                 return load_file(path)
@@ -215,6 +229,7 @@ def read_shapes(path: Path, must: str, remedy: str) -> Any:
     with _explained(path, must, remedy), path.open("rb") as file:
         kind = _kind(file.read(32), remedy)
         if kind == "safetensors":
+            _check_header(file)
             return load_file(path)  # mapped, and not touched
         if kind == "pickle":
             return None

@@ -8,6 +8,8 @@ sample of it. A field ``id`` is its id, if all lines have one; else they are num
 import csv
 import io
 import json
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,11 +45,41 @@ def _shortened(line: Mapping[str, Any]) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _parsed(number: int, line: str) -> Any:
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the field {twice!r} stands twice")
+    return fields
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def parse_line(number: int, line: str) -> Any:
+    """Return the JSON of a line, which must be able to say one thing only.
+
+    A ``ValueError`` names the line: if it is no JSON, has a field twice, a number that is not
+    finite or half of a surrogate pair, or is nested too deep.
+    """
     try:
-        return json.loads(line)
+        value = json.loads(
+            line, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite
+        )
+        if "\\u" in line:
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        reason = "half of a surrogate pair, which is no text"
+    except RecursionError:
+        reason = "it is nested too deep"
     except ValueError as error:
-        raise ValueError(f"line {number}: {str(error).split(':')[0]}, in {line[:80]!r}") from error
+        reason = str(error).split(":")[0]
+    raise ValueError(f"line {number}: {reason}, in {line[:80]!r}")
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
@@ -60,7 +92,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
-            lines = [_parsed(number, line) for number, line in numbered if line.strip()]
+            lines = [parse_line(number, line) for number, line in numbered if line.strip()]
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(
             f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "

@@ -21,8 +21,8 @@ from trak_core.system.out_of_memory import no_room
 if TYPE_CHECKING:
     import pandas as pd
 
-# A spreadsheet runs a cell that begins with one of these.
-_RUN = ("=", "+", "-", "@", "\t", "\r")
+# A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
+_RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 def _is_running(process: int) -> bool:
@@ -90,13 +90,17 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
     """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
+
+    def harmless(cell: Any) -> Any:
+        return f"'{cell}" if str(cell).startswith(_RUN) else cell
+
     texts = {
-        name: [f"'{text}" if str(text)[:1] in _RUN else text for text in rows[name]]
+        name: [harmless(cell) for cell in rows[name]]
         for name in rows
         if rows[name].dtype.kind not in "iufb"
     }
     with written_whole(path) as partial:
-        rows.assign(**texts).to_csv(partial, index=False)
+        rows.assign(**texts).rename(columns=harmless).to_csv(partial, index=False)
 
 
 def _digest(known: dict[str, Any]) -> str:
@@ -173,7 +177,7 @@ def file_digest(path: Path) -> str:
         ) from error
 
 
-def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
+def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) -> dict[str, str]:
     """Return ``file_digest`` of files that a config names under ``data_files``, by path, in order.
 
     Patterns are paths of files, or of folders for all files below them, or patterns as in a shell,
@@ -181,7 +185,8 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
     and the run's own results, don't count. An entry without a readable file is refused.
 
     Every job starts the Snakefile: a file with the size and times that the record, in the results
-    folder, has of it is not read again. What the digests are does not depend on the record.
+    folder, has of it is not read again. What the digests are does not depend on the record, which
+    is brought up to date unless ``writes`` is false.
     """
     if not patterns:
         return {}
@@ -194,6 +199,6 @@ def data_digests(patterns: Sequence[str], record: Path) -> dict[str, str]:
         digests[name] = digest if before == seen and digest else file_digest(file)
         if stat.st_ctime_ns < now - _CLOCK_NS:
             kept[name] = [*seen, digests[name]]
-    if kept != known:
+    if writes and kept != known:
         write_record(record, kept)
     return digests

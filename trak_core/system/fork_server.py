@@ -36,7 +36,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from trak_core.system.job import quiet_libraries
+from trak_core.system.job import end_insisting, quiet_libraries
 
 _SOCKET = "TRAK_CORE_FORK_SERVER"
 # What stages import only when they come to it.
@@ -246,6 +246,7 @@ def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> No
     try:
         _be(request, streams, server)
     except SystemExit as end:
+        end_insisting()
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)

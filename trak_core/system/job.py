@@ -83,6 +83,40 @@ _STOPS = {
 }
 # Snakemake's own measurements are of the process that it started, which may wait for another.
 PEAK = "peak memory: "
+_ASK_AGAIN_SECONDS = 0.2
+
+
+def _is_stopping() -> bool:
+    """Return whether the stop is on its way up, so that what runs now is clearing up."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, ToldToStopError):
+        error = error.__context__
+    return error is not None
+
+
+def _insist(message: str) -> None:
+    """Raise the stop again and again: Python drops what is raised in ``__del__`` and callbacks."""
+    tell = sys.unraisablehook
+
+    def tell_others(dropped: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(dropped.exc_value, ToldToStopError):
+            tell(dropped)
+
+    def stop_again(_number: int, _frame: FrameType | None) -> None:
+        if not _is_stopping():
+            raise ToldToStopError(message)
+
+    sys.unraisablehook = tell_others
+    if os.name == "posix":
+        signal.signal(signal.SIGALRM, stop_again)
+        signal.setitimer(signal.ITIMER_REAL, _ASK_AGAIN_SECONDS, _ASK_AGAIN_SECONDS)
+        atexit.register(end_insisting)
+
+
+def end_insisting() -> None:
+    """Let the process end in peace: the stop has come through, or there is no more to stop."""
+    if os.name == "posix":
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -90,11 +124,13 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
-    # Not an Exception: no code that tries another way may catch it.
-    raise ToldToStopError(
+    message = (
         f"Error: the job was told to stop ({stop.name}), {_STOPS[stop]}. It "
         "left nothing half-written. Run snakemake again: what is finished stays."
     )
+    _insist(message)
+    # Not an Exception: no code that tries another way may catch it.
+    raise ToldToStopError(message)
 
 
 def stop_cleanly() -> None:
@@ -207,3 +243,5 @@ def logged_to(path: str) -> Generator[None, None, None]:
             # HDF5 would try to write once more on the way out, and crash.
             os._exit(1)
         raise SystemExit(1) from None
+    finally:
+        end_insisting()

@@ -12,8 +12,9 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.check_paths import check_paths
+from trak_core.config.check_paths import check_given, check_paths
 from trak_core.config.preflight import check_sources, run_preflight
+from trak_core.config.read_config import record_config
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
@@ -75,9 +76,13 @@ with explained():
     explain_interrupts(str(results), is_main=workflow.is_main_process)
     specs = specs_of(config, results)
     if workflow.is_main_process:
+        if not workflow.local_exec:
+            check_given(workflow.config_settings.config_args or [])
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, results, is_stored=stored)
+        if not stored:
+            record_config(config, results)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
             # Snakemake brings configs along to jobs; other files only where git knows them.

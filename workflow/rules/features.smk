@@ -1,6 +1,7 @@
 rule compute_features:
     input:
         checkpoint=checkpoint_input,
+        selected=selected_targets,
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
     log:

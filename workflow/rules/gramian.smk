@@ -1,6 +1,7 @@
 rule compute_gramian:
     input:
         checkpoint=checkpoint_input,
+        selected=selected_targets,
     output:
         gramian="<results>/gramian/{checkpoint}/{split}.h5",
     log:

@@ -7,6 +7,7 @@ rule write_report:
         normal_matrices=(
             [] if specs.is_exact else of_checkpoints("normal_matrix/{c}.h5")
         ),
+        groups=group_files,
         distortion=distortion_files,
         evaluations=evaluation_files,
         removals=removals_files,
@@ -40,6 +41,7 @@ if measured_files:
             expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
+            groups=group_files,
             distortion=[],
             evaluations=[],
             removals=[],

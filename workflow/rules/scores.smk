@@ -38,6 +38,7 @@ rule average_scores:
 rule draw_influences:
     input:
         scores="<results>/scores/{experiment}.h5",
+        self_influence=known_self_influence,
     output:
         figure="<results>/figures/{experiment}.png",
         answer="<results>/answers/{experiment}.html",

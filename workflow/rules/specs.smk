@@ -76,6 +76,13 @@ def split_targets(wildcards):
     return specs.experiments.get(wildcards.split)
 
 
+def selected_targets(wildcards):
+    """The file that says which targets a description matches, if there is one."""
+    return [
+        f"{folder}/targets/{e}.h5" for e in specs.conditions if e == wildcards.split
+    ]
+
+
 def split_question(wildcards):
     return specs.questions.get(wildcards.split)
 
@@ -111,6 +118,9 @@ def timed(job, /, **names):
 
 
 # The files that a config wants beside scores: none for what it leaves out.
+group_files = [
+    f"{folder}/groups/{e}.h5" for e in specs.experiments if "groups" in config
+]
 distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [
@@ -120,6 +130,10 @@ removals_files = [
 flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
+)
+# What pages show of training samples, where something else needs it too.
+known_self_influence = self_influence_files or (
+    [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and not specs.is_exact)
 )
 measured_files = [
     *(distortion_files + evaluation_files + removals_files),

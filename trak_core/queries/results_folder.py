@@ -1,6 +1,7 @@
-"""Look at a run's results from a notebook: scores, top influences, and back, as pandas."""
+"""Look at a run's results from a notebook as pandas, and ask the run about further samples."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +12,21 @@ from trak_core.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from trak_core.queries.answer import Answer
+    from trak_core.queries.held_run import HeldRun
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class ResultsFolder:
     """The results of a run, read when they are asked for; every file is verified.
+
+    The first ``ask`` brings the study, its checkpoints and the training features into memory, where
+    they stay as long as this object.
 
     Example:
         >>> results = trak_core.open("results")  # doctest: +SKIP
         >>> results.top("hard", 905)  # doctest: +SKIP
+        >>> results.ask(results.sample(794))  # doctest: +SKIP
     """
 
     folder: Path
@@ -86,6 +94,37 @@ class ResultsFolder:
         return joined.join(self._texts(experiment, "targets"), on="target_id").reset_index(
             drop=True
         )
+
+    def sample(self, sample_id: Any, experiment: str | None = None) -> Any:
+        """Return a sample as the study has it: a training sample, or a target of an experiment.
+
+        It can be changed, and asked about.
+        """
+        return self._held.sample(sample_id, experiment)
+
+    def ask(self, asked: Any, k: int = 10) -> "Answer":
+        """Return which training samples pushed a sample up and down, ``k`` of either sign.
+
+        The scores are those of an experiment with this target. Nothing is written. ``asked`` is a
+        sample as the study has them (a tuple, or a dict with a tensor); or what its ``encode``
+        takes: the fields of a line of an experiment's ``data``, or a text for the field ``text``.
+
+        Raises:
+            InputError: If the run is not finished, or not of today's study, data and checkpoints;
+                or if the sample is not one that the study's model takes.
+        """
+        ((_, answer),) = self._held.answers([self._held.asked(asked)], k)
+        if isinstance(answer, InputError):
+            raise answer
+        return answer
+
+    @cached_property
+    def _held(self) -> "HeldRun":
+        # Only who asks needs torch.
+        from trak_core.queries.finished_run import FinishedRun
+        from trak_core.queries.held_run import HeldRun
+
+        return HeldRun(FinishedRun.of_folder(self.folder))
 
     def _path(self, experiment: str) -> Path:
         path = self.folder / "scores" / f"{experiment}.h5"

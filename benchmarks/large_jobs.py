@@ -1,0 +1,179 @@
+"""CPU time and peak memory of a large language model's jobs, each in a process of its own.
+
+    python benchmarks/large_jobs.py 471M long --rounds 3
+
+`471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
+the look before any job (`trak run -n`), and the features of the text, from the start of Python to
+its end. `long` is a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and
+one text of 1,024 tokens. `loads` is a process that imports torch and transformers and ends, to
+compare with. Times are CPU seconds of a process and all that it started; memory is the largest
+resident size of any of them. Prints a Markdown table.
+
+It runs on the package that it is started with, so that two checkouts can be measured in turn.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[variable] = "1"
+
+# Width, inner width, layers, heads, vocabulary, tied, tokens, dtype.
+MODELS = {
+    "471M": (1280, 3360, 20, 20, 32000, False, 64, "bfloat16"),
+    "long": (256, 1024, 2, 4, 128_256, True, 1024, "float32"),
+}
+
+STUDY = """\
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FOLDER = Path(__file__).parent / "model"
+TOKENS = {tokens}
+
+
+def make_model():
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FOLDER))
+
+
+def train_data():
+    drawn = torch.Generator().manual_seed(0)
+    texts = torch.randint(0, {vocabulary}, (4, TOKENS), generator=drawn)
+    return [{{"input_ids": text, "labels": text}} for text in texts]
+
+
+def train_ids():
+    return ["a", "b", "c", "d"]
+
+
+def target_data():
+    return train_data()[:1]
+
+
+def target_ids():
+    return ["a"]
+"""
+
+CONFIG = """\
+study: study.py
+model_output: language_modelling
+checkpoints: {run: model}
+experiments: {asked: {targets: [a]}}
+projection: {proj_dim: 4096}
+results: results
+"""
+
+JOB = """\
+import json, sys
+from pathlib import Path
+from trak_core.system.job import keep_freed, quiet_libraries
+quiet_libraries()
+keep_freed()
+from trak_core.spec import FeaturesSpec
+from trak_core.stages.compute_features import compute_features
+compute_features(
+    features=Path("asked.h5"), checkpoint=Path("model"), study_file=Path("study.py"),
+    spec=FeaturesSpec(**json.loads(sys.argv[1])), targets=["a"], code="code", device="cpu",
+    batch_size=64, memory_mb=int(sys.argv[2]), threads=1,
+)
+"""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process and its children took: CPU seconds, and MB of the largest one."""
+
+    seconds: float
+    mb: float
+
+
+def run(arguments: list[str], folder: Path, log: Path) -> Usage:
+    """Run a program to its end, and return what it took; its words go to the log."""
+    with log.open("w") as file:
+        process = subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+        _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"{' '.join(arguments[:4])} failed:\n{log.read_text()[-3000:]}")
+    return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
+
+
+def make(folder: Path, name: str) -> None:
+    """Write a model of random weights as transformers does, a study and a config."""
+    width, inner, layers, heads, vocabulary, tied, tokens, dtype = MODELS[name]
+    code = f"""\
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(
+    hidden_size={width}, intermediate_size={inner}, num_hidden_layers={layers},
+    num_attention_heads={heads}, num_key_value_heads={heads}, vocab_size={vocabulary},
+    tie_word_embeddings={tied}, max_position_embeddings=2048, pad_token_id=None,
+    bos_token_id=None, eos_token_id=None, use_cache=False, dtype=torch.{dtype},
+)
+torch.set_default_dtype(torch.{dtype})
+LlamaForCausalLM(config).save_pretrained("model")
+"""
+    run([sys.executable, "-c", code], folder, folder / "make.log")
+    (folder / "study.py").write_text(STUDY.format(tokens=tokens, vocabulary=vocabulary))
+    (folder / "config.yaml").write_text(CONFIG)
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("models", nargs="+", choices=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
+    parser.add_argument("--folder", type=Path, help="keep models and results here")
+    parser.add_argument("--jobs", nargs="+", default=["loads", "start", "features"])
+    arguments = parser.parse_args()
+    spec = {
+        "model_output": "language_modelling",
+        "parameter_patterns": None,
+        "projection": {"proj_dim": 4096, "seed": 0},
+        "checkpoint": "run",
+        "split": "asked",
+        "dtype": "float32",
+        "study_digest": "digest",
+        "targets_digest": "digest",
+    }
+    print("| model | job | CPU s | peak MB |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in arguments.models:
+            folder = (arguments.folder or Path(temporary)).resolve() / name
+            folder.mkdir(parents=True, exist_ok=True)
+            if not (folder / "config.yaml").exists():
+                make(folder, name)
+            here = str(Path(sys.executable).parent / "trak")
+            jobs = {
+                "loads": [sys.executable, "-c", "import torch, transformers.models.llama"],
+                "start": [here, "run", "config.yaml", "-n"],
+                "features": [
+                    *(sys.executable, "-c", JOB, json.dumps(spec), str(arguments.memory_mb))
+                ],
+            }
+            for job in arguments.jobs:
+                found = []
+                for _ in range(arguments.rounds):
+                    (folder / "results" / "study.json").unlink(missing_ok=True)
+                    (folder / "asked.h5").unlink(missing_ok=True)
+                    found.append(run(jobs[job], folder, folder / f"{job}.log"))
+                seconds = [usage.seconds for usage in found]
+                print(
+                    f"| {name} | {job} | {statistics.median(seconds):.1f} [{min(seconds):.1f}-"
+                    f"{max(seconds):.1f}] | {max(usage.mb for usage in found):,.0f} |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Log-odds from logits in pieces of tokens, beside autograd of all logits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trak_core.autograd import contributions, token_margins
+from trak_core.gradients import (
+    as_batch,
+    choose_method,
+    formed_gradients,
+    gradients_at_once,
+    gradients_in_turn,
+    gradients_one_by_one,
+    select_parameters,
+)
+from trak_core.gramian import train_gramian
+from trak_core.model.features import Features
+from trak_core.model.logits_in_pieces import MarginsOfTokens
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING
+from trak_core.projection import project
+from trak_core.spec import ProjectionSpec, matrix_shape
+
+VOCABULARY, TOKENS = 37, 11
+
+
+class Model(nn.Module):
+    """Each token sees those before it; ``end`` is applied to the logits."""
+
+    def __init__(self, end=lambda model, x: x, *, is_tied=False, bias=True, is_frozen=False):
+        super().__init__()
+        self.tokens, self.mix = nn.Embedding(VOCABULARY, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCABULARY, bias=bias)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.end, self.is_tied = end, is_tied
+        self.head.requires_grad_(not is_frozen)
+
+    def forward(self, input_ids):
+        x = torch.tanh(self.mix(self.tokens(input_ids).cumsum(1)))
+        logits = linear(x, self.tokens.weight) if self.is_tied else self.head(x)
+        return {"logits": self.end(self, logits)}
+
+
+IN_PIECES = {
+    "a bias": Model,
+    "no bias": lambda: Model(bias=False),
+    "tied": lambda: Model(is_tied=True),
+    "a frozen head": lambda: Model(is_frozen=True),
+    "capped": lambda: Model(lambda model, x: torch.tanh(x / 0.7) * 0.7),
+    "rows of scaled logits": lambda: Model(lambda model, x: (2 * x)[:, 0:][:, :].contiguous()),
+}
+AS_A_WHOLE = {
+    "a scale that is trained": lambda: Model(lambda model, x: x * model.scale),
+    "normalized": lambda: Model(lambda model, x: x.log_softmax(-1)),
+    "some of the vocabulary": lambda: Model(lambda model, x: x[:, :, : VOCABULARY - 1]),
+    "overwritten": lambda: Model(lambda model, x: x.add_(1)),
+    "one that fills a tensor": lambda: Model(lambda model, x: torch.zeros_like(x).copy_(x)),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Of three tokens of a text; and for whole gradients of a few rows of the vocabulary."""
+    monkeypatch.setattr(token_margins, "PIECE", 3 * VOCABULARY)
+    monkeypatch.setattr(contributions, "PIECE", 40)
+
+
+def prepared(make, output=LANGUAGE_MODELLING, n=3):
+    torch.manual_seed(0)
+    model = make()
+    drawn = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCABULARY - 1, (n, TOKENS), generator=drawn)
+    labels = tokens.clone()
+    labels[0, 8:] = -100
+    labels[-1, :4] = -100
+    batch = as_batch({"input_ids": tokens, "labels": labels}, output)
+    pieces = MarginsOfTokens(model, output)
+    parameters = select_parameters(model, None)
+    whole = model, parameters, output, batch
+    return whole, (pieces, parameters, pieces.output, replace(batch, gives_labels=True))
+
+
+def features_of(given, kind):
+    shapes = [matrix_shape(p.shape) for p in given[1].values()]
+    spec = ProjectionSpec(
+        kind=kind,
+        n_params=sum(a * b for a, b in shapes),
+        proj_dim=16,
+        seed=0,
+        stream=0,
+        shapes=shapes if kind == "tensor_sketch" else None,
+    )
+    features = Features.zeros(given[1], [spec], len(given[3]), threads=1)
+    gradients_at_once(*given, features)
+    return features.scaled()[0], spec
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
+
+
+def assert_equal(found, expected):
+    for a, b in zip(found.columns(), expected.columns(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("method", [gradients_at_once, gradients_in_turn, gradients_one_by_one])
+@pytest.mark.parametrize("output", [LANGUAGE_MODELLING, MASKED_LANGUAGE_MODELLING])
+@pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)
+def test_gradients_equal_autograd_of_all_logits(make, output, method):
+    whole, pieces = prepared(make, output)
+    assert_equal(formed_gradients(method, *pieces), formed_gradients(gradients_one_by_one, *whole))
+    assert pieces[0].is_deferred
+    assert choose_method(*pieces) == (gradients_at_once, None)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("make", AS_A_WHOLE.values(), ids=AS_A_WHOLE)
+def test_what_needs_all_logits_gets_them(make):
+    whole, pieces = prepared(make)
+    found = formed_gradients(gradients_one_by_one, *pieces)
+    assert_equal(found, formed_gradients(gradients_one_by_one, *whole))
+    assert not pieces[0].is_deferred
+
+
+@pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)
+def test_consumers_take_the_last_layer_without_its_gradient(make, monkeypatch):
+    monkeypatch.setattr("trak_core.model.features.prefers_factors", lambda *sizes: True)
+    whole, pieces = prepared(make)
+    gradients = formed_gradients(gradients_one_by_one, *whole)
+    rows = torch.cat(gradients.blocks(), dim=1)
+    features, spec = features_of(pieces, "tensor_sketch")
+    close(features, project(rows, spec, scale=True))
+    gramian = train_gramian(*pieces[:3], [pieces[3]])
+    close(torch.from_numpy(gramian).float(), rows @ rows.T)
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most entries of a tensor that an operation returns."""
+
+    n_entries = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        for tensor in returned if isinstance(returned, tuple | list) else [returned]:
+            if isinstance(tensor, torch.Tensor):
+                self.n_entries = max(self.n_entries, tensor.numel())
+        return returned
+
+
+@pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)
+def test_the_logits_of_a_text_are_never_there_together(make):
+    whole, pieces = prepared(make, n=1)
+    found = []
+    for given in (whole, pieces):
+        with Largest() as largest:
+            features_of(given, "rademacher")
+        found.append(largest.n_entries)
+    assert found[0] >= VOCABULARY * (TOKENS - 1) > found[1]

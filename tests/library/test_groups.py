@@ -1,0 +1,126 @@
+"""Sums of scores by groups, beside plain loops, and what their intervals hold."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from refused import refused
+
+from trak_core.scoring.groups import (
+    N_DRAWS,
+    RUN_DRAWS,
+    SAMPLE_DRAWS,
+    Grouping,
+    GroupSums,
+    check_groups,
+    group_tables,
+    interval,
+    run_weights,
+)
+from trak_core.scoring.scores import combined
+from trak_core.spec import Combine
+
+N, M, RUNS = 37, 5, [0, 0, 1, 2, 2]
+C = len(RUNS)
+
+
+@pytest.fixture
+def parts():
+    random = np.random.default_rng(0)
+    similarities = random.standard_normal((C, N, M))
+    return similarities, random.uniform(0, 1, (C, N)), random.uniform(1, 3, C)
+
+
+@pytest.mark.parametrize("block", [4, N])
+@pytest.mark.parametrize("combine", list(Combine))
+def test_sums_and_draws_are_those_of_plain_loops(parts, combine, block):
+    similarities, loss_weights, norms = parts
+    numbers = [np.arange(N) % 3, 3 + (np.arange(N) > 30)]
+    weights = run_weights(RUNS)
+    sums = GroupSums(5, M, combine, weights)
+    for start in range(0, N, block):
+        rows = slice(start, start + block)
+        own = [of_column[rows] for of_column in numbers]
+        sums.add(similarities[:, rows], loss_weights[:, rows], norms, own)
+    times = np.random.default_rng(1).poisson(1, (N, N_DRAWS))
+    for draw in (0, 1, 17, 420):
+        # A run that is drawn twice is there twice.
+        often_run = weights[-(-draw // SAMPLE_DRAWS)].astype(int)
+        copies = np.repeat(np.arange(C), often_run)
+        terms = [(similarities[c], loss_weights[c], norms[c]) for c in copies]
+        scores = combined(terms, combine)
+        for group in range(5):
+            rows = np.flatnonzero(numbers[0] == group if group < 3 else numbers[1] == group)
+            if draw == 0:
+                np.testing.assert_allclose(sums.plain[group], scores[rows].sum(axis=0), rtol=1e-10)
+                continue
+            often = times[rows, draw - 1 : draw]
+            expected = (often * scores[rows]).sum(axis=0)
+            np.testing.assert_allclose(sums.drawn[group, draw - 1], expected, atol=1e-10)
+            assert sums.counts[group, draw - 1] == often.sum()
+
+
+def test_runs_are_drawn_whole_and_as_many_as_there_are():
+    weights = run_weights(RUNS)
+    assert weights.shape == (RUN_DRAWS + 1, C)
+    assert (weights[0] == 1).all()
+    assert (weights[:, 0] == weights[:, 1]).all()
+    assert (weights[:, 3] == weights[:, 4]).all()
+    assert (weights[:, [0, 2, 3]].sum(axis=1) == 3).all()
+    assert (run_weights([0, 0]) == 1).all()
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """Means of 40 samples around 0.3, one run: 95 % intervals, in 200 experiments."""
+    random = np.random.default_rng(3)
+    values = 0.3 + random.standard_normal((1, 40, 200))
+    sums = GroupSums(1, 200, Combine.AVERAGE_OF_PRODUCTS, run_weights([0]))
+    sums.add(values, np.ones((1, 40)), [1.0], [np.zeros(40, dtype=int)])
+    low, high = interval(sums.drawn_means(), axis=1)
+    # A binomial of 200 and .95 lies within 180 and 198 but for one in a thousand.
+    assert 180 <= ((low <= 0.3) & (high >= 0.3)).sum() <= 198
+
+
+def test_differences_are_paired():
+    """What the runs do to all groups alike cancels."""
+    values = np.stack([np.full((60, 1), shift) for shift in (-5.0, 0.0, 5.0)])
+    values[:, :30] += 1
+    numbers = np.repeat([0, 1], 30)
+    sums = GroupSums(2, 1, Combine.AVERAGE_OF_PRODUCTS, run_weights([0, 1, 2]))
+    sums.add(values, np.ones((3, 60)), [1.0] * 3, [numbers])
+    drawn = sums.drawn_means()
+    grouping = Grouping("who", ["anna", "bert"], numbers)
+    ends = interval(drawn, axis=1)
+    table, targets, differences = group_tables(
+        [grouping], sums.plain, drawn.mean(axis=2), ends, ["t"]
+    )
+    assert table[["column", "group", "n", "sum", "mean"]].to_numpy().tolist() == [
+        ["who", "anna", 30, 30.0, 1.0],
+        ["who", "bert", 30, 0.0, 0.0],
+    ]
+    assert (table["high"] - table["low"] > 5).all()
+    (pair,) = differences.itertuples(index=False)
+    assert tuple(pair)[:3] == ("who", "anna", "bert")
+    assert tuple(pair)[3:] == pytest.approx((1, 1, 1))
+    assert targets["target_id"].tolist() == ["t", "t"]
+    assert targets["mean"].tolist() == table["mean"].tolist()
+
+
+def test_a_sample_alone_is_its_own_mean():
+    sums = GroupSums(1, 1, Combine.AVERAGE_OF_PRODUCTS, run_weights([0]))
+    sums.add(np.full((1, 1, 1), 2.0), np.ones((1, 1)), [1.0], [np.array([0])])
+    low, high = interval(sums.drawn_means(), axis=1)
+    assert (low[0, 0], high[0, 0]) == (2, 2)
+
+
+def test_groups_are_in_order_and_few():
+    grouping = Grouping.of("label", pd.Series([3, 10, 3]))
+    assert list(grouping.names) == ["3", "10"]
+    assert grouping.numbers.tolist() == [0, 1, 0]
+    with refused("scoring.group_values", "seconds"):
+        Grouping.of("seconds", [0.5, 1.0])
+    with refused("scoring.many_groups", "200"):
+        Grouping.of("id", range(200))
+    own = pd.DataFrame({"annotator": ["anna"]})
+    check_groups(["annotator", "label"], own)
+    with refused("scoring.no_group_column", "annotatr", "annotator"):
+        check_groups(["annotatr"], own)

@@ -1,0 +1,59 @@
+"""A config read without Snakemake is the one that its starts have."""
+
+import copy
+import warnings
+
+import pytest
+import yaml
+from refused import refused
+from workspace import REPOSITORY
+
+from trak_core.config.read_config import read_config, record_config, recorded_config
+from trak_core.config.schema import with_defaults
+from trak_core.errors import InputError
+
+SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
+CONFIGS = [*sorted((REPOSITORY / "config").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_defaults_are_those_that_snakemake_fills_in(path):
+    from snakemake.utils import validate
+
+    given = yaml.safe_load(path.read_text())
+    expected = copy.deepcopy(given)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        validate(expected, schema=str(SCHEMA))
+    schema = yaml.safe_load(SCHEMA.read_text())
+    before = copy.deepcopy((given, schema))
+    filled = with_defaults(given, schema)
+    assert filled == expected != given
+    # No value of the schema is shared with the config, which may be changed.
+    filled["compute"]["memory_mb"] = 0
+    assert (given, schema) == before
+
+
+def test_what_a_start_left_is_found_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine/results").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine")
+    results = tmp_path / "mine/results"
+    record_config({"study": "s.py"}, results.relative_to(tmp_path / "mine"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    results = tmp_path / "moved/results"
+    assert recorded_config(results) == ({"study": "s.py"}, tmp_path / "moved")
+    path = results / "config.json"
+    path.write_text(path.read_text().replace("s.py", "t.py"))
+    with refused("config.no_record"):
+        recorded_config(results)
+
+
+def test_what_is_no_config_is_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("- study.py\n")
+    with refused("config.no_mapping", "mine.yaml", "list"):
+        read_config(path, SCHEMA)
+    path.write_text("study: mine.py\nstdy: mine.py\n")
+    with pytest.raises(InputError, match="unknown key 'stdy'"):
+        read_config(path, SCHEMA)

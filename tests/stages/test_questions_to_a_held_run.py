@@ -1,0 +1,319 @@
+"""A finished run, held and asked: the workflow's own numbers, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from few_words import write
+from pipeline import read_scores, run_config
+from refused import refused
+from workspace import REPOSITORY
+
+import trak_core
+from trak_core.command.ask import ask
+from trak_core.command.main import main
+from trak_core.config.read_config import read_config
+from trak_core.queries.finished_run import FinishedRun
+from trak_core.queries.held_run import HeldRun
+
+STUDY = (
+    (REPOSITORY / "tests/studies/diabetes.py").read_text()
+    + """
+
+def train_columns():
+    return {"clinic": [f"clinic {i % 3}" for i in range(342)]}
+
+
+def encode(row, shift=0):
+    return x[row] + shift, y[row]
+
+
+def describe(sample):
+    return f"progress {float(sample[-1]):.2f}"
+"""
+)
+LINES = [{"row": 400, "shift": 0}, {"row": 350, "shift": 1}, {"row": 3, "shift": 0}]
+CONFIG = {
+    "study": "patients.py",
+    "model_output": "regression",
+    "checkpoints": {
+        "early": {"path": "c0.pt", "run": "a", "at": 1},
+        "late": {"path": "c1.pt", "run": "a", "at": 2},
+        "other": {"path": "c2.pt", "run": "b", "at": 2},
+    },
+    "experiments": {"asked": {"data": "asked.jsonl"}, "few": {"targets": ["patient-342"]}},
+    "projection": {"proj_dim": 16},
+}
+# The defaults of checkpoints from along runs are `unit_average` and `curvature`.
+KINDS = {
+    "projected": {"scoring": {"normalize": True}},
+    "products": {
+        "scoring": {"combine": "product_of_averages", "damping": 0.1},
+        "features_dtype": "float16",
+    },
+    "adam": {"preconditioner": "adam", "projection": {"proj_dim": 16, "kind": "tensor_sketch"}},
+    "exact": {"projection": "exact", "scoring": {"normalize": True}},
+}
+
+
+def save_checkpoints(folder):
+    """Three networks after a few steps each, with the optimizer's state."""
+    names = ("weight", "bias")
+    for i in range(3):
+        torch.manual_seed(i)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(10, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)
+        )
+        assert {name.split(".")[1] for name, _ in model.named_parameters()} == set(names)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 10)).square().mean().backward()
+            optimizer.step()
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(saved, folder / f"c{i}.pt")
+
+
+def make_run(folder, **more):
+    folder.mkdir(exist_ok=True)
+    (folder / "patients.py").write_text(STUDY)
+    write(folder / "asked.jsonl", LINES)
+    save_checkpoints(folder)
+    (folder / "mine.yaml").write_text(yaml.safe_dump(CONFIG | more))
+    return run_config(folder / "mine.yaml")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(request, tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp(request.param), **KINDS[request.param])
+
+
+@pytest.fixture(scope="module")
+def projected(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("projected"), **KINDS["projected"])
+
+
+@pytest.fixture
+def here(projected, monkeypatch):
+    monkeypatch.chdir(projected.parent)
+    return projected
+
+
+def close(answer, expected):
+    """Whether scores are the workflow's, beside the largest of them."""
+    difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
+    return difference <= 1e-6 * np.abs(expected).max()
+
+
+def written(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_the_scores_are_those_of_an_experiment(run):
+    """From another folder than the run's, by a line and by the sample itself."""
+    before = written(run)
+    results = trak_core.open(str(run))
+    expected = read_scores(run / "scores/asked.h5")
+    targets = pd.read_hdf(run / "scores/asked.h5", "targets")
+    for number, line in enumerate(LINES):
+        answer = results.ask(line)
+        assert close(answer, expected[number])
+        assert answer.scores.index.equals(expected.index)
+        for key in ("label", "prediction", "output", "output_sd"):
+            np.testing.assert_allclose(answer.target[key], targets[key][number], rtol=1e-5)
+    assert close(results.ask(results.sample(0, "asked")), expected[0])
+    x, y = results.sample(3)
+    assert close(results.ask((x, y)), expected[2])
+    few = read_scores(run / "scores/few.h5")
+    assert close(results.ask(results.sample("patient-342", "few")), few["patient-342"])
+    assert written(run) == before
+
+
+def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
+    results = trak_core.open(str(projected))
+    answer = results.ask({"row": 400}, k=3)
+    expected = read_scores(projected / "scores/asked.h5")[0].sort_values(ascending=False)
+    assert answer.top["train_id"].tolist() == [*expected.index[:3], *expected.index[-3:]]
+    train = pd.read_hdf(projected / "scores/asked.h5", "train").set_index("id")
+    for row in answer.top.to_dict("records"):
+        np.testing.assert_allclose(row["output"], train["output"][row["train_id"]], rtol=1e-6)
+        assert row["clinic"] == f"clinic {row['train_id'] % 3}"
+        assert row["described_text"] == f"progress {row['label']:.2f}"
+    assert answer.side(-1)["train_id"].tolist() == expected.index[::-1][:3].tolist()
+    page = answer._repr_html_()
+    assert page.count("<table") == 2
+    assert answer.text in page
+    assert "the prediction" in repr(answer)
+
+
+def test_checkpoints_that_do_not_fit_take_turns(run):
+    """The same scores, and a notice; also where a gradient beside them is what doesn't fit."""
+    finished, said = FinishedRun.of_folder(run), []
+    is_exact = finished.specs.is_exact
+    # Three Gramians of 342 x 342 and their factors take 8 MiB, the others' checkpoints 100 KiB.
+    finished.specs.config["compute"]["memory_mb"] = 10 if is_exact else 1
+    held = HeldRun(finished, said.append)
+    held.load()
+    assert held.takes_turns == is_exact
+    expected = read_scores(run / "scores/asked.h5")
+    asked = [held.asked(line, i) for i, line in enumerate(LINES)]
+    for (one, answer), number in zip(held.answers(asked), range(3), strict=True):
+        assert one.id == number
+        assert close(answer, expected[number])
+    assert held.takes_turns
+    (notice,) = said
+    assert "checkpoints take turns, because all 3" in notice
+    assert ("MiB together" if is_exact else "gradient of this sample") in notice
+
+
+def test_lines_are_answered_or_told_of(here, capsys):
+    """A bad line doesn't end the others; a table and a page have what was answered."""
+    lines = here.parent / "some.jsonl"
+    bad = ["no json for encode", '{"row": ', '{"row": 400, "col": 2}', '{"row": 9999}']
+    good = ['{"row": 400, "id": "x"}', "", '{"row": 350, "shift": 1}']
+    again = '{"row": 3, "id": "x"}'
+    lines.write_text("\n".join([good[0], *bad, again, *good[1:]]) + "\n")
+    lines.write_bytes(lines.read_bytes() + b"\xff\n")
+    before = written(here)
+    words = ["ask", "mine.yaml", "--file", str(lines), "--csv", "out.csv", "--html", "out.html"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--top", "2"])
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert written(here) == before
+    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == ["Error: l"] * 6
+    assert all(f"line {number}: " in err for number in (2, 3, 4, 5, 6, 8))
+    assert "Each line must have an id of its own. Found x again" in err
+    scores = read_scores(here / "scores/asked.h5")
+    table = pd.read_csv("out.csv")
+    assert table["target_id"].tolist() == ["x"] * 4 + ["6"] * 4
+    assert table["rank"].tolist() == [1, 2, 1, 2] * 2
+    for name, number in (("x", 0), ("6", 1)):
+        rows = table[table["target_id"] == name]
+        expected = scores[number].loc[rows["train_id"]]
+        np.testing.assert_allclose(rows["score"], expected, rtol=1e-4, atol=1e-9)
+        assert all(f"train {i} " in out for i in rows["train_id"])
+    page = (here.parent / "out.html").read_text()
+    assert all(f'id="target-{name}"' in page for name in ("x", "6"))
+    assert "scores/" not in page
+    assert "progress" in page
+    assert "clinic" in out
+
+
+def test_targets_are_asked_for_by_id(here, capsys):
+    main(["ask", "mine.yaml", "--target", "patient-342", "--target", "2", "--top", "1"])
+    out, _ = capsys.readouterr()
+    few = read_scores(here / "scores/few.h5")["patient-342"]
+    assert f"  {few.max():+.3g}  train {few.idxmax()}" in out
+    assert f"  {few.min():+.3g}  train {few.idxmin()}" in out
+    asked = read_scores(here / "scores/asked.h5")[2]
+    assert f"  {asked.max():+.3g}  train {asked.idxmax()}" in out
+    with pytest.raises(SystemExit):
+        main(["ask", "mine.yaml", "--target", "patient-1"])
+    assert "Found none patient-1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end):
+    typed = iter(['{"row": 400}', "", "what?"])
+
+    def type_line(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise end from None
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    main(["ask", "mine.yaml", "--csv", "typed.csv"])
+    assert len(pd.read_csv("typed.csv")) == 10
+    out, err = capsys.readouterr()
+    assert "pushed it up:" in out
+    assert "line 2: A line must have the fields" in err
+
+
+def test_a_reader_that_goes_away_is_no_error(here):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "trak_core.command.main", "ask", "mine.yaml"]
+    given = {"input": b'{"row": 400}\n{"row": 3}\n', "stdout": writing, "stderr": subprocess.PIPE}
+    ended = subprocess.run(command, **given, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypatch):
+    results = make_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with refused("config.no_record"):
+        trak_core.open(str(tmp_path)).ask({"row": 3})
+
+    def check():
+        trak_core.open(str(results)).ask({"row": 3})
+
+    check()
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def change(name, old, new):
+        path = tmp_path / name
+        path.write_bytes(path.read_bytes().replace(old, new))
+
+    def restore():
+        for path, data in kept.items():
+            path.write_bytes(data)
+
+    change("patients.py", b"nn.Tanh()", b"nn.ReLU()")
+    with refused("queries.changed", "study or data files"):
+        check()
+    restore()
+    (tmp_path / "c1.pt").write_bytes((tmp_path / "c2.pt").read_bytes())
+    with refused("queries.changed", "checkpoint", "features/late/train.h5"):
+        check()
+    restore()
+    change("mine.yaml", b"proj_dim: 16", b"proj_dim: 8")
+    with pytest.raises(SystemExit, match="of another projection"):
+        main(["ask", "mine.yaml", "--target", "patient-342"])
+    restore()
+    (results / "normal_matrix/other.h5").unlink()
+    with refused("queries.not_finished", "other.h5"):
+        check()
+
+
+def test_what_the_command_does_not_take(here):
+    for words, code, found in (
+        (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
+        (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
+        (["--top", "0"], "command.top", "0"),
+    ):
+        with refused(code, found):
+            ask(["mine.yaml", *words])
+    with refused("command.no_config", "results"):
+        ask(["results"])
+    config = read_config(
+        here.parent / "mine.yaml", REPOSITORY / "workflow/schemas/config.schema.yaml"
+    )
+    config["checkpoints"] = {"far": "s3://bucket/far.pt"}
+    with refused("queries.stored", "s3://bucket/far.pt"):
+        FinishedRun.of_config(config, here, here.parent)
+
+
+def test_what_can_not_be_asked(projected):
+    results = trak_core.open(str(projected))
+    with refused("queries.no_sample", 900):
+        results.sample(900)
+    with refused("queries.no_target", "patient-3"):
+        results.sample("patient-3", "few")
+    with refused("queries.no_experiment", "none", "asked, few"):
+        results.sample(1, "none")
+    with refused("queries.line", "words", "row"):
+        results.ask({"words": "some words"})
+    with refused("queries.line"):
+        results.ask('{"row": 3')
+    with pytest.raises(ValueError, match=r"must be a tuple or a dict"):
+        results.ask(json)

@@ -1,0 +1,253 @@
+"""Differentiate the margins of a text's tokens without ever holding all of its logits.
+
+The logits of T tokens are T x V numbers, V the vocabulary, most of a text's memory where V is
+large. Here they are computed in pieces of tokens, and again wherever the backward pass needs them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from trak_core.autograd.contributions import PIECE, Contribution, Outer, add_product, pieces
+from trak_core.model_outputs.model_output import at_least_float32
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How logits come from what enters a model's last layer: a linear layer, then functions.
+
+    Attributes:
+        weight: Shape (V, d).
+        bias: Shape (V,), or None.
+        functions: Applied to the layer's result in turn, each entry by itself.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    functions: Sequence[Callable[[Tensor], Tensor]] = ()
+
+    def logits(self, hidden: Tensor, first: int = 0, last: int | None = None) -> Tensor:
+        """Return logits of the classes from ``first`` to ``last``, (..., classes)."""
+        bias = None if self.bias is None else self.bias[first:last]
+        return self.then(linear(hidden, self.weight[first:last], bias))
+
+    def then(self, x: Tensor) -> Tensor:
+        """Apply the functions."""
+        for function in self.functions:
+            x = function(x)
+        return x
+
+    def slopes(self, rows: "Rows", part: slice, first: int = 0, last: int | None = None) -> Tensor:
+        """Return the derivatives of some rows' margins by the layer's result, (rows, classes).
+
+        The margin is the label's logit minus the logsumexp of the others.
+        """
+        bias = None if self.bias is None else self.bias[first:last]
+        x = linear(rows.hidden[part], self.weight[first:last], bias)
+        with torch.enable_grad():
+            x.requires_grad_(bool(self.functions))
+            logits = self.then(x)
+        slopes = at_least_float32(logits.detach())
+        others = rows.others[part, None]
+        # The functions may have saved their results.
+        slopes = slopes - others if self.functions else slopes.sub_(others)
+        slopes.exp_().neg_()
+        own = rows.labels[part] - first
+        inside = ((own >= 0) & (own < slopes.shape[1])).nonzero().flatten()
+        slopes[inside, own[inside]] = 1
+        slopes = slopes.to(logits.dtype)
+        return torch.autograd.grad(logits, x, slopes)[0] if self.functions else slopes
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Tokens, those of all texts in turn.
+
+    Attributes:
+        hidden: What enters the layer, shape (tokens, d).
+        labels: Classes, shape (tokens,).
+        others: Logsumexp of all classes except the label, shape (tokens,).
+    """
+
+    hidden: Tensor
+    labels: Tensor
+    others: Tensor
+
+
+def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    """Return the margins of labels, and whether each is what the model predicts.
+
+    Margins are those of ``model_outputs.classification``, up to rounding. At most ``PIECE`` logits
+    are held at a time, those of one token at least, and again in the backward pass. The weight's
+    gradients can be read by ``closed_forms``.
+
+    Args:
+        hidden: Shape (batch, tokens, d).
+        labels: Classes, shape (batch, tokens).
+        head: The last layer.
+
+    Returns:
+        Shape (batch, tokens) each, float32 or float64, and bool.
+    """
+    bias = None if head.bias is None else head.bias.detach()
+    fixed = Head(head.weight.detach(), bias, head.functions)
+    margins, others, is_right = MarginsInPieces.apply(hidden, labels, fixed)
+    trained = [t for t in (head.weight, head.bias) if t is not None and t.requires_grad]
+    if trained and torch.is_grad_enabled():
+        rows = Rows(hidden.detach().flatten(0, 1), labels.flatten(), others)
+        # Nodes of their own: a backward pass that wants no whole gradient doesn't run them.
+        margins = margins + HeadOfMargins.apply(head.weight, head.bias, fixed, rows, margins.shape)
+    return margins, is_right
+
+
+def _step(head: Head, n_rows: int = 1) -> int:
+    """Return how many tokens of ``n_rows`` texts a piece has."""
+    return max(1, PIECE // max(1, n_rows * len(head.weight)))
+
+
+class MarginsInPieces(torch.autograd.Function):
+    """Margins as a function of what enters the layer."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, hidden: Tensor, labels: Tensor, head: Head
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        flat, own_class = hidden.flatten(0, 1), labels.flatten()
+        # Not lists of parts: small tensors that stay between large ones that go waste memory.
+        like = head.logits(flat[:0])
+        margins = at_least_float32(like).new_empty(len(flat))
+        others, is_right = torch.empty_like(margins), torch.empty_like(own_class, dtype=torch.bool)
+        for part in _slices(len(flat), _step(head)):
+            logits = head.logits(flat[part])
+            classes = own_class[part, None]
+            torch.eq(logits.argmax(-1), own_class[part], out=is_right[part])
+            logits = at_least_float32(logits)
+            margins[part] = logits.gather(1, classes).squeeze(1)
+            # In place, because this piece is nobody else's.
+            others[part] = logits.scatter_(1, classes, -torch.inf).logsumexp(1)
+        margins -= others
+        ctx.save_for_backward(flat, own_class, others)
+        ctx.head, ctx.shape = head, hidden.shape
+        ctx.mark_non_differentiable(others, is_right)
+        return margins.view(labels.shape), others, is_right.view(labels.shape)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradients: Tensor, *_: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        rows = Rows(*ctx.saved_tensors)
+        factors = gradients.reshape(-1, 1)
+        result = torch.empty_like(rows.hidden)
+        for part in _slices(len(result), _step(ctx.head)):
+            slopes = ctx.head.slopes(rows, part)
+            slopes *= factors[part].to(slopes.dtype)
+            torch.mm(slopes, ctx.head.weight, out=result[part])
+        return result.view(ctx.shape), None, None
+
+
+class HeadOfMargins(torch.autograd.Function):
+    """Zeros, whose derivatives are those of margins by the layer's weight and bias."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: Head,
+        rows: Rows,
+        shape: tuple[int, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(rows.hidden, rows.labels, rows.others)
+        ctx.head = head
+        return rows.others.new_zeros(shape)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        # All texts as one, because their gradients are summed.
+        factors, weight = head_factors(ctx, gradients.reshape(1, 1, -1)), None
+        if ctx.needs_input_grad[0]:
+            weight = torch.empty_like(ctx.head.weight)
+            for part in pieces(*weight.shape):
+                weight[part] = factors.part(part.start, part.stop).view_as(weight[part])
+        bias = factors.of_bias().flatten() if ctx.needs_input_grad[1] else None
+        return weight, bias, None, None, None
+
+
+def head_factors(node: Any, gradients: Tensor) -> "MarginFactors":
+    """Return what gradients, shape (C, B, tokens), of a ``HeadOfMargins`` give its layer."""
+    return MarginFactors(gradients, Rows(*node.saved_tensors), node.head)
+
+
+def _slices(size: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+@dataclass(frozen=True, slots=True)
+class MarginFactors(Contribution):
+    """Sums of outer products of margins' slopes and what enters the layer, made when asked for.
+
+    Attributes:
+        gradients: Gradients of margins, shape (C, B, tokens).
+        rows: The tokens of all texts.
+        head: The layer.
+    """
+
+    rows: Rows
+    head: Head
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        n, width = self.head.weight.shape
+        return n, width
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens of each text."""
+        return self.gradients.shape[2]
+
+    def add_to(self, gramian: Tensor) -> None:
+        n, width = self.matrix
+        for part in pieces(n, self.n_rows * width):
+            add_product(gramian, self.part(part.start, part.stop))
+
+    def part(self, first: int, last: int) -> Tensor:
+        (n_each, n_samples, _), width = self.gradients.shape, self.matrix[1]
+        total = self.rows.others.new_zeros(n_each, n_samples, last - first, width)
+        for sample in range(n_samples):
+            start = sample * self.n_tokens
+            for part in _slices(self.n_tokens, max(1, PIECE // (last - first))):
+                tokens = slice(start + part.start, start + part.stop)
+                slopes = self.head.slopes(self.rows, tokens, first, last)
+                hidden = self.rows.hidden[tokens]
+                for i in range(n_each):
+                    factors = self.gradients[i, sample, part, None].to(slopes.dtype)
+                    # Sums of pieces in float32 at least.
+                    total[i, sample] += (slopes * factors).T @ hidden
+        return total.to(self.head.weight.dtype).reshape(self.n_rows, -1)
+
+    def outers(self) -> Iterator[Outer]:
+        """Yield outer products of some tokens, whose sum this is."""
+        n_samples = self.gradients.shape[1]
+        hidden = self.rows.hidden.view(n_samples, self.n_tokens, -1)
+        numbers = torch.arange(len(self.rows.labels), device=hidden.device).view(n_samples, -1)
+        for part in _slices(self.n_tokens, _step(self.head, n_samples)):
+            own = numbers[:, part]
+            slopes = self.head.slopes(_taken(self.rows, own.flatten()), slice(None))
+            slopes = slopes.view(*own.shape, -1)
+            gradients = slopes * self.gradients[:, :, part, None].to(slopes.dtype)
+            yield Outer(gradients, hidden[:, part], is_transposed=True)
+
+    def of_bias(self) -> Tensor:
+        """Return the gradients of the layer's bias, shape (C, B, V)."""
+        sums = [at_least_float32(outer.gradients).sum(2) for outer in self.outers()]
+        return torch.stack(sums).sum(0).to(self.head.weight.dtype)
+
+
+def _taken(rows: Rows, numbers: Tensor) -> Rows:
+    return Rows(rows.hidden[numbers], rows.labels[numbers], rows.others[numbers])

@@ -1,0 +1,212 @@
+"""Ask a finished run which training samples pushed further samples up and down."""
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trak_core.command.run import check_config_file, workflow_folder
+from trak_core.errors import InputError
+
+if TYPE_CHECKING:
+    from trak_core.queries.answer import Answer
+    from trak_core.queries.asked import Asked
+    from trak_core.queries.held_run import HeldRun
+
+_HOW = """\
+Type, or pipe, a line for each sample: a JSON object, as the `data` of an experiment has them, or
+the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
+"""
+_PROMPT = "> "
+
+
+def ask(words: Sequence[str]) -> None:
+    """Answer what ``trak ask`` was asked.
+
+    Raises:
+        InputError: If the run can't be asked; a line that can't is told of, and the next one taken.
+        SystemExit: With status 1 at the end, if what was not typed had such a line.
+    """
+    parser = argparse.ArgumentParser(
+        "trak ask", description=__doc__, epilog=_HOW, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("config", help="that of the run")
+    parser.add_argument("--file", type=Path, help="lines to answer: .jsonl, .tsv or plain texts")
+    parser.add_argument(
+        *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
+    )
+    parser.add_argument("--top", type=int, default=5, help="samples of either sign; %(default)s")
+    parser.add_argument("--csv", type=Path, help="a table to write of all answers")
+    parser.add_argument("--html", type=Path, help="a page to write of all answers")
+    asked = parser.parse_args(words)
+    check_config_file("ask", asked.config)
+    for path in filter(None, (asked.csv, asked.html)):
+        if not path.parent.is_dir():
+            raise InputError(
+                f"--csv and --html must name files in folders that are there. Found {path}.",
+                code="command.no_output_folder",
+            )
+    if asked.file is not None and not asked.file.is_file():
+        raise InputError(
+            f"--file must exist. Found nothing at {asked.file}.", code="command.no_file"
+        )
+    if asked.top < 1:
+        raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
+    # OpenBLAS reads it once; more threads than one crash in it from 16,384 dimensions on.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    session = _Session(asked)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            session.answer_all()
+    except BrokenPipeError:
+        # Whoever read has gone. Python would fail once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    finally:
+        session.write()
+    if session.has_failed and not session.is_typed:
+        sys.exit(1)
+
+
+class _Session:
+    """The answers of one call so far, and whether a line could not be answered."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self._asked = asked
+        is_given = asked.file is not None or asked.target
+        self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
+        self.has_failed = False
+        self._answers: list[Answer] = []
+        self._ids: set[str] = set()
+        with contextlib.redirect_stdout(sys.stderr):
+            self._held = _held_run(asked.config)
+            self._held.load()
+
+    def answer_all(self) -> None:
+        """Print an answer for each line, and what is wrong with a line that has none."""
+        if self.is_typed:
+            print(_HOW, file=sys.stderr)
+        samples = self._samples()
+        # Checkpoints that take turns are read once for all lines.
+        all_at_once = self._held.takes_turns and not self.is_typed
+        for group in [list(samples)] if all_at_once else ([one] for one in samples):
+            # What jobs say of their progress says nothing of one sample.
+            with Path(os.devnull).open("w") as log, contextlib.redirect_stdout(log):
+                answers = list(self._held.answers(group, self._asked.top))
+            for asked, answer in answers:
+                if isinstance(answer, InputError):
+                    self._tell(f"{asked.id}: {answer}")
+                else:
+                    self._answers.append(answer)
+                    print(_in_words(answer), flush=True)
+
+    def write(self) -> None:
+        """Write the table and the page of all answers, if they are wanted and there are any."""
+        wanted = [path for path in (self._asked.csv, self._asked.html) if path is not None]
+        if wanted and not self._answers:
+            self._tell(
+                f"nothing was answered, so that {', '.join(map(str, wanted))} stays as it is"
+            )
+            return
+        if not wanted:
+            return
+        from trak_core.queries.answer_page import answer_page, answer_rows
+        from trak_core.system.files import write_csv, written_whole
+
+        if self._asked.csv is not None:
+            write_csv(self._asked.csv, answer_rows(self._answers))
+        if self._asked.html is not None:
+            page = answer_page(self._held, self._answers, self._asked.top)
+            with written_whole(self._asked.html) as partial:
+                partial.write_text(page, encoding="utf-8")
+        print(f"wrote: {', '.join(map(str, wanted))}", file=sys.stderr)
+
+    def _tell(self, message: str) -> None:
+        self.has_failed = True
+        print(f"Error: {message}", file=sys.stderr, flush=True)
+
+    def _samples(self) -> Iterator["Asked"]:
+        """Yield a sample for each target or line that is one."""
+        for target_id in self._asked.target:
+            try:
+                yield self._held.target(target_id)
+            except InputError as error:
+                self._tell(str(error))
+        if self._asked.target and self._asked.file is None:
+            return
+        for number, line in enumerate(self._lines()):
+            try:
+                asked = self._held.asked(line, number)
+                if str(asked.id) in self._ids:
+                    raise InputError(
+                        f"Each line must have an id of its own. Found {asked.id} again."
+                    )
+            except InputError as error:
+                self._tell(f"line {number + 1}: {error}")
+            else:
+                self._ids.add(str(asked.id))
+                yield asked
+
+    def _lines(self) -> Iterator[Any]:
+        """Yield lines that are not empty: text, bytes, or the fields of a table's row."""
+        file: Path | None = self._asked.file
+        if file is None:
+            lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
+        elif file.suffix == ".tsv":
+            from trak_core.study.targets import read_questions
+
+            ids, rows = read_questions(file)
+            lines = ({"id": own_id, **row} for own_id, row in zip(ids, rows, strict=True))
+        else:
+            lines = file.read_bytes().splitlines()
+        for line in lines:
+            if isinstance(line, Mapping) or line.strip():
+                yield line
+
+
+def _held_run(config_file: str) -> "HeldRun":
+    """Return the run of a config, with its study loaded."""
+    import torch
+
+    from trak_core.config.read_config import read_config
+    from trak_core.queries.finished_run import FinishedRun
+    from trak_core.queries.held_run import HeldRun
+    from trak_core.system.job import quiet_libraries
+
+    quiet_libraries()
+    schema = workflow_folder() / "schemas/config.schema.yaml"
+    config = read_config(Path(config_file), schema)
+    torch.set_num_threads(config["compute"]["threads"])
+    run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
+    return HeldRun(run)
+
+
+def _typed() -> Iterator[str]:
+    """Yield what is typed, line by line, until Ctrl-D."""
+    with contextlib.suppress(ImportError):
+        import readline  # ruff: ignore[unused-import] -- `input` has lines to edit and go back to
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input(_PROMPT)
+    print(file=sys.stderr)
+
+
+def _in_words(answer: "Answer") -> str:
+    """Return an answer as lines for a terminal."""
+    width = max(40, shutil.get_terminal_size().columns)
+    lines = textwrap.wrap(f"{answer.asked.id}: {answer.text}", width)
+    lines.append(answer.said())
+    for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
+        lines.append(words)
+        for row in answer.side(sign).to_dict("records"):
+            train_id, score, text = (
+                row.pop(key) for key in ("train_id", "score", "described_text")
+            )
+            known = ", ".join(f"{name} {value}" for name, value in row.items())
+            lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
+            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,187 @@
+"""Call a language model so that its logits are never there as a whole, but in pieces of tokens.
+
+The model itself is called. Only its last layer, a linear one with a row a token of the vocabulary,
+doesn't compute: what it would return stands for itself until it is known which labels count.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from trak_core.autograd.token_margins import Head, margins_of_tokens
+from trak_core.gradients.model_inputs import without_virtual_tokens
+from trak_core.model_outputs.classification import margin
+from trak_core.model_outputs.language_modelling import of_margins
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput
+
+# Functions of each entry by itself: what models do to logits, as scaling and soft capping.
+_OF_ENTRIES = {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "true_divide"}
+_OF_ENTRIES |= {"tanh", "float", "to", "contiguous"}
+# What only reads the kind of tensor.
+_ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
+
+
+class DeferredLogits(Tensor):
+    """Stands for a linear layer's result of shape (..., V), then functions of its entries.
+
+    Rows can be picked by slices. Whatever else happens to it, happens to the logits themselves,
+    which are computed then.
+    """
+
+    head: Head
+    hidden: Tensor
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head) -> "DeferredLogits":
+        """Return what stands for ``head`` of ``hidden``, shape (..., d)."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            like = head.logits(hidden.new_empty(0, hidden.shape[-1]))
+        shape = (*hidden.shape[:-1], len(head.weight))
+        logits = Tensor._make_wrapper_subclass(
+            DeferredLogits, shape, dtype=like.dtype, device=like.device
+        )
+        logits.head, logits.hidden = head, hidden
+        return logits
+
+    def whole(self) -> Tensor:
+        """Compute the logits."""
+        with torch._C.DisableTorchFunction():
+            return self.head.logits(self.hidden)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        own = args[0] if args else None
+        if isinstance(own, DeferredLogits):
+            if func.__name__ in _ABOUT:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            others = (*args[1:], *kwargs.values())
+            if func.__name__ in _OF_ENTRIES and not any(isinstance(o, Tensor) for o in others):
+                return own._then(lambda x: func(x, *args[1:], **kwargs))
+            if func.__name__ == "__getitem__" and own._are_rows(args[1]):
+                with torch._C.DisableTorchFunctionSubclass():
+                    return DeferredLogits.of(own.hidden[args[1]], own.head)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _with_logits(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below torch's functions: views that autograd makes, for one.
+        return _with_logits(func, args, kwargs or {})
+
+    def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
+        head = Head(self.head.weight, self.head.bias, (*self.head.functions, function))
+        return DeferredLogits.of(self.hidden, head)
+
+    def _are_rows(self, index: Any) -> bool:
+        """Whether an index leaves the vocabulary alone."""
+        parts = index if isinstance(index, tuple) else (index,)
+        n_dims = self.hidden.ndim - 1
+        return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
+
+
+def _with_logits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function with logits in place of what stands for them."""
+    given = tuple(args), dict(kwargs)
+    args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.whole, given)
+    return func(*args, **kwargs)
+
+
+class _Defers(TorchFunctionMode):
+    """Lets linear layers with so many rows return what stands for their result."""
+
+    def __init__(self, n_classes: int) -> None:
+        super().__init__()
+        self.n_classes = n_classes
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and not torch.is_autocast_enabled(args[0].device.type):
+            given = inspect.signature(_as_linear).bind(*args, **(kwargs or {})).arguments
+            hidden, weight, bias = given["input"], given["weight"], given.get("bias")
+            if len(weight) == self.n_classes and weight.is_leaf and hidden.ndim == 3:
+                return DeferredLogits.of(hidden, Head(weight, bias))
+        return func(*args, **(kwargs or {}))
+
+
+def _as_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    """Has the arguments of ``torch.nn.functional.linear``."""
+
+
+class MarginsOfTokens(nn.Module):
+    """A language model that returns its tokens' margins in place of logits.
+
+    It is called with the labels too, as ``labels``, and returns shape (batch, tokens, 2): the
+    margin of each label, and 1 where it is the likeliest token, else 0. Where the model doesn't end
+    in a linear layer and functions of single logits, they are computed as a whole.
+
+    Attributes:
+        model: The model.
+        output: The model output for what this returns: the same numbers as ``output`` of the
+            model, up to rounding.
+        n_classes: Size of the vocabulary, once the model was called.
+        is_deferred: Whether the last call computed logits in pieces.
+    """
+
+    def __init__(self, model: nn.Module, output: ModelOutput) -> None:
+        super().__init__()
+        self.model = model
+        self.n_classes: int | None = None
+        self.is_deferred = False
+        self._read, self._ahead = output.read, int(output.predicts_next)
+        self.output = of_margins(output, lambda: self.n_classes)
+        self._n_rows = vocabulary_size(model)
+
+    def forward(self, *args: Tensor, labels: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return margins, and whether the model is right."""
+        with _Defers(self._n_rows):
+            returned = without_virtual_tokens(self.model, self.model(*args, **kwargs), labels)
+        logits = self._read(returned)
+        logits = logits[:, : logits.shape[1] - self._ahead]
+        labels = labels[:, self._ahead :]
+        classes = torch.where(labels == IGNORED, 0, labels)
+        self.n_classes = logits.shape[-1]
+        self.is_deferred = isinstance(logits, DeferredLogits)
+        if isinstance(logits, DeferredLogits):
+            margins, is_right = margins_of_tokens(logits.hidden, classes, logits.head)
+        else:
+            margins, is_right = margin(logits, classes), logits.argmax(-1) == classes
+        return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
+
+    def told(self, n_tokens: int) -> str:
+        """Return in words what happens to the logits of a text, once the model was called."""
+        logits = f"{n_tokens} tokens have {n_tokens} x {self.n_classes} logits. They are computed"
+        if self.is_deferred:
+            return (
+                f"{logits} a few tokens at a time, and again on the way back, which takes less "
+                "memory."
+            )
+        return (
+            f"{logits} as a whole, because the model does not end in a linear layer and functions "
+            "of single logits."
+        )
+
+
+def vocabulary_size(model: nn.Module) -> int:
+    """Return the most tokens that a model embeds; without embeddings, the most rows of a matrix."""
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    matrices = tables or [p for p in model.parameters() if p.ndim == 2]
+    return max(map(len, matrices), default=0)

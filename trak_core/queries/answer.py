@@ -1,0 +1,98 @@
+"""The answer to one sample: scores of all training samples, and the strongest with texts."""
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.model_outputs.table import TABLE
+from trak_core.queries.asked import Asked
+from trak_core.scoring.scores import largest, most_frequent
+
+# What a table of training samples for a reader leaves out.
+_LEFT_OUT = ["prediction", "output", "output_sd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Which training samples pushed a sample's model output up, and which down.
+
+    Attributes:
+        asked: The sample.
+        target: Its ``id``, ``label``, ``prediction``, ``output`` (the model output, mean over the
+            ends of runs) and ``output_sd``, as the table ``targets`` of a scores file has them.
+        text: The study's words for it, or what is printed of it.
+        scores: A score for each training sample, by id, float32.
+        top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
+            what is known of the training sample, and ``described_text``.
+        model_output: Name of the model output f.
+    """
+
+    asked: Asked
+    target: Mapping[str, Any]
+    text: str
+    scores: pd.Series
+    top: pd.DataFrame
+    model_output: str
+
+    def side(self, sign: int) -> pd.DataFrame:
+        """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
+
+        It has the columns that tell a reader what a training sample is.
+        """
+        label = TABLE[self.model_output].label
+        left_out = [*_LEFT_OUT, *([] if label else ["label"])]
+        rows = self.top.loc[self.top["score"] * sign > 0, :]
+        known = rows.drop(columns=left_out).rename(columns={"label": label})
+        return known if sign > 0 else known.iloc[::-1]
+
+    def said(self) -> str:
+        """Return what the models make of the sample, in words."""
+        sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
+        return f"{TABLE[self.model_output].name}: {self.target['output']:.4g}{sd}"
+
+    def __repr__(self) -> str:
+        """Return the sample and its strongest training samples."""
+        return f"{self.text}\n{self.said()}\n{self.top}"
+
+    def _repr_html_(self) -> str:
+        """Return the sample and two tables, for Jupyter."""
+        parts = [f"<p>{html.escape(self.text)}</p><p>{html.escape(self.said())}</p>"]
+        with pd.option_context("display.max_colwidth", None):
+            for sign, words in ((1, "Pushed it up"), (-1, "Pushed it down")):
+                parts += [f"<p><b>{words}</b></p>", self.side(sign).to_html(index=False)]
+        return "".join(parts)
+
+
+def said_of(
+    labels: Any, predictions: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return what models at the ends of their runs make of samples, as a scores file has it.
+
+    Labels have shape (n,); of predictions and outputs there is such an array for each model.
+    """
+    stacked, values = np.stack(predictions), np.stack(outputs).astype(np.float64)
+    is_class = stacked.dtype.kind != "f"
+    return {
+        "label": labels,
+        "prediction": most_frequent(stacked) if is_class else _mean(stacked.astype(np.float64)),
+        "output": _mean(values),
+        "output_sd": values.std(axis=0).astype(np.float32),
+    }
+
+
+def _mean(values: np.ndarray) -> np.ndarray:
+    return values.mean(axis=0).astype(np.float32)
+
+
+def strongest(scores: np.ndarray, k: int) -> np.ndarray:
+    """Return the places of the ``k`` largest and ``k`` smallest scores, the largest first.
+
+    Large ones count above 0, small ones below.
+    """
+    column = scores[:, None]
+    up, down = largest(None, 0, column, k), largest(None, 0, -column, k)
+    return np.concatenate([up.rows[up.scores > 0], down.rows[down.scores > 0][::-1]])

@@ -1,0 +1,93 @@
+"""Show answers as the page that a run makes of an experiment, or as the rows of a table."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trak_core.queries.answer import Answer
+from trak_core.queries.held_run import HeldRun
+from trak_core.report.describe_samples import Picture, are_drawn, show_sample
+from trak_core.report.explore import explore
+from trak_core.report.read import File
+from trak_core.report.render import answer as rendered
+from trak_core.scoring.scores import unit_of
+from trak_core.spec import EXACT
+from trak_core.study.columns import short_columns
+
+
+def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
+    """Return the HTML page of some answers, with ``k`` training samples of either sign beside each.
+
+    It is that of ``answers/{experiment}.html``, of an experiment without a file of scores.
+    """
+    with held.run.in_folder():
+        samples = {str(answer.asked.id): answer.asked.sample for answer in answers}
+        draws = are_drawn(held.study, held.train)
+
+        def show(is_target: bool, sample_id: Any, characters: int) -> Picture | str:
+            sample = samples[sample_id] if is_target else held.sample(sample_id)
+            return show_sample(held.study, sample_id, sample, characters, draws)
+
+        described = held.study.has("describe")
+        explored = explore(_file(held, answers), show, drawn=draws, described=described)
+        return rendered(explored, held.study.path.name, k)
+
+
+def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
+    """Return answers as what a page shows of an experiment's scores."""
+    spec = held.specs.self_influence
+    fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
+    columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
+    targets = pd.DataFrame([dict(answer.target) for answer in answers])
+    targets["id"] = [str(answer.asked.id) for answer in answers]
+    targets = targets.join(short_columns(columns))
+    influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
+    file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
+    file_spec["projection"] = {"kind": EXACT} if held.specs.is_exact else held.projection
+    return File(
+        name="",
+        content_hash="",
+        provenance={},
+        spec=file_spec,
+        tables={
+            "targets": targets,
+            "shown": targets,
+            "top_influences": influences,
+            "train": held.columns.loc[influences["train_id"].unique(), :].reset_index(),
+        },
+        attributes={
+            "unit": unit_of(spec),
+            "n_train": len(held.train.ids),
+            "most_harmful": [],
+            "n_harmful": 0,
+        },
+    )
+
+
+def _influences(answer: Answer) -> pd.DataFrame:
+    """Return the strongest training samples as the table ``top_influences`` has them."""
+    top = answer.top
+    sign = np.sign(top["score"].to_numpy()).astype(int)
+    n_up = int((sign > 0).sum())
+    ranks = [*range(1, n_up + 1), *range(len(top) - n_up, 0, -1)]
+    rows = pd.DataFrame({
+        "target_id": str(answer.asked.id),
+        "rank": ranks,
+        "sign": sign,
+        "train_id": top["train_id"],
+        "train_label": top["label"],
+        "score": top["score"],
+    })
+    return rows.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
+
+
+def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
+    """Return a row for each strong training sample of each answer, to be written as a table."""
+    parts = []
+    for answer in answers:
+        rows = _influences(answer)[["target_id", "rank", "sign"]]
+        rows = rows.assign(target_text=answer.text, target_output=answer.target["output"])
+        parts.append(rows.join(answer.top))
+    return pd.concat(parts, ignore_index=True)

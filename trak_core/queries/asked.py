@@ -1,0 +1,89 @@
+"""Make a sample of what somebody asks: a line, as an experiment's `data` has them, or a sample."""
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trak_core.errors import InputError
+from trak_core.study.split import Split, checked_ids, users_code
+from trak_core.study.study import Study
+
+_TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A sample to be explained, its id, and the fields of the line that it was made of."""
+
+    id: int | str
+    sample: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def split(self) -> Split:
+        """The sample as jobs have targets: a split of one."""
+        return Split([self.sample], [self.id])  # pyright: ignore[reportArgumentType]
+
+
+def parsed_line(line: str | bytes) -> dict[str, Any]:
+    """Return the fields of a line: those of a JSON object, or ``text`` of any other line.
+
+    Raises:
+        InputError: If it is not UTF-8, or begins like a JSON object and is none.
+    """
+    try:
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
+        ) from error
+    if not text.startswith("{"):
+        return {_TEXT: text}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(
+            "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
+            f"{_shortened(text)}, in which {str(error)[:1].lower()}{str(error)[1:]}.",
+            code="queries.line",
+        ) from error
+
+
+def asked_line(study: Study, line: Mapping[str, Any], number: int) -> Asked:
+    """Return the sample that the study's ``encode`` makes of a line's fields.
+
+    The field ``id`` is its id, if there is one; else ``number``.
+    """
+    fields = {key: value for key, value in line.items() if key != "id"}
+    (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
+    encode = study.function("encode")
+    try:
+        inspect.signature(encode).bind(**fields)
+    except TypeError as error:
+        raise InputError(
+            f"A line must have the fields that the study's encode{inspect.signature(encode)} "
+            f"takes. Found {', '.join(fields) or 'none'}: {error}.",
+            code="queries.line",
+        ) from error
+    with users_code(f"{study.path}: encode() of {_shortened(json.dumps(fields, default=str))},"):
+        return Asked(own_id, encode(**fields), fields)
+
+
+def asked_of(study: Study, given: Any, number: int) -> Asked:
+    """Return what is asked by a line, a text, or a sample such as the study's data has.
+
+    A mapping of plain values is a line, any other a sample.
+    """
+    if isinstance(given, Asked):
+        return given
+    if isinstance(given, str | bytes):
+        return asked_line(study, parsed_line(given), number)
+    if isinstance(given, Mapping) and not any(hasattr(v, "__array__") for v in given.values()):
+        return asked_line(study, given, number)
+    return Asked(number, given)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -1,0 +1,113 @@
+"""Say which files a finished run consists of, and refuse one that is not today's."""
+
+import contextlib
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+from trak_core.config.job_specs import Specs, specs_of
+from trak_core.config.read_config import recorded_config
+from trak_core.errors import InputError
+
+# Keys of a specification, in a user's words.
+_WORDS = {
+    "checkpoint": "checkpoint",
+    "dtype": "features_dtype",
+    "parameter_patterns": "parameters",
+    "parameters_digest": "model",
+    "study_digest": "study or data files",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """A run's config, and where its files lie.
+
+    Attributes:
+        specs: What follows from today's config, study and data.
+        results: The results folder, absolute.
+        folder: Where the run's paths count from, absolute.
+    """
+
+    specs: Specs
+    results: Path
+    folder: Path
+
+    @classmethod
+    def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
+        """Return the run of a config with its defaults; nothing is written.
+
+        Raises:
+            InputError: If files are missing that a run leaves.
+        """
+        results, folder = results.resolve(), folder.resolve()
+        with contextlib.chdir(folder):
+            if not Path(config["study"]).is_file():
+                raise _not_finished(results, config["study"])
+            run = cls(specs_of(config, results, writes=False), results, folder)
+            stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
+            if stored:
+                raise InputError(
+                    "Checkpoints must lie on this machine's disk for a run to be asked. Found "
+                    f"{stored[0]}. Copy them, and name the copies in the config.",
+                    code="queries.stored",
+                )
+            files = [path for name in run.specs.checkpoints for path in run.files(name)]
+            missing = [path for path in files if not path.exists()]
+        if missing:
+            raise _not_finished(results, missing[0])
+        return run
+
+    @classmethod
+    def of_folder(cls, results: Path) -> Self:
+        """Return the run that was last started with a results folder."""
+        config, folder = recorded_config(results)
+        return cls.of_config(config, results, folder)
+
+    def in_folder(self) -> AbstractContextManager[None]:
+        """Work in the folder that the run's paths, and its study's, count from."""
+        return contextlib.chdir(self.folder)
+
+    def checkpoint(self, name: str) -> Path:
+        """Return a checkpoint's file or folder."""
+        path = self.specs.checkpoints[name].path
+        return self.results / "checkpoints" / f"{name}.pt" if path is None else Path(path)
+
+    def train_file(self, name: str) -> Path:
+        """Return the training samples' features under a checkpoint, or their Gramian."""
+        return self.results / ("gramian" if self.specs.is_exact else "features") / name / "train.h5"
+
+    def normal_matrix(self, name: str) -> Path:
+        """Return a checkpoint's normal matrix."""
+        return self.results / "normal_matrix" / f"{name}.h5"
+
+    def files(self, name: str) -> list[Path]:
+        """Return all that answers need of a checkpoint."""
+        matrix = [] if self.specs.is_exact else [self.normal_matrix(name)]
+        return [self.checkpoint(name), self.train_file(name), *matrix]
+
+    def check_today(self, path: Path, expected: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Refuse a file that was made for something else than today's config, study and data."""
+        differ = [key for key in expected if expected[key] != own.get(key)]
+        if differ:
+            words = ", ".join(_WORDS.get(key, key) for key in differ)
+            self.refuse_changed(path, words)
+
+    def refuse_changed(self, path: Path, words: str) -> NoReturn:
+        """Refuse a run of which something has changed since, in a user's words."""
+        raise InputError(
+            f"{self.results}: a run that is asked must be that of today's config, study, data and "
+            f"checkpoints. Found {path.relative_to(self.results)} of another {words}. Run it "
+            "again first: what has not changed stays as it is.",
+            code="queries.changed",
+        )
+
+
+def _not_finished(results: Path, missing: Path | str) -> InputError:
+    return InputError(
+        f"{results}: a run must be finished before it is asked. Found nothing at {missing}. Run it "
+        "first: `trak run` and its config.",
+        code="queries.not_finished",
+    )

@@ -1,0 +1,246 @@
+"""Hold one checkpoint of a finished run: its model, and what the training samples left."""
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from trak_core.artifacts import (
+    FEATURES,
+    GRAMIAN,
+    NORMAL_MATRIX,
+    Artifact,
+    ArtifactError,
+    made_for,
+    open_artifact,
+)
+from trak_core.config.memory_needs import exact_need, scores_need
+from trak_core.gradients import GradientMethod, check_labels, gradient_method
+from trak_core.model.device import find_device, full_precision
+from trak_core.model.features import batch_features, projecting_device, stored_rows
+from trak_core.model.inner_products import inner_products
+from trak_core.model.length_order import subset
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.queries.finished_run import FinishedRun
+from trak_core.scoring.exact import DampedGramian, divide_by_lengths
+from trak_core.scoring.scores import powered, similarities
+from trak_core.scoring.solve import damped_factor
+from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
+from trak_core.stages._inputs import Damped, ReadRows, normal_weights, read_rows
+from trak_core.study.split import Split
+from trak_core.study.study import Study
+
+# Training samples by which the way to gradients is chosen, as a job does.
+_FEW = 8
+
+# A_c of one sample, shape (n, 1), float32, and its label's number and ``PerSample.columns``.
+Said = tuple[np.ndarray, list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Projected:
+    """Features of the training samples, and the factor of their damped normal matrix.
+
+    Attributes:
+        method: The way to gradients of a model of ``model_type``.
+        rows: Reads Phi_c, by blocks of ``block`` rows.
+        factor: Cholesky's, in the lower triangle, shape (k, k), float64.
+    """
+
+    projection: ProjectionSpec
+    dtype: str
+    method: GradientMethod
+    model_type: type
+    n_classes: int | None
+    rows: ReadRows
+    n_train: int
+    block: int
+    factor: np.ndarray
+
+    def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
+        """Return A_c of one sample, as ``compute_features`` and ``compute_scores`` have it."""
+        (samples,) = loaded.ordered(asked)
+        loaded = loaded.in_pieces(samples, memory_mb)
+        batch = loaded.batch(samples, 0, 1)
+        check_labels(batch.labels, loaded.output, self.n_classes, asked.ids)
+        method = self.method
+        if type(loaded.model) is not self.model_type:  # logits in pieces, or not
+            method = gradient_method(loaded.model, loaded.parameters, loaded.output, batch)
+        with samples.naming_longest():
+            loaded.memory(batch).room(loaded.device, memory_mb)
+        given = loaded.model, loaded.parameters, loaded.output, batch
+        features, columns = batch_features(
+            method, *given, self.projection, asked.ids, torch.get_num_threads(), loaded.scales
+        )
+        target = stored_rows(features, self.dtype, asked.ids).astype(np.float64)
+        solved = scipy.linalg.cho_solve((self.factor, True), target.T)
+        starts = range(0, self.n_train, self.block)
+        blocks = [
+            similarities(self.rows(i, min(i + self.block, self.n_train)), solved) for i in starts
+        ]
+        return np.concatenate(blocks).astype(np.float32), columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Exact:
+    """The damped Gramian of the training samples, which are read again for every sample.
+
+    Attributes:
+        shares: What inner products with the training samples are multiplied by, shape (n, 1).
+    """
+
+    train: Split
+    batch_size: int
+    damped: DampedGramian
+    shares: np.ndarray
+
+    def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
+        """Return A_c of one sample, as ``compute_gramian`` and ``compute_exact_scores`` have it."""
+        cross, columns = inner_products(loaded, self.train, asked, self.batch_size, memory_mb)
+        return self.damped.similarities(cross * self.shares).astype(np.float32), columns
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCheckpoint:
+    """One checkpoint, ready for samples.
+
+    Attributes:
+        weights: Q^power of the training samples, shape (n,), float64.
+        norm: N_c; 1 where scores are not divided by it.
+        about_train: ``labels``, ``outputs`` and ``predictions`` of the training samples.
+        n_bytes: Memory that it takes, the model's included.
+        work_bytes: Memory that making it ready takes.
+    """
+
+    loaded: LoadedModel
+    weights: np.ndarray
+    norm: float
+    about_train: dict[str, np.ndarray]
+    n_bytes: int
+    work_bytes: int
+    way: _Projected | _Exact
+
+    def said(self, asked: Split, memory_mb: int) -> Said:
+        """Return A_c of one sample, and what the checkpoint makes of it.
+
+        ``memory_mb`` must hold its gradient.
+        """
+        return self.way.said(self.loaded, asked, memory_mb)
+
+
+def device_of(name: str, *, is_exact: bool) -> torch.device:
+    """Return the device that a config names, as a job of its kind takes it."""
+    return full_precision(find_device(name)) if is_exact else projecting_device(name)
+
+
+@contextlib.contextmanager
+def held_checkpoint(
+    run: FinishedRun,
+    name: str,
+    study: Study,
+    train: Split,
+    device: torch.device,
+    *,
+    in_memory: bool,
+) -> Generator[HeldCheckpoint, None, None]:
+    """Give a checkpoint with its model, after making sure that all belongs to today's config.
+
+    ``train`` are the training samples of the study, which is loaded. Their features are read again
+    for every sample unless they are to be ``in_memory``.
+
+    Yields:
+        The checkpoint; the file of its training samples stays open.
+    """
+    spec = run.specs.self_influence.under(name)
+    is_exact = run.specs.is_exact
+    with open_artifact(run.train_file(name), GRAMIAN if is_exact else FEATURES) as file:
+        run.check_today(file.path, *made_for(file, spec.of_train()))
+        if file.ids("sample_ids") != train.ids:
+            run.refuse_changed(file.path, "list of training samples")
+        loaded = LoadedModel.of(study, run.checkpoint(name), spec.of_train(), device)
+        tensors = [*loaded.model.parameters(), *loaded.model.buffers()]
+        tensors += (loaded.scales or {}).values()
+        n_bytes = sum(tensor.nbytes for tensor in tensors)
+        power = run.specs.self_influence.loss_weight_power
+        assert power is not None
+        weights = powered(file.vector("loss_weights"), power)
+        about = {key: file.vector(key) for key in ("labels", "outputs", "predictions")}
+        if is_exact:
+            run.check_today(
+                file.path, loaded.file_spec(spec.of_train(), {"kind": EXACT}), file.spec
+            )
+            way, norm = _exact(run, file, spec, train)
+            n_bytes += 2 * way.damped.gramian.nbytes
+            work = exact_need(len(weights), 1).fixed_bytes
+        else:
+            shapes = [parameter.shape for parameter in loaded.parameters.values()]
+            projection = projection_of(spec.features, shapes)
+            whole = loaded.file_spec(spec.of_train(), projection.scaled())
+            run.check_today(file.path, whole, file.spec)
+            way, norm, held = _projected(
+                run, name, file, spec, loaded, train, projection, in_memory
+            )
+            n_bytes += held + way.factor.nbytes
+            work = scores_need(projection.proj_dim, 1).fixed_bytes
+        divisor = 1.0 if norm is None else norm
+        yield HeldCheckpoint(loaded, weights, divisor, about, n_bytes, work, way)
+
+
+def _exact(
+    run: FinishedRun, file: Artifact, spec: ScoresSpec, train: Split
+) -> tuple[_Exact, float | None]:
+    gramian = file.matrix("gramian")[:]
+    shares = np.ones((len(gramian), 1))
+    weights = normal_weights(file, spec.curvature_power)
+    if spec.normalize:
+        divide_by_lengths(gramian, shares)
+    damped = DampedGramian.factorize(gramian, weights, spec.damping)
+    norm = None
+    if spec.norm_power is not None:
+        norm = damped.train_norm(powered(file.vector("loss_weights"), spec.norm_power))
+    # One sample of any study is in memory only while its block is.
+    return _Exact(train, run.specs.config["compute"]["batch_size"], damped, shares), norm
+
+
+def _projected(
+    run: FinishedRun,
+    name: str,
+    file: Artifact,
+    spec: ScoresSpec,
+    loaded: LoadedModel,
+    train: Split,
+    projection: ProjectionSpec,
+    in_memory: bool,
+) -> tuple[_Projected, float | None, int]:
+    path = run.normal_matrix(name)
+    with open_artifact(path, NORMAL_MATRIX) as matrix:
+        try:
+            damped = Damped.read(matrix, file, spec)
+        except ArtifactError:
+            run.refuse_changed(path, "scoring, or of other features")
+    factor = damped_factor(damped.matrix, damped.ridge, damped.ends)
+    values, memory_mb = file.matrix("features"), run.specs.config["compute"]["memory_mb"]
+    n_train = len(values)
+    (samples,) = loaded.ordered(subset(train, range(min(_FEW, n_train))))
+    loaded = loaded.in_pieces(samples, memory_mb)
+    few, n_classes = loaded.few(samples)
+    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+    block = scores_need(projection.proj_dim, 1).rows(memory_mb)
+    held = values[:] if in_memory else None
+    rows = read_rows(values if held is None else held, normalize=spec.normalize)  # pyright: ignore[reportArgumentType]
+    way = _Projected(
+        projection,
+        spec.features.dtype,
+        method,
+        type(loaded.model),
+        n_classes,
+        rows,
+        n_train,
+        block,
+        factor,
+    )
+    return way, damped.norm, 0 if held is None else held.nbytes

@@ -1,0 +1,270 @@
+"""Hold a finished run in memory, its study, checkpoints and training features, and ask it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.errors import InputError
+from trak_core.queries.answer import Answer, said_of, strongest
+from trak_core.queries.asked import Asked, asked_of
+from trak_core.queries.finished_run import FinishedRun
+from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
+from trak_core.report.describe_samples import BEGINNING, printed, readable
+from trak_core.scoring.scores import combined
+from trak_core.spec import TRAIN, Combine
+from trak_core.study.columns import columns_of
+from trak_core.study.split import Split, users_code
+from trak_core.study.study import Study
+from trak_core.study.targets import split_of
+
+# A sample's gradient did not fit.
+_NO_ROOM = "gradients.memory_limit"
+
+
+class HeldRun:
+    """A finished run that answers further questions with what it has in memory.
+
+    Checkpoints with their training features stay in memory if all of them take at most half of
+    ``compute.memory_mb``; the other half is for a sample's gradient. Else they take turns, and each
+    call of ``answers`` reads them again.
+    """
+
+    def __init__(self, run: FinishedRun, say: Callable[[str], None] = print) -> None:
+        """Load the study; ``say`` gets the notice that checkpoints take turns."""
+        self.run, self.specs, self._say = run, run.specs, say
+        with run.in_folder():
+            self.study = Study.load(Path(self.specs.config["study"]))
+            self.train = self.study.split(TRAIN, None)
+        self._kept, self._held = ExitStack(), dict[str, HeldCheckpoint]()
+        self._is_loaded = False
+        self._about_train: dict[str, dict[str, np.ndarray]] = {}
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether checkpoints don't stay in memory; known after ``load``."""
+        return not self._held
+
+    def load(self) -> None:
+        """Bring the checkpoints into memory, or find out that they have to take turns."""
+        if self._is_loaded:
+            return
+        names = self.specs.self_influence.checkpoints
+        with self.run.in_folder(), ExitStack() as stack:
+            for name in names:
+                one = stack.enter_context(self._checkpoint(name, in_memory=True))
+                # All are about as large as the first.
+                needed = len(names) * one.n_bytes + one.work_bytes
+                if needed > self._memory_mb * 2**20 // 2:
+                    self._take_turns(f"would take {-(-needed // 2**20)} MiB together")
+                    return
+                self._held[name] = one
+            self._kept = stack.pop_all()
+        self._is_loaded = True
+
+    def close(self) -> None:
+        """Let go of the checkpoints, and of the files that they are read from."""
+        self._held = {}
+        self._kept.close()
+        self._is_loaded = False
+
+    def asked(self, given: Any, number: int = 0) -> Asked:
+        """Return a sample from a line, a text, or a sample such as the study's data has."""
+        with self.run.in_folder():
+            return asked_of(self.study, given, number)
+
+    def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
+        """Return a sample to explain: of an experiment, or of the first that has one of this id.
+
+        Ids that are numbers may be given as text.
+        """
+        names = list(self.specs.experiments) if experiment is None else [experiment]
+        shown: dict[str, None] = {}
+        with self.run.in_folder():
+            for name in names:
+                split, question = self._pool(name)
+                for i, own_id in enumerate(split.ids):
+                    if str(own_id) == str(target_id):
+                        columns = columns_of(self.study, name, [own_id], question)
+                        fields = {key: columns[key].tolist()[0] for key in columns}
+                        with users_code(f"reading sample {own_id}"):
+                            return Asked(own_id, split.samples[i], fields)
+                shown |= dict.fromkeys(map(str, split.ids[:2]))
+        raise InputError(
+            f"A target must be one that experiments can have, by its id. Found none {target_id} "
+            f"for {', '.join(names)}; there are such as {', '.join(shown)}.",
+            code="queries.no_target",
+        )
+
+    def sample(self, sample_id: int | str, experiment: str | None = None) -> Any:
+        """Return a sample as the study has it: a training sample, or an experiment's target."""
+        if experiment is not None:
+            return self.target(sample_id, experiment).sample
+        if sample_id not in self._places:
+            raise InputError(
+                "A sample must be a training sample, by its id, or a target, by its id and its "
+                f"experiment. Found no training sample {sample_id!r} among {len(self.train.ids)}, "
+                f"such as {self.train.ids[0]!r}.",
+                code="queries.no_sample",
+            )
+        with self.run.in_folder():
+            return self._train_sample(self._places[sample_id])
+
+    def answers(
+        self, asked: Sequence[Asked], k: int = 10
+    ) -> Iterator[tuple[Asked, Answer | InputError]]:
+        """Yield each sample with its answer, ``k`` of either sign, or with what is wrong with it.
+
+        Checkpoints that take turns are read once for as many samples as fit.
+        """
+        self.load()
+        n_bytes = 4 * len(self.train.ids) * len(self.specs.checkpoints)
+        together = max(1, self._memory_mb * 2**20 // 4 // n_bytes) if self.takes_turns else 1
+        for start in range(0, len(asked), together):
+            group = asked[start : start + together]
+            with self.run.in_folder():
+                parts = self._parts(group)
+                if self._held and getattr(parts[0], "code", None) == _NO_ROOM:
+                    self.close()
+                    self._take_turns("and the gradient of this sample don't fit together")
+                    parts = self._parts(group)
+                answers = [self._answer(*pair, k) for pair in zip(group, parts, strict=True)]
+            yield from zip(group, answers, strict=True)
+
+    @cached_property
+    def columns(self) -> pd.DataFrame:
+        """What is known of the training samples by id, as a scores file's table ``train``.
+
+        It is known after the first answer.
+        """
+        ends = [self._about_train[name] for name in self.specs.self_influence.ends]
+        predictions, outputs = ([end[key] for end in ends] for key in ("predictions", "outputs"))
+        columns = said_of(ends[0]["labels"], predictions, outputs)
+        own = columns_of(self.study, TRAIN, self.train.ids)
+        return pd.DataFrame(columns).join(own).set_index(pd.Index(self.train.ids, name="id"))
+
+    @property
+    def projection(self) -> dict[str, Any]:
+        """What the scores files of the run say of the projection."""
+        (name, *_) = self.specs.self_influence.checkpoints
+        with open_artifact(self.run.train_file(name), FEATURES) as file:
+            return {key: value for key, value in file.spec["projection"].items() if key != "stream"}
+
+    @property
+    def _memory_mb(self) -> int:
+        return self.specs.config["compute"]["memory_mb"]
+
+    @cached_property
+    def _places(self) -> dict[Any, int]:
+        return {sample_id: i for i, sample_id in enumerate(self.train.ids)}
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return device_of(self.specs.config["compute"]["device"], is_exact=self.specs.is_exact)
+
+    def _take_turns(self, why: str) -> None:
+        self._held, self._is_loaded = {}, True
+        self._say(
+            f"Notice: checkpoints take turns, because all {len(self.specs.checkpoints)} {why} "
+            f"(compute.memory_mb is {self._memory_mb}, half of it for a gradient). Every question "
+            "reads them again; questions of one file are answered together."
+        )
+
+    def _checkpoint(self, name: str, *, in_memory: bool) -> AbstractContextManager[HeldCheckpoint]:
+        given = self.run, name, self.study, self.train, self._device
+        return held_checkpoint(*given, in_memory=in_memory)
+
+    def _pool(self, experiment: str) -> tuple[Split, Path | None]:
+        """Return the samples that an experiment picks its targets from, and their file."""
+        if experiment not in self.specs.experiments:
+            raise InputError(
+                f"An experiment must be one of the config's: {', '.join(self.specs.experiments)}. "
+                f"Found {experiment}.",
+                code="queries.no_experiment",
+            )
+        own = self.specs.questions.get(experiment)
+        question = None if own is None else Path(own)
+        return split_of(self.study, experiment, None, question), question
+
+    def _train_sample(self, place: int) -> Any:
+        with users_code(f"reading sample {self.train.ids[place]}"):
+            return self.train.samples[place]
+
+    def _parts(self, group: Sequence[Asked]) -> list["_Parts | InputError"]:
+        """Return what all checkpoints say of each sample, one checkpoint after the other."""
+        parts: list[_Parts | InputError] = [_Parts() for _ in group]
+        for name in self.specs.self_influence.checkpoints:
+            with ExitStack() as stack:
+                one, memory_mb = self._held.get(name), self._memory_mb // 2
+                if one is None:
+                    one = stack.enter_context(self._checkpoint(name, in_memory=False))
+                    memory_mb = self._memory_mb
+                self._about_train[name] = one.about_train
+                for i, (asked, so_far) in enumerate(zip(group, parts, strict=True)):
+                    if isinstance(so_far, InputError):
+                        continue
+                    try:
+                        so_far.add(name, one, one.said(asked.split, memory_mb))
+                    except InputError as error:
+                        parts[i] = error
+        return parts
+
+    def _answer(self, asked: Asked, parts: "_Parts | InputError", k: int) -> Answer | InputError:
+        if isinstance(parts, InputError):
+            return parts
+        spec = self.specs.self_influence
+        scores = combined(parts.terms, Combine(spec.combine))[:, 0].astype(np.float32)
+        ends = [parts.columns[name] for name in spec.ends]
+        # Label, output and prediction, each of shape (1,).
+        labels, outputs, predictions = (list(column) for column in zip(*ends, strict=True))
+        target = {"id": asked.id} | {
+            key: value[0] for key, value in said_of(labels[0], predictions, outputs).items()
+        }
+        places = strongest(scores, k)
+        ids = [self.train.ids[place] for place in places]
+        try:
+            text = self._text(asked.id, asked.sample)
+            texts = [self._text(self.train.ids[i], self._train_sample(i)) for i in places]
+        except InputError as error:
+            return error
+        top = pd.DataFrame({"train_id": ids, "score": scores[places]})
+        top = top.join(self.columns, on="train_id").assign(described_text=texts)
+        return Answer(
+            asked,
+            target,
+            text,
+            pd.Series(scores, self.columns.index, name=asked.id),
+            top,
+            self.specs.config["model_output"],
+        )
+
+    def _text(self, sample_id: int | str, sample: Any) -> str:
+        """Return the beginning of a sample's text on one line, or what is printed of it."""
+        if not self.study.has("describe"):
+            return printed(sample)
+        return " ".join(readable(self.study.describe(sample_id, sample), BEGINNING).split())
+
+
+class _Parts:
+    """What checkpoints say of one sample.
+
+    Attributes:
+        terms: For each checkpoint, what ``combined`` takes.
+        columns: By checkpoint, the sample's label, output and prediction, shape (1,) each.
+    """
+
+    def __init__(self) -> None:
+        self.terms: list[tuple[np.ndarray, np.ndarray, float]] = []
+        self.columns: dict[str, list[np.ndarray]] = {}
+
+    def add(self, name: str, checkpoint: HeldCheckpoint, said: Said) -> None:
+        """Add one more checkpoint."""
+        similarities, columns = said
+        self.terms.append((similarities, checkpoint.weights, checkpoint.norm))
+        self.columns[name] = [column.cpu().numpy() for column in columns[:3]]

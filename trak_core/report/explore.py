@@ -1,0 +1,251 @@
+"""The page to explore an experiment: all its targets and their training samples, as data.
+
+A template shows the first targets; the page's script shows all, from the same data. What doesn't
+fit into a page of a size that opens at once is left out, and said to be.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from trak_core.model_outputs.table import TABLE
+from trak_core.report.describe_samples import BEGINNING, Picture, readable
+from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
+from trak_core.report.read import File, rows_with
+from trak_core.study.columns import RESERVED
+
+# Training samples of either sign beside a target; targets that show without the script.
+EACH_ON_PAGE, AT_ONCE = 10, 20
+# Bytes of a page; those of them that ids, scores and columns may take; and what prose, style and
+# script take, with the targets that show without the script.
+_PAGE, _ROWS, _MARKUP = 5_000_000, 2_500_000, 600_000
+# Characters of a text, where all fit; else BEGINNING.
+_CHARACTERS = 1000
+
+# Shows a target (or, if not, a training sample) by its id, with so many characters of text.
+Show = Callable[[bool, Any, int], Picture | str]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the page shows of an experiment.
+
+    Attributes:
+        experiment: Its scores, see ``read_experiment``.
+        targets: For each target its id, words, columns, ``influences`` (the place in ``train`` and
+            the score) and ``sample``.
+        train: Likewise for each training sample beside a target, and those that harm most.
+        columns: Names of the columns of ``targets`` and ``train``, as their ``values`` are ordered.
+        pictures: Addresses of the pictures that show without the script, by their place.
+        drawn: Whether samples are pictures.
+        described: Whether they are, or have, texts in the study's own words.
+    """
+
+    experiment: File
+    targets: Sequence[Mapping[str, Any]]
+    train: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Sequence[str]]
+    pictures: Mapping[str, str]
+    drawn: bool
+    described: bool
+
+    @property
+    def n_left_out(self) -> tuple[int, int]:
+        """Targets that are not on the page, and samples on it that don't show."""
+        samples = [*self.targets, *self.train]
+        without = sum(sample["sample"] is None for sample in samples)
+        return len(self.experiment.tables["targets"]) - len(self.targets), without
+
+    @property
+    def data(self) -> str:
+        """All that the script shows, as JSON that stands safely inside an element of a page."""
+        about = TABLE[self.experiment.spec["model_output"]]
+        whole = {
+            "targets": self.targets,
+            "train": self.train,
+            "columns": self.columns,
+            "drawn": self.drawn,
+            "described": self.described,
+            "classes": about.labels_are_classes,
+        }
+        return _json(whole)
+
+
+def _json(value: Any) -> str:
+    """Return JSON in which nothing ends an element, or begins one or a comment."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def _own(table: pd.DataFrame) -> list[str]:
+    """Return the columns that are the study's own."""
+    return [name for name in table.columns if name not in RESERVED]
+
+
+def _values(table: pd.DataFrame, words: Sequence[str]) -> dict[str, list[str]]:
+    """Return columns to filter by, as texts: label and prediction by their words, the study's."""
+    pairs = [(word, key) for word, key in zip(words, ("label", "prediction"), strict=True) if word]
+    named = [*pairs, *((name, name) for name in _own(table))]
+    return {word: [label(value) for value in table[key].tolist()] for word, key in named}
+
+
+def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+    """Return what all samples have: id, its address, their values, and the study's as one text."""
+    own = _own(table)
+    rows = zip(*values.values(), strict=True) if values else (() for _ in table["id"])
+    return [
+        {
+            "key": sample_id,
+            "id": str(sample_id),
+            "anchor": anchor(sample_id),
+            "values": list(row),
+            "more": ", ".join(
+                f"{name} {value}" for name, value in zip(values, row, strict=True) if name in own
+            ),
+            "sample": None,
+        }
+        for sample_id, row in zip(table["id"].tolist(), rows, strict=True)
+    ]
+
+
+def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the first targets, without their influences, and the names of their columns."""
+    output = TABLE[experiment.spec["model_output"]]
+    table = experiment.tables["targets"].head(n_targets)
+    values = _values(table, (output.label, output.prediction))
+    entries = _entries(table, values)
+    several = len(experiment.spec["runs"]) > 1
+    for entry, row in zip(entries, rows_with(table), strict=True):
+        spread = f" ± {number(row.output_sd, 2)}" if several else ""
+        entry["words"] = of_target(row, output)
+        entry["f"] = f"{number(row.output)}{spread}"
+        entry["output"] = float(f"{row.output:.6g}")
+        entry["wrong"] = is_right(row, output) is False
+    return entries, list(values)
+
+
+def _train(
+    experiment: File, ids: Sequence[Any], own: pd.Series | None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return training samples with their harm, help and self-influence, and names of columns."""
+    output = TABLE[experiment.spec["model_output"]]
+    table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
+    values = _values(table, (output.label, output.prediction))
+    entries = _entries(table, values)
+    for entry, row in zip(entries, rows_with(table), strict=True):
+        entry["words"] = f"{output.label} {label(row.label)}" if output.label else ""
+        entry["also"] = f"{output.prediction} {label(row.prediction)}"
+    numbers = {key: table[key] for key in ("harm", "help") if key in table}
+    if own is not None:
+        numbers["self-influence"] = own.loc[list(ids)]
+    for name, column in numbers.items():
+        for entry, value in zip(entries, column.tolist(), strict=True):
+            entry[name] = number(value, 2)
+    return entries, list(values)
+
+
+def _rows(
+    experiment: File, n_targets: int, own: pd.Series | None
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
+    """Return the first targets, their training samples, and names of columns; nothing is shown."""
+    ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
+    influences = experiment.tables["top_influences"]
+    is_kept = influences["target_id"].isin(ids) & (influences["rank"] <= EACH_ON_PAGE)
+    kept = influences.loc[is_kept, :]
+    by_rank = kept.sort_values("rank", kind="stable")["train_id"].tolist()
+    train_ids = list(dict.fromkeys([*by_rank, *experiment.attributes["most_harmful"]]))
+    targets, target_columns = _targets(experiment, n_targets)
+    train, train_columns = _train(experiment, train_ids, own)
+    place = {train_id: i for i, train_id in enumerate(train_ids)}
+    beside: dict[Any, list[tuple[int, str]]] = {target: [] for target in ids}
+    ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
+    for row in rows_with(ordered):
+        beside[row.target_id].append((place[row.train_id], signed(row.score)))
+    for entry, target in zip(targets, ids, strict=True):
+        entry["influences"] = beside[target]
+    return targets, train, {"targets": target_columns, "train": train_columns}
+
+
+def explore(
+    experiment: File,
+    show: Show,
+    *,
+    drawn: bool,
+    described: bool,
+    self_influence: pd.Series | None = None,
+) -> Answer:
+    """Return what a page of 5 MB holds of an experiment.
+
+    All targets, from the first, whose ids, scores and columns fit into half of it; then samples as
+    far as they fit: those of the first targets, all targets, and training samples, those of the
+    best rank first. Texts are cut to a beginning where that makes room for more.
+
+    Args:
+        experiment: Tables ``targets``, ``top_influences`` and ``train`` of its scores.
+        show: Shows a sample.
+        drawn: Whether samples are pictures.
+        described: Whether they have texts in the study's own words.
+        self_influence: That of training samples by id, where it is known.
+    """
+    n_targets = len(experiment.tables["targets"])
+    while True:
+        targets, train, columns = _rows(experiment, n_targets, self_influence)
+        n_bytes = len(_json([targets, train]).encode())
+        if n_bytes <= _ROWS or n_targets == 1:
+            break
+        n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
+    first = {i for entry in targets[:AT_ONCE] for i, _ in entry["influences"]}
+    asked = [(True, entry) for entry in targets[:AT_ONCE]]
+    asked += [(False, train[i]) for i in sorted(first)]
+    n_at_once = len(asked)
+    asked += [(True, entry) for entry in targets[AT_ONCE:]]
+    asked += [(False, entry) for i, entry in enumerate(train) if i not in first]
+    pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
+    for entry in (*targets, *train):
+        del entry["key"]
+    return Answer(experiment, targets, train, columns, pictures, drawn, described)
+
+
+def _fill(
+    asked: Sequence[tuple[bool, dict[str, Any]]],
+    n_at_once: int,
+    show: Show,
+    room: int,
+    *,
+    drawn: bool,
+) -> dict[str, str]:
+    """Give entries their samples until the room is full; return the pictures that show at once."""
+    samples, used = [], 0
+    for is_target, entry in asked:
+        samples.append(show(is_target, entry["key"], BEGINNING if drawn else _CHARACTERS))
+        used += _size(samples[-1])
+        if used > room and drawn and len(samples) >= n_at_once:
+            break
+    if used > room and not drawn:
+        samples = [readable(str(text), BEGINNING) for text in samples]
+    places, used = {}, 0
+    for count, ((_, entry), sample) in enumerate(zip(asked, samples, strict=False)):
+        used += _size(sample)
+        if used > room and count >= n_at_once:
+            break
+        if isinstance(sample, str):
+            entry["sample"] = sample
+            continue
+        if count < n_at_once:
+            places.setdefault(sample.src, f"picture-{len(places)}")
+        # The script takes from the page what shows at once.
+        source = places.get(sample.src, sample.src)
+        entry["sample"] = [source, sample.width, sample.height, sample.text]
+    return {place: source for source, place in places.items()}
+
+
+def _size(sample: Picture | str) -> int:
+    text = sample if isinstance(sample, str) else sample.text
+    # With a list's quotes and commas; JSON writes some characters as two, or as six.
+    picture = len(sample.src) if isinstance(sample, Picture) else 0
+    return len(_json(text).encode()) + picture + 20

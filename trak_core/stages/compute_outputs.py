@@ -1,0 +1,61 @@
+"""Compute what the model says of all possible targets under one checkpoint."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from trak_core.artifacts import OUTPUTS, create
+from trak_core.gradients import call, check_labels, in_chunks, in_evaluation_mode
+from trak_core.model.device import device_name, find_device
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.spec import FeaturesSpec
+from trak_core.system.progress import software, with_progress
+
+
+def compute_outputs(
+    *,
+    outputs: Path,
+    checkpoint: Path,
+    study_file: Path,
+    spec: FeaturesSpec,
+    code: str,
+    device: str,
+    batch_size: int,
+    threads: int,
+) -> None:
+    """Write label, model output and prediction of every sample of the study's ``target_data()``.
+
+    They are those that features of these samples have. No gradient is formed.
+    """
+    torch.set_num_threads(threads)
+    loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
+    output = loaded.output
+    split = loaded.study.split("target_data", None)
+    (samples,) = loaded.ordered(split)
+    _, n_classes = loaded.few(samples)
+
+    def computed(first: int, last: int) -> list[Tensor]:
+        batch = loaded.batch(samples, first, last)
+        check_labels(batch.labels, output, n_classes, samples.split.ids[first:last])
+        read = output.read(call(loaded.model, batch))
+        columns = (
+            vmap(output.label_number)(batch.labels),
+            vmap(output.value)(read, batch.labels),
+            vmap(output.prediction)(read, batch.labels),
+        )
+        return [column.cpu() for column in columns]
+
+    with torch.no_grad(), in_evaluation_mode(loaded.model):
+        blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))
+        taken = with_progress(blocks, len(samples), "samples")
+        parts = [tensors for *_, tensors in samples.in_order(taken)]
+    labels, values, predictions = (torch.cat(column) for column in zip(*parts, strict=True))
+    file_spec = loaded.file_spec(spec, spec.projection)
+    provenance = software(code, device_name(loaded.device), "torch", "numpy")
+    with create(outputs, OUTPUTS, file_spec, provenance) as writer:
+        writer.vector("sample_ids", list(split.ids))
+        writer.vector("labels", labels.numpy())
+        writer.vector("outputs", values.float().numpy())
+        writer.vector("predictions", predictions.numpy())

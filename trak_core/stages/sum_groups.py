@@ -1,0 +1,135 @@
+"""Sum an experiment's scores by groups of training samples, with intervals."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from trak_core.artifacts import (
+    CHECKPOINT_SCORES,
+    EXACT_SCORES,
+    FEATURES,
+    GROUPS,
+    SCORES,
+    Artifact,
+    check_made_for,
+    check_same,
+    check_together,
+    create,
+    open_artifact,
+)
+from trak_core.config.memory_needs import GroupsNeed
+from trak_core.scoring.groups import (
+    CONFIDENCE,
+    N_DRAWS,
+    Grouping,
+    GroupSums,
+    check_groups,
+    group_tables,
+    interval,
+    run_weights,
+)
+from trak_core.scoring.scores import powered
+from trak_core.spec import EXACT, Combine, ScoresSpec
+from trak_core.stages._inputs import ReadRows, similarity_rows
+from trak_core.system.progress import blocks_with_progress, software
+
+
+def sum_groups(
+    *,
+    groups: Path,
+    scores: Path,
+    checkpoint_scores: Sequence[Path],
+    features: Sequence[Path],
+    spec: ScoresSpec,
+    group_by: Sequence[str],
+    code: str,
+    memory_mb: int,
+) -> None:
+    """Write sums and means of scores by each column of ``group_by``, and paired differences.
+
+    ``scores`` are those of all checkpoints, whose table ``train`` has the columns;
+    ``checkpoint_scores`` and ``features`` are what they are made of.
+    """
+    with open_artifact(scores, SCORES) as file:
+        check_made_for(file, spec, SCORES.rule)
+        train, scores_hash = file.table("train"), file.content_hash
+    check_groups(group_by, train.drop(columns=["label", "prediction"]))
+    groupings = [Grouping.of(name, train[name]) for name in group_by]
+    with ExitStack() as stack:
+        kind = EXACT_SCORES if spec.features.projection.get("kind") == EXACT else CHECKPOINT_SCORES
+        parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
+        phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
+        check_together(parts, spec, kind)
+        ids = train["id"].tolist(), parts[0].ids("train_ids")
+        check_same("training samples", *ids, scores, SCORES.rule)
+        rows = [
+            similarity_rows(part, phi, normalize=spec.normalize)
+            for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
+        ]
+        target_ids = parts[0].ids("target_ids")
+        plain, drawn, ends = _sums(parts, rows, spec, groupings, len(target_ids), memory_mb)
+        table, targets, differences = group_tables(groupings, plain, drawn, ends, target_ids)
+        file_spec = spec.as_dict() | {"scores": scores_hash, "groups": list(group_by)}
+        made_by = software(code, "cpu", "numpy", "pandas")
+        assert spec.runs is not None
+        with create(
+            groups,
+            GROUPS,
+            file_spec,
+            made_by,
+            confidence=CONFIDENCE,
+            n_draws=N_DRAWS,
+            n_runs=len(spec.runs),
+            n_targets=len(target_ids),
+        ) as writer:
+            writer.table("groups", table, ["column", "group"])
+            writer.table("targets", targets, ["column", "group", "target_id"])
+            if len(differences):
+                writer.table("differences", differences, ["column", "group", "other"])
+    print(table.to_string(index=False))
+
+
+def _sums(
+    parts: Sequence[Artifact],
+    rows: Sequence[ReadRows],
+    spec: ScoresSpec,
+    groupings: Sequence[Grouping],
+    n_targets: int,
+    memory_mb: int,
+) -> tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Return sums, draws of means over all targets, and the intervals of each target's means."""
+    assert spec.runs is not None
+    assert spec.loss_weight_power is not None
+    sizes = [len(grouping.names) for grouping in groupings]
+    firsts = np.cumsum([0, *sizes[:-1]])
+    numbers = [own.numbers + first for own, first in zip(groupings, firsts, strict=True)]
+    run_of = {c: i for i, run in enumerate(spec.runs.values()) for c in run}
+    weights = run_weights([run_of[checkpoint] for checkpoint in spec.checkpoints])
+    norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
+    need = GroupsNeed(sum(sizes), n_targets, len(parts))
+    at_once = need.targets(memory_mb)
+    n_train = len(groupings[0].numbers)
+    plain = np.empty((sum(sizes), n_targets))
+    ends = np.empty_like(plain), np.empty_like(plain)
+    drawn = np.zeros((sum(sizes), N_DRAWS))
+    for first in range(0, n_targets, at_once):
+        own = slice(first, min(first + at_once, n_targets))
+        width = own.stop - first
+        sums = GroupSums(sum(sizes), width, Combine(spec.combine), weights)
+        block = need.rows(memory_mb)
+        for start, stop in blocks_with_progress(n_train, block, "training samples"):
+            similarities = np.stack([read(start, stop)[:, own] for read in rows]).astype(np.float64)
+            power = spec.loss_weight_power
+            loss_weights = np.stack([
+                powered(part.vector("loss_weights", start, stop), power) for part in parts
+            ])
+            of_block = [of_column[start:stop] for of_column in numbers]
+            sums.add(similarities, loss_weights, norms, of_block)
+        means = sums.drawn_means()
+        plain[:, own] = sums.plain
+        for end, of_targets in zip(ends, interval(means, axis=1), strict=True):
+            end[:, own] = of_targets
+        drawn += means.sum(axis=2)
+    return plain, drawn / n_targets, ends

@@ -1,0 +1,33 @@
+rule sum_groups:
+    input:
+        scores="<results>/scores/{experiment}.h5",
+        checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
+        # Where only the solved targets were kept.
+        features=(
+            of_checkpoints("features/{c}/train.h5")
+            if scoring["keep"] == "top_k"
+            else []
+        ),
+    output:
+        groups="<results>/groups/{experiment}.h5",
+    log:
+        "<results>/logs/sum_groups/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/sum_groups/{experiment}.tsv"
+    conda:
+        environment
+    threads: 1
+    resources:
+        mem_mb=job_mb,
+        memory_mb=compute["memory_mb"],
+    params:
+        code=code_of("sum_groups"),
+        spec=scores_spec,
+        group_by=config["groups"],
+    message:
+        "Summing scores of experiment {wildcards.experiment} by groups: {output.groups}"
+    script:
+        "../scripts/stage.py"
+
+
+timed("sum_groups/{e}", e=specs.experiments)
