@@ -26,6 +26,7 @@ PARAMS = {
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
+    "fractions": "`evaluation.lists.{list}.fractions`",
     "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
@@ -50,6 +51,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke = yaml.safe_load((REPOSITORY / "config/smoke.yaml").read_text())
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
+    smoke["evaluation"]["lists"] = ["suspects"]
     described = {"errors": {"where": "prediction != label"}}
     return {
         "projected": smoke

@@ -125,11 +125,8 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         read=lambda returned: architecture.output(returned).flatten(1),
         value=lambda x, _: (x * torch.arange(1.0, 1 + len(x)).sqrt()).square().sum(),
         loss_weight=lambda x, _: x.sum(),
-        curvature=None,
         prediction=lambda x, _: x.sum(),
-        label_number=lambda label: label,
-        label_ndim=None,
-        n_classes=lambda _: None,
+        has_labels=False,
     )
     parameters = select_parameters(model, None)
     method = gradient_method(model, parameters, output, inputs)

@@ -10,7 +10,7 @@ import torch
 from refused import refused
 from torch import nn
 from torch.func import grad, vmap
-from torch.nn.functional import cross_entropy, softplus
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
 from trak_core.model_outputs.classification import CLASSIFICATION, margin
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
@@ -18,9 +18,12 @@ from trak_core.model_outputs.language_modelling import (
     LANGUAGE_MODELLING,
     MASKED_LANGUAGE_MODELLING,
     SEQUENCE_TO_SEQUENCE,
+    TOKEN_LOG_ODDS,
     sequence_log_odds,
 )
+from trak_core.model_outputs.loss import LOSS
 from trak_core.model_outputs.model_output import IGNORED, read_logits
+from trak_core.model_outputs.multi_label import MULTI_LABEL
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.segmentation import SEGMENTATION, mean_pixel_margin
 from trak_core.model_outputs.table import TABLE
@@ -37,6 +40,7 @@ def clip_output(scale=3.0):
 
 
 TOKENS = torch.tensor([4, 1, IGNORED, 3, 0, IGNORED])
+LABELS = torch.tensor([1, 0, IGNORED, 1, 0])
 PIXELS = torch.tensor([[0, 1, 2], [2, IGNORED, 1]])
 # Output, what a model returned for one sample, label.
 CASES = {
@@ -45,14 +49,24 @@ CASES = {
     "language": (LANGUAGE_MODELLING, normal(6, 5), TOKENS),
     "masked": (MASKED_LANGUAGE_MODELLING, normal(6, 5), TOKENS),
     "from a source": (SEQUENCE_TO_SEQUENCE, normal(6, 5), TOKENS),
+    "tokens": (TOKEN_LOG_ODDS, normal(6, 5), TOKENS),
+    "multi-label": (MULTI_LABEL, normal(5), LABELS),
     "segmentation": (SEGMENTATION, normal(3, 2, 3), PIXELS),
     "contrast": (clip_output(), normal(2, 4), torch.tensor(1)),
+    "loss": (LOSS, normal(1), torch.tensor(1)),
 }
+# Those whose loss is log(1 + exp(-f)).
+LOG_ODDS = ["classification", "language", "masked", "from a source", "multi-label"]
 
 
 def cross_entropies(name, outputs, label):
     """Return the cross entropies that a case's loss is made of, one a margin."""
-    if name == "language":
+    if name == "multi-label":
+        counted = label != IGNORED
+        return binary_cross_entropy_with_logits(
+            outputs[counted], label[counted].double(), reduction="none"
+        )
+    if name in {"language", "tokens"}:
         outputs, label = outputs[:-1], label[1:]
     if CASES[name][0].label_ndim == 1:
         return cross_entropy(outputs, label, reduction="none")[label != IGNORED]
@@ -85,13 +99,13 @@ def test_gradient_of_confident_tokens_by_finite_differences(m):
 def test_vmap_gives_what_a_loop_gives(name):
     output, outputs, label = CASES[name]
     batch = torch.stack([outputs, outputs * -2, outputs + 0.1])
-    functions = output.value, output.loss_weight, output.prediction, grad(output.value)
-    for function in (*functions, *filter(None, [output.curvature])):
+    functions = output.value, output.loss_weight, grad(output.value)
+    for function in (*functions, *filter(None, [output.prediction, output.curvature])):
         expected = torch.stack([function(x, label) for x in batch])
         torch.testing.assert_close(vmap(function, (0, None))(batch, label), expected)
 
 
-@pytest.mark.parametrize("name", ["classification", "language", "masked", "from a source"])
+@pytest.mark.parametrize("name", LOG_ODDS)
 def test_loss_is_softplus_of_minus_the_log_odds(name):
     output, outputs, label = CASES[name]
     for scale in (1, 0, -3, 7):
@@ -99,7 +113,7 @@ def test_loss_is_softplus_of_minus_the_log_odds(name):
         torch.testing.assert_close(softplus(-output.value(outputs * scale, label)), loss)
 
 
-@pytest.mark.parametrize("name", ["classification", "language", "masked", "from a source"])
+@pytest.mark.parametrize("name", LOG_ODDS)
 def test_loss_weight_and_curvature_of_log_odds_by_autograd(name):
     """Along any direction of the logits, the loss moves by -Q df."""
     output, outputs, label = CASES[name]
@@ -123,7 +137,7 @@ def test_loss_weight_and_curvature_of_regression_by_autograd():
         torch.testing.assert_close(REGRESSION.curvature(f, label), grad(grad(loss))(f))
 
 
-@pytest.mark.parametrize("name", ["segmentation", "contrast"])
+@pytest.mark.parametrize("name", ["segmentation", "contrast", "tokens"])
 def test_loss_weight_of_a_mean_of_margins_by_autograd(name):
     """Q is -dl/df as all margins move alike: f by one, each by one over their share in f."""
     output, outputs, label = CASES[name]
@@ -250,12 +264,25 @@ def test_predictions_and_labels_as_numbers():
     assert LANGUAGE_MODELLING.prediction(right, TOKENS) == 2  # tokens 1 and 3, but not 0
     assert LANGUAGE_MODELLING.label_number(TOKENS) == 3
     assert LANGUAGE_MODELLING.n_classes(right) == 5
+    assert TOKEN_LOG_ODDS.prediction(right, TOKENS) == 2
+    assert MULTI_LABEL.prediction(torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0]), LABELS) == 2
+    assert MULTI_LABEL.label_number(LABELS) == 4
     pixels = nn.functional.one_hot(torch.tensor([[0, 1, 2], [2, 0, 0]]), 3).movedim(-1, 0).double()
     assert SEGMENTATION.prediction(pixels, PIXELS) == 4
     assert SEGMENTATION.label_number(PIXELS) == 5
     assert SEGMENTATION.n_classes(pixels) == 3
     sure = torch.eye(4)[:1].expand(2, 4) * 9
     assert contrast(torch.zeros(3, 4), torch.zeros(3, 4), 1.0).prediction(sure, TOKENS) == 1
+
+
+def test_loss_is_minus_what_the_model_returns_and_its_weight_is_one():
+    assert LOSS.value(torch.tensor([2.5]), torch.tensor(1)) == -2.5
+    assert LOSS.loss_weight(torch.tensor([2.5]), torch.tensor(1)) == 1
+
+
+def test_labels_of_another_number_than_the_logits_are_refused():
+    with refused("model_outputs.labels", "(3,)", "(5,)"):
+        MULTI_LABEL.value(torch.zeros(3), LABELS)
 
 
 def test_what_a_model_returns():
@@ -289,5 +316,5 @@ def test_every_model_output_has_a_case_and_says_if_its_loss_weights_are_probabil
         output, x, label = CASES["contrast"] if about.needs_pairs else cases[id(about.load())]
         scales = (1e2, 10, 1, 0, -1, -10, -1e2)
         found = [output.loss_weight(x * scale, label).item() for scale in scales]
-        within = min(found) >= 0 and max(found) <= 1
+        within = min(found) >= 0 and max(found) <= 1 and len(set(found)) > 1
         assert within == about.weight_is_probability, name

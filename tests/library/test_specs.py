@@ -75,8 +75,9 @@ def all_specs(specs):
         "self_influence": specs.self_influence,
     }
     if "subsets" in specs.evaluation:
+        found["halves"] = specs.halves
+    if "removals" in specs.evaluation:
         found |= {
-            "halves": specs.halves,
             "random_removals": specs.random_removals,
             "top_removals": specs.top_removals,
             "flipped": specs.found_flipped,
@@ -99,6 +100,33 @@ def test_a_preconditioner_decides_features_and_all_that_follows(made):
     changed = {name for name, spec in after.items() if spec != before[name]}
     assert changed == set(after) - {"embeddings"}
     assert after["train"].as_dict()["preconditioner"] == "adam"
+
+
+def test_the_file_of_an_own_output_decides_features_and_what_is_retrained_but_no_training(made):
+    made()  # and now we are where the study is
+    Path("beside.py").write_text("scale = 2\n")
+    found = []
+    measured = {"evaluation": {"subsets": EVALUATION["subsets"], "baselines": []}}
+    for text in ("def f(x):\n    return x.sum()\n", "import beside\n\ndef f(x):\n    return 0\n"):
+        Path("outputs.py").write_text(text)
+        found.append(made(model_output="outputs.py:f", **measured))
+    Path("beside.py").write_text("scale = 3\n")
+    found.append(made(model_output="outputs.py:f", **measured))
+    words = {"function": "outputs.py:f", "unit": "metres"}
+    found.append(made(model_output=words, **measured))
+    before, after, edited, worded = map(all_specs, found)
+    assert {name for name in after if after[name] != before[name]} == set(after) - {"embeddings"}
+    assert {name for name in after if after[name] != edited[name]} == set(after) - {"embeddings"}
+    assert edited == worded
+    assert len({specs.digests["training"] for specs in found}) == 1
+    assert found[2].output_words == {}
+    assert found[3].output_words == words
+    assert {"outputs.py", "beside.py"} <= {str(path) for path in found[3].files}
+    # In the study's own file it counts as the study does.
+    Path("study.py").write_text("make_model = None\n\ndef f(x):\n    return x.sum()\n")
+    study = made(model_output="study.py:f")
+    assert study.output_digest is None
+    assert study.all_features.study_digest == study.digests["training"]
 
 
 @pytest.mark.parametrize(

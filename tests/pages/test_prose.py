@@ -8,7 +8,7 @@ TEXTS = [
     *(REPOSITORY / page for page in ("README.md", "CONTRIBUTING.md")),
     *(
         path
-        for folder in ("trak_core", "workflow", "benchmarks", "config", "docs")
+        for folder in ("trak_core", "workflow", "benchmarks", "config", "docs", "examples")
         for path in sorted((REPOSITORY / folder).rglob("*"))
         if path.is_file() and path.suffix in {".py", ".smk", ".md", ".yaml", ".j2", ".toml", ""}
     ),

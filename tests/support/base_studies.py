@@ -36,6 +36,7 @@ EVALUATION = {
     "self_influence": True,
     "flipped": {"fraction": 0.1},
     "removals": {"experiment": "few", "targets": 6},
+    "lists": {"drop": {"fractions": [0.05], "seeds": 2}},
 }
 
 
@@ -67,6 +68,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
     study = trained.copy(folder)
     del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
     study.config |= {"evaluation": copy.deepcopy(EVALUATION), "groups": ["label"]}
+    study.config["lists"] = ["drop"]
     assert study.run("all") == {
         "average_scores": 1,
         "draw_influences": 1,
@@ -83,6 +85,9 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "retrain_without_top": 2,
         "compare_removals": 1,
         "sum_groups": 1,
+        "write_list": 1,
+        "retrain_list": 2,
+        "prove_list": 1,
         "write_report": 1,
     }
     return study

@@ -9,7 +9,7 @@ from workspace import REPOSITORY
 
 from trak_core.config.job_specs import specs_of, targets_digest
 from trak_core.config.read_config import read_config, record_config
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_exact_scores import compute_exact_scores
@@ -38,7 +38,7 @@ def scores_spec(
     **features,
 ) -> ScoresSpec:
     """What decides the scores of experiment `mine`; each checkpoint is a run if none are given."""
-    is_probability = TABLE[model_output].weight_is_probability
+    is_probability = about_output(model_output).weight_is_probability
     everywhere = {"projection": projection, "checkpoint": None, "split": None}
     return ScoresSpec(
         features=features_spec(model_output, **everywhere, **features),
@@ -94,6 +94,7 @@ def run_stages(
     memory_mb: int = 500,
     top: int = 5,
     made: Path | None = None,
+    output_words: dict | None = None,
     **settings,
 ) -> Path:
     """Return the scores file; ``made`` is a run whose features are taken as they are."""
@@ -131,7 +132,8 @@ def run_stages(
         checkpoint_scores.append(scores)
         train_features.append(train)
     features = train_features if keep == "top_k" else []
-    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, features, top, memory_mb)
+    ways = {"top": top, "memory_mb": memory_mb, "output_words": output_words}
+    return averaged(results / "scores/mine.h5", checkpoint_scores, spec, features, **ways)
 
 
 def run_exact_stages(
@@ -221,7 +223,14 @@ def run_config(config_file: Path) -> Path:
 
 
 def averaged(
-    scores: Path, checkpoint_scores, spec, features=(), top=5, memory_mb=500, study_file=None
+    scores: Path,
+    checkpoint_scores,
+    spec,
+    features=(),
+    top=5,
+    memory_mb=500,
+    study_file=None,
+    output_words=None,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
@@ -230,8 +239,9 @@ def averaged(
         features=features,
         spec=spec,
         defaults="",
-        columns=TABLE[spec.features.model_output].columns,
+        columns=about_output(output_words or spec.features.model_output).columns,
         top=top,
+        output_words=output_words,
         study_file=study_file,
         code="code",
         memory_mb=memory_mb,

@@ -185,6 +185,7 @@ def results_of(
         "runs": {f"c{i}": [f"c{i}"] for i in range(n_checkpoints)},
         "loss_weight_power": power,
         "combine": "product_of_averages",
+        "model_output": model_output,
     }
     targets = pd.DataFrame([{"id": i, "output": float(i), "output_sd": sd} for i in range(8)])
     experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated, right=right)

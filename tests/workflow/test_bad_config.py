@@ -43,11 +43,14 @@ VALUES = {
     "a huge seed": ("projection.seed", 2**64, f"at most {2**64 - 1}"),
     "NaN": ("scoring.damping", float("nan"), "a finite number"),
     "infinity": ("scoring.damping", float("inf"), "a finite number"),
-    "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, clip(?=\.)")),
+    "unknown model output": ("model_output", "other", re.compile(r"one of image_.*, loss(?=\.)")),
     "no checkpoint at all": ("checkpoints", {}, "empty"),
     "checkpoints that are a list": ("checkpoints", ["c0.pt"], "text or a mapping"),
     "no experiment": ("experiments", {}, "empty"),
-    "an experiment without targets": ("experiments.mine", {}, "a mapping with targets or data"),
+    "an experiment without targets": (
+        *("experiments.mine", {}),
+        "a mapping with targets or data or where",
+    ),
     "empty experiment": ("experiments.mine.targets", [], "empty"),
     "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
     "a target twice": ("experiments.mine.targets", ["a", "a"], "each once"),
@@ -61,6 +64,7 @@ VALUES = {
 }
 DATE = datetime.date(2024, 1, 1)
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
+PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
 # By the code of the refusal: a change of the good config, and what the message must name.
@@ -89,7 +93,7 @@ REFUSALS = {
         ),
         "several at once": (
             {"projection": {"seed": -1}, "model_output": "x"},
-            *("projection.seed", "-1", re.compile(r"one of image_.*, clip"), "'x'"),
+            *("projection.seed", "-1", re.compile(r"one of image_.*, loss"), "'x'"),
         ),
     },
     "config.key_twice": {"a key twice": (GIVEN_TWICE, "'c0'", "4 and 6")},
@@ -133,6 +137,22 @@ REFUSALS = {
     "config.list_features": {
         "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
     },
+    "config.proof_of_no_list": {
+        "a proof of no list": (PROVED | {"lists": ["suspects"]}, "drop", "suspects")
+    },
+    "config.proof_experiment": {
+        "a proof on targets that are not there": (
+            PROVED | {"lists": ["drop"], "evaluation": {"lists": {"drop": {"experiment": "b"}}}},
+            "Found b",
+        )
+    },
+    "config.proof_fractions": {
+        "a proof on more than is listed": (
+            PROVED
+            | {"lists": ["select"], "evaluation": {"lists": {"select": {"fractions": [0.1]}}}},
+            *("0.05", "Found 0.1"),
+        )
+    },
     "config.where_alone": {
         "a description beside ids": (
             {"experiments": {"mine": {"targets": ["patient-342"], "where": "label > 3"}}},
@@ -160,6 +180,9 @@ REFUSALS = {
     "config.missing_table": {"no table": ({"checkpoints": "gone.tsv"}, "gone.tsv")},
     "config.missing_question": {
         "no question": (at("experiments.mine.data", "gone.tsv"), "gone.tsv")
+    },
+    "config.missing_output": {
+        "no file of a model output": ({"model_output": "gone.py:f"}, "gone.py")
     },
     "config.missing_data_file": {"no data file": ({"data_files": ["a/*.csv"]}, "'a/*.csv'")},
     "config.missing_ground_truth": {

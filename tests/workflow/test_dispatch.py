@@ -58,6 +58,7 @@ def jobs(tmp_path_factory):
         "experiments": everything["experiments"] | {"errors": {"where": "prediction != label"}},
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")},
     }
+    everything["evaluation"]["lists"] = ["suspects"]
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
     save_weights(folder / "c0.pt")
     (folder / "mine.h5").touch()

@@ -5,8 +5,10 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from own_checkpoints import own_study, save_own_checkpoint
+from pipeline import read_scores
 from workspace import Workspace, scoring
 
 
@@ -45,6 +47,23 @@ def test_four_changes_at_once_end_where_a_fresh_start_does(own, study, tmp_path)
     expected = fresh.artifacts()
     assert len(expected) == 14
     assert [name for name in expected if after[name] != expected[name]] == []
+
+
+def test_an_edit_of_an_own_output_runs_again_what_it_decides(study):
+    study.path("outputs.py").write_text("def f(returned, label):\n    return returned[0]\n")
+    study.config["model_output"] = {"function": "outputs.py:f", "name": "the progress"}
+    del study.config["experiments"]["one"]
+    study.run("results/scores/few.h5", "results/answers/few.html")
+    scores = read_scores(study.path("results/scores/few.h5"))
+    assert "the progress" in study.path("results/answers/few.html").read_text()
+    assert study.would_run() == {}
+    study.config["model_output"] = {"function": "outputs.py:f", "name": "the progress in a year"}
+    assert study.would_run() == {"average_scores": 1}
+    study.path("outputs.py").write_text("def f(returned, label):\n    return 2 * returned[0]\n")
+    assert study.run("results/scores/few.h5")["compute_features"] == 6
+    again = read_scores(study.path("results/scores/few.h5"))
+    # Both gradients twice as long, and so is the ridge: the same similarities of the same Q.
+    np.testing.assert_allclose(again, scores, rtol=1e-4, atol=1e-6)
 
 
 def test_own_checkpoint_touched(study):

@@ -102,11 +102,12 @@ _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
 REMOVALS = ArtifactKind("trak-evaluation", ("summary", "targets"), "compare_removals")
+PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
-    *(EVALUATION, FLIPPED, REMOVALS),
+    *(EVALUATION, FLIPPED, REMOVALS, PROOF),
 )
 
 

@@ -72,11 +72,8 @@ _VALUE = ModelOutput(
     read=lambda returned: cast(Tensor, returned),
     value=lambda outputs, label: outputs,
     loss_weight=lambda outputs, label: torch.zeros_like(outputs),
-    curvature=None,
     prediction=lambda outputs, label: torch.zeros_like(outputs),
-    label_number=lambda label: label,
-    label_ndim=None,
-    n_classes=lambda outputs: None,
+    has_labels=False,
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import TABLE, about_output, output_name
 from trak_core.spec import EXACT, Combine, ProjectionKind, Weighting
 from trak_core.spec.condition import MOST_TARGETS, Condition
 
@@ -56,6 +56,51 @@ def lists_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if "select" in lists:
         lists["select"] = {"fraction": 0.05} | lists["select"]
     return lists
+
+
+def proofs_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the lists that are put to the proof by name, each with its settings.
+
+    ``experiment`` is the one whose targets are looked at, that of the list unless another is named;
+    ``fractions`` are the parts of the training samples that are left out, or kept; ``seeds`` how
+    often each training is done.
+    """
+    given, lists = config.get("evaluation", {}).get("lists", []), lists_of(config)
+    settings = given if isinstance(given, Mapping) else {name: {} for name in given}
+    proofs = {}
+    for name, own in settings.items():
+        about = lists.get(name, {})
+        most = about.get("fraction")
+        usual = [most / 4, most / 2, most] if most else [0.05, 0.1, 0.2]
+        defaults = {"experiment": about.get("experiment"), "fractions": usual, "seeds": 5}
+        proofs[name] = defaults | dict(own)
+    return proofs
+
+
+def check_proofs(config: Mapping[str, Any]) -> None:
+    """Refuse to prove lists that are not made, or what can't be seen in the study's targets."""
+    lists, experiments = lists_of(config), config["experiments"]
+    for name, about in proofs_of(config).items():
+        if name not in lists:
+            raise InputError(
+                f"evaluation.lists must name lists of the config, under `lists`. Found {name} and "
+                f"`lists` of {', '.join(lists) or 'none'}.",
+                code="config.proof_of_no_list",
+            )
+        if about["experiment"] not in experiments or "data" in experiments[about["experiment"]]:
+            own = [key for key, value in experiments.items() if "data" not in value]
+            raise InputError(
+                f"evaluation.lists: {name} must be measured on targets of the study's own: "
+                f"experiments {', '.join(own) or 'none'}. Found {about['experiment']}.",
+                code="config.proof_experiment",
+            )
+        most = lists[name].get("fraction", 1)
+        if max(about["fractions"]) > most:
+            raise InputError(
+                f"evaluation.lists: {name} must have fractions of the list, at most lists.{name}."
+                f"fraction, {most}. Found {max(about['fractions'])}. Raise that of the list.",
+                code="config.proof_fractions",
+            )
 
 
 def check_lists(config: Mapping[str, Any]) -> None:
@@ -154,7 +199,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "without `data`. Found none.",
             code="config.no_own_targets",
         )
-    trained = [key for key in ("subsets", "flipped", "removals") if key in evaluation]
+    trained = [key for key in ("subsets", "flipped", "removals", "lists") if key in evaluation]
     if trained and "training" not in config:
         raise InputError(
             f"evaluation.{trained[0]} trains models: the config must have `training`, and the "
@@ -171,10 +216,11 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if (lds and "same_class" in evaluation["baselines"]) or "flipped" in evaluation:
         key = "flipped" if "flipped" in evaluation else "baselines: same_class"
         classes = [name for name, row in TABLE.items() if row.labels_are_classes]
-        if config["model_output"] not in classes:
+        output = output_name(config["model_output"])
+        if output not in classes:
             raise InputError(
                 f"evaluation.{key} needs labels that are classes, with model_output "
-                f"{' or '.join(classes)}. Found {config['model_output']}. Leave it out.",
+                f"{' or '.join(classes)}. Found {output}. Leave it out.",
                 code="config.no_classes",
             )
     _check_dimensions(config["projection"], evaluation)
@@ -240,15 +286,15 @@ def usual_combine(*, along: bool) -> Combine:
     return Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
 
 
-def usual_weighting(combine: str, model_output: str) -> Weighting:
+def usual_weighting(combine: str, model_output: str | Mapping[str, str]) -> Weighting:
     """Return how training samples weigh in the normal matrix."""
-    is_curved = combine == Combine.UNIT_AVERAGE and TABLE[model_output].weighs_by_curvature
+    is_curved = combine == Combine.UNIT_AVERAGE and about_output(model_output).weighs_by_curvature
     return Weighting.CURVATURE if is_curved else Weighting.PLAIN
 
 
-def usual_power(combine: str, model_output: str) -> float:
+def usual_power(combine: str, model_output: str | Mapping[str, str]) -> float:
     """Return the power of the loss weights."""
-    if not TABLE[model_output].weight_is_probability:
+    if not about_output(model_output).weight_is_probability:
         return 1
     return 0.75 if combine == Combine.UNIT_AVERAGE else 0.5
 
@@ -266,13 +312,13 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         )
         reasons.append(f"combine is {scoring['combine']}, since {whence}")
     combine = scoring["combine"]
-    usual = f"the default with {combine} of {model_output}"
+    usual = f"the default with {combine} of {output_name(model_output)}"
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))
         reasons.append(f"weighting is {scoring['weighting']}, {usual}")
     if "loss_weight_power" not in scoring:
         scoring["loss_weight_power"] = usual_power(combine, model_output)
-        article = "a" if TABLE[model_output].weight_is_probability else "no"
+        article = "a" if about_output(model_output).weight_is_probability else "no"
         reasons.append(
             f"loss_weight_power is {scoring['loss_weight_power']}, {usual}, whose loss weight is "
             f"{article} probability"

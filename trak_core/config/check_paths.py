@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import output_name
 
 # Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
 # a shell. These signs end a quoted word, or count within one.
@@ -47,6 +48,7 @@ def check_given(entries: Iterable[str]) -> None:
 def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each path that a config says, with its key."""
     yield "study", config["study"]
+    yield "model_output", output_name(config.get("model_output", ""))
     checkpoints = config["checkpoints"]
     if isinstance(checkpoints, str):
         yield "checkpoints", checkpoints

@@ -12,8 +12,10 @@ from trak_core.config.check_keys import (
     check_exact,
     check_lists,
     check_preconditioner,
+    check_proofs,
     fill_in_scoring,
     lists_of,
+    proofs_of,
 )
 from trak_core.config.checkpoint_list import (
     Checkpoint,
@@ -23,7 +25,7 @@ from trak_core.config.checkpoint_list import (
 )
 from trak_core.config.tables import ALL_TARGETS, target_ids
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import About, about_output, output_name, place_of
 from trak_core.provenance import content_digest, mentions, study_digest, study_modules
 from trak_core.spec import (
     EXACT,
@@ -115,6 +117,8 @@ class Specs:
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
+        output_digest: Hash of the file of a model output of its own; None where it is the study's,
+            or has none.
     """
 
     config: Mapping[str, Any]
@@ -123,11 +127,29 @@ class Specs:
     digests: Mapping[str, str]
     files: Sequence[Path]
     defaults: str = ""
+    output_digest: str | None = None
 
     @property
     def columns(self) -> str:
         """What tables say of samples, in plain words."""
-        return TABLE[self.config["model_output"]].columns
+        return self.output.columns
+
+    @property
+    def output(self) -> About:
+        """What is known of the model output, in words among others."""
+        return about_output(self.config["model_output"])
+
+    @property
+    def output_words(self) -> dict[str, str] | None:
+        """What the config says of a model output of its own; None for one that has a name here."""
+        if not self.output.is_own:
+            return None
+        given = self.config["model_output"]
+        return {} if isinstance(given, str) else ordered(given)
+
+    def _with_output(self, digest: str) -> str:
+        """Return a digest of the study to which the file of a model output of its own is added."""
+        return content_digest(digest, self.output_digest) if self.output_digest else digest
 
     @property
     def is_exact(self) -> bool:
@@ -209,6 +231,16 @@ class Specs:
         """Lists to act on, by name: each with the experiment whose targets count."""
         return lists_of(self.config)
 
+    @property
+    def proofs(self) -> dict[str, dict[str, Any]]:
+        """Lists that are put to the proof, by name: see ``proofs_of``."""
+        return proofs_of(self.config)
+
+    @property
+    def list_retraining(self) -> RetrainedSpec:
+        """What decides models retrained without a list, or on it."""
+        return self._retrained("list", 1, _SEED)
+
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
         if split not in self.experiments:
@@ -224,11 +256,11 @@ class Specs:
         """What decides the features, or Gramians, of all checkpoints and splits."""
         patterns = self.config["parameters"]
         return FeaturesSpec(
-            model_output=self.config["model_output"],
+            model_output=output_name(self.config["model_output"]),
             parameter_patterns=None if patterns == "all" else patterns,
             projection={"kind": EXACT} if self.is_exact else self.config["projection"],
             dtype="float64" if self.is_exact else self.config["features_dtype"],
-            study_digest=self.digests["training"],
+            study_digest=self._with_output(self.digests["training"]),
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
         )
 
@@ -270,7 +302,7 @@ class Specs:
             parameter_patterns=None,
             projection={"kind": "none"},
             dtype="float32",
-            study_digest=self.digests["targets"],
+            study_digest=self._with_output(self.digests["targets"]),
             preconditioner=None,
             split="all",
         )
@@ -295,16 +327,14 @@ class Specs:
     @property
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""
-        scoring, model_output = self.config["scoring"], self.config["model_output"]
+        scoring = self.config["scoring"]
         power = scoring["loss_weight_power"]
         return ScoresSpec(
             features=self.all_features,
             damping=scoring["damping"],
             weighting=scoring["weighting"],
             curvature_power=curvature_power(
-                scoring["weighting"],
-                power,
-                is_probability=TABLE[model_output].weight_is_probability,
+                scoring["weighting"], power, is_probability=self.output.weight_is_probability
             ),
             norm_power=power if scoring["combine"] == Combine.UNIT_AVERAGE else None,
             normalize=scoring["normalize"],
@@ -393,8 +423,8 @@ class Specs:
         return RetrainedSpec(
             subsets=subsets,
             arguments=self.training,
-            model_output=self.config["model_output"],
-            study_digest=self.digests["targets"],
+            model_output=output_name(self.config["model_output"]),
+            study_digest=self._with_output(self.digests["targets"]),
             seeds=seeds,
             seed=seed,
         )
@@ -414,6 +444,20 @@ def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
                 f"{other} and {file}; rename one."
             )
     return [*named.values()]
+
+
+def _output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
+    """Return the file of a model output of the config's own, unless it is the study's."""
+    place = place_of(output_name(model_output))
+    if place is None or Path(place[0]).resolve() == study.resolve():
+        return None
+    if not Path(place[0]).is_file():
+        raise InputError(
+            f"model_output: the file of the function must exist. Found nothing at {place[0]} (from "
+            f"{Path.cwd()}).",
+            code="config.missing_output",
+        )
+    return Path(place[0])
 
 
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
@@ -436,13 +480,17 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     if "evaluation" in config:
         check_evaluation(config)
     check_lists(config)
+    check_proofs(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
     tables = [config["checkpoints"]]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    modules = _modules(study, [Path(path) for path in tables if path.endswith(".py")])
+    output = _output_file(config["model_output"], study)
+    code = [Path(path) for path in tables if path.endswith(".py")]
+    modules = _modules(study, [*code, *([output] if output else [])])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
-    return Specs(config, checkpoints, experiments, digests, files, defaults)
+    output_digest = study_digest(output, folders=_folders(output, study)) if output else None
+    return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)

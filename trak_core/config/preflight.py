@@ -17,6 +17,7 @@ from trak_core.config.check_keys import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import check_memory, evaluation_need
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import output_name
 from trak_core.provenance import code_digest, stat_signature
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.spec.condition import MOST_TARGETS
@@ -108,10 +109,10 @@ def _request(specs: Specs) -> dict[str, Any]:
     """Return the arguments of ``preflight_study`` that are the same for every split."""
     config = specs.config
     is_trained = "training" in config
-    retrains = {"subsets", "removals", "flipped"} & set(specs.evaluation)
+    retrains = {"subsets", "removals", "flipped", "lists"} & set(specs.evaluation)
     return {
         "study_file": config["study"],
-        "model_output": config["model_output"],
+        "model_output": output_name(config["model_output"]),
         "weighting": config["scoring"]["weighting"],
         "parameter_patterns": specs.all_features.parameter_patterns,
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
@@ -124,7 +125,10 @@ def _request(specs: Specs) -> dict[str, Any]:
 def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> dict[str, Any]:
     """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
-    code = [specs.digests["whole"], code_digest("trak_core.stages.preflight_study")]
+    code = [
+        *(specs.digests["whole"], specs.output_digest),
+        code_digest("trak_core.stages.preflight_study"),
+    ]
     keys = {
         split: _key([
             *(*code, request, split, specs.experiments.get(split), n_shards),

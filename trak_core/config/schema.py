@@ -203,6 +203,8 @@ def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.Validation
     context = error.context or ()
     other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
     meant = [e for e in context if e.schema_path[0] not in other]
+    # A word that is none of some, where another form would do too: the words' meaning says which.
+    meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
     if meant and not all(e.validator == "required" and not e.path for e in meant):
         for inner in meant:
             yield from _leaves(inner)

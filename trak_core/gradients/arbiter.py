@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from trak_core.gradients.consumers import Digest
 from trak_core.gradients.model_inputs import Batch, rounding
 from trak_core.gradients.per_sample import in_evaluation_mode
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, of_sample
 
 # In a direction whose entries are near 1: the error is its square, and 1e-16 of f over it.
 _STEP = 1e-6
@@ -75,7 +75,8 @@ class Twin:
             parameter.copy_(start + step * direction)
             with in_evaluation_mode(self.model):
                 outputs = self.output.read(batch.given_to(self.model))
-            values.append(self.output.value(outputs[i], batch.labels[i]))
+            own = of_sample(outputs, i, len(batch))
+            values.append(self.output.value(own, batch.labels[i]))
         parameter.copy_(start)
         return float((values[0] - values[1]) / (2 * _STEP))
 

@@ -20,7 +20,7 @@ from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.system.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ def sample_memory(
         differentiating(model, parameters.values()),
         torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
     ):
-        values = torch.vmap(output.value)(output.read(pair.given_to(model)), pair.labels)
+        values = over_samples(output.value, output.read(pair.given_to(model)), pair.labels)
     activations = _ACTIVATIONS * sum(saved.values()) // 2
     if values.requires_grad:
         with contextlib.suppress(MixedSamplesError):

@@ -15,7 +15,14 @@ from trak_core.gradients.consumers import Magnitude
 from trak_core.gradients.methods import gradients_one_by_one
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, rounding
 from trak_core.gradients.per_sample import PerSample, in_evaluation_mode
-from trak_core.model_outputs.model_output import IGNORED, ModelOutput
+from trak_core.model_outputs.model_output import (
+    IGNORED,
+    ModelOutput,
+    of_sample,
+    over_samples,
+    random_output,
+    rows_in,
+)
 
 # Samples of a batch that are compared.
 _SAMPLES = 8
@@ -40,6 +47,7 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
         allowed = rounding(model, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
         if not _close(together, again, tolerance):
+            _check_repeatable(model, output, batch)
             calls, others = (_calls(model, batch)[0] for _ in range(2))
             layer = _first_difference(calls, others, allowed)
             raise InputError(
@@ -79,6 +87,20 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
             )
 
 
+def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
+    """Refuse an f that is random by itself, whatever the model."""
+    outputs = output.read(batch.given_to(model))
+    values, again = (_values(output, outputs, batch.labels) for _ in range(2))
+    if not torch.equal(values.nan_to_num(), again.nan_to_num()):
+        raise random_output(f"{float(values[0]):.6g}, then {float(again[0]):.6g} for one sample")
+
+
+def _values(output: ModelOutput, outputs: Any, labels: Tensor) -> Tensor:
+    """Return f of each sample, one after another."""
+    n = len(labels)
+    return torch.stack([output.value(of_sample(outputs, i, n), labels[i]) for i in range(n)])
+
+
 def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().nan_to_num(torch.inf).max())
 
@@ -86,15 +108,13 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return f of each sample of a batch, and the largest absolute value of its model's returns."""
     outputs = output.read(batch.given_to(model))
-    if len(outputs) != len(batch):
-        raise InputError(
-            f"The model must return one row a sample. Found {len(outputs)} rows for a batch of "
-            f"{len(batch)}.",
-            code="gradients.model_rows",
-        )
-    pairs = zip(outputs, batch.labels, strict=True)
-    sizes = outputs.abs().reshape(len(outputs), -1).max(dim=1).values
-    return torch.stack([output.value(x, label) for x, label in pairs]), sizes
+    rows = rows_in(outputs, len(batch))
+    values = _values(output, outputs, batch.labels)
+    sizes = torch.zeros_like(values)
+    for x in rows:
+        if x.is_floating_point() and x.numel():
+            sizes = sizes.maximum(x.abs().reshape(len(x), -1).max(dim=1).values)
+    return values, sizes
 
 
 def _close(a: Tensor, b: Tensor, tolerance: Tensor) -> bool:
@@ -183,7 +203,8 @@ def count_classes(
     """
     sample = as_batch(samples, output).rows(slice(0, 1)).mapped(lambda tensor: tensor.to(device))
     with torch.no_grad(), in_evaluation_mode(model):
-        outputs = output.read(call(model, sample))[0]
+        returned = output.read(call(model, sample))
+        outputs = of_sample(returned, 0, 1)
         n_classes = output.n_classes(outputs)
     if n_classes is not None and n_classes < 2:
         raise InputError(
@@ -191,7 +212,9 @@ def count_classes(
             f"classes. Found {n_classes}: for a single logit x, let the model return (0, x).",
             code="gradients.too_few_classes",
         )
-    if sample.labels.ndim == 1 + (output.label_ndim or 0):
+    if output.label_ndim is None:
+        over_samples(output.value, returned, sample.labels)  # which explains what is wrong
+    elif sample.labels.ndim == 1 + output.label_ndim:
         label = torch.zeros_like(sample.labels[0])
         try:
             shape = tuple(output.value(outputs, label).shape)
@@ -216,9 +239,10 @@ def check_labels(
     ``IGNORED``, where a label has many parts); numbers that are not finite; and labels without a
     part that counts. ``n_classes`` is that of ``count_classes``.
     """
-    if output.label_ndim is None:
+    if output.label_ndim is None and (n_classes is None or not output.has_labels):
         return
-    if labels.ndim != 1 + output.label_ndim:
+    has_parts = output.label_ndim != 0
+    if output.label_ndim is not None and labels.ndim != 1 + output.label_ndim:
         raise InputError(
             f"A label must be {_LABEL_SHAPES[output.label_ndim]}. Found labels of shape "
             f"{tuple(labels.shape)}.",
@@ -228,25 +252,26 @@ def check_labels(
         good = torch.isfinite(labels)
         expected = "finite numbers"
     else:
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        is_whole = not (labels.is_floating_point() or labels.is_complex())
+        if output.label_ndim is not None and not (is_whole and labels.dtype is not torch.bool):
             raise InputError(
                 f"Labels must be integers from 0 to {n_classes - 1}. Found {labels.dtype}.",
                 code="gradients.label_dtype",
             )
-        good = (labels >= 0) & (labels < n_classes)
+        good = (labels >= 0) & (labels < n_classes) & (labels == labels.long())
         expected = f"integers from 0 to {n_classes - 1}, the classes of the study's model"
-        if output.label_ndim:
+        if has_parts:
             good |= labels == IGNORED
             expected += f", or {IGNORED} where they don't count"
     if not good.all():
         i = int((~good).nonzero()[0, 0])
-        bad = labels[i][~good[i]] if output.label_ndim else labels[i]
+        bad = labels[i][~good[i]] if has_parts else labels[i]
         raise InputError(
             f"Labels must be {expected}. Found {bad.flatten()[0].item()} in sample "
             f"{sample_ids[i]}.",
             code="gradients.label_value",
         )
-    if output.label_ndim:
+    if has_parts:
         empty = (vmap(output.label_number)(labels) == 0).nonzero().flatten().tolist()
         if empty:
             where = ", after its first token" if output.predicts_next else ""

@@ -25,7 +25,7 @@ from trak_core.gradients.per_sample import (
     in_evaluation_mode,
     per_sample,
 )
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, of_sample, over_samples
 from trak_core.system.out_of_memory import is_out_of_memory
 
 GradientMethod = Callable[
@@ -205,7 +205,9 @@ def _hiding_operations(
     for n in (2, 3):
         batch = pair.rows(torch.arange(n) % 2)
         with differentiating(model, parameters.values()):
-            values = torch.vmap(output.value)(output.read(batch.given_to(model)), batch.labels)
+            outputs = output.read(batch.given_to(model))
+            values = over_samples(output.value, outputs, batch.labels)
+        del outputs
         check_graph(values)
         try:
             plan = plan_of(values, list(parameters.values()), 0)
@@ -250,7 +252,7 @@ def gradients_at_once(
     def one_pass(keep_graph: bool) -> list[Tensor]:
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
-            values = torch.vmap(output.value)(outputs, batch.labels)
+            values = over_samples(output.value, outputs, batch.labels)
             beside = beside_gradients(output, outputs, batch.labels, values)
         del outputs
         check_graph(values)
@@ -358,8 +360,7 @@ def _in_turn(
         given = joined([sample] * n_copies)
         with ExitStack() as stack, differentiating(model, parameters.values()):
             outputs = output.read(given.given_to(model))
-            # No copy of the gradient of a text's logits, which is large.
-            outputs = outputs.squeeze(0) if n_copies == 1 else outputs[0]
+            outputs = of_sample(outputs, 0, n_copies)
             f = output.value(outputs, sample.labels[0])
             taker = consumer.of(slice(i, i + 1))
             for parameter in parameters.values():

@@ -120,8 +120,8 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
 
     Args:
         samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
-            its named arguments and ``labels``. Without labels if ``output.label_ndim`` is None. A
-            batch is returned unchanged.
+            its named arguments and ``labels``. Without labels where the output has none. A batch is
+            returned unchanged.
         output: The model output f.
 
     Returns:
@@ -129,7 +129,7 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     """
     if isinstance(samples, Batch):
         return samples
-    labelled = output.label_ndim is not None
+    labelled = output.has_labels
     args, kwargs, labels = (), {}, None
     if isinstance(samples, Mapping):
         kwargs = dict(samples)

@@ -4,13 +4,14 @@ import contextlib
 import fnmatch
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.model_outputs.model_output import ModelOutput, OfValue
+from trak_core.model_outputs.model_output import ModelOutput, OfValue, detached, over_samples
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -50,30 +51,33 @@ class PerSample:
 
 
 def beside_gradient(
-    output: ModelOutput, outputs: Tensor, label: Tensor, value: Tensor
+    output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
 ) -> tuple[Tensor, ...]:
     """Return prediction, loss weight and, if there is one, curvature of one sample.
 
     ``value`` is f, which need not be computed again for functions of it.
     """
-    functions = [output.prediction, output.loss_weight]
+    functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
     return tuple(
         function.function(value.detach())
         if isinstance(function, OfValue) and function.value is output.value
-        else function(outputs.detach(), label)
+        else function(detached(outputs), label)
         for function in functions
     )
 
 
 def beside_gradients(
-    output: ModelOutput, outputs: Tensor, labels: Tensor, values: Tensor
+    output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
 ) -> tuple[Tensor, ...]:
     """Return ``beside_gradient`` of all samples, shape (batch,) each."""
+
+    def beside(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
+        return beside_gradient(output, pair[0], label, pair[1])
+
     with torch.no_grad():
-        beside = torch.vmap(lambda *sample: beside_gradient(output, *sample))
-        return beside(outputs.detach(), labels, values.detach())
+        return over_samples(beside, (detached(outputs), values.detach()), labels)
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
@@ -201,5 +205,5 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     batch = as_batch(samples, output)
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
-        values = torch.vmap(output.value)(outputs, batch.labels)
+        values = over_samples(output.value, outputs, batch.labels)
         return [values, *beside_gradients(output, outputs, batch.labels, values)]

@@ -27,7 +27,7 @@ from trak_core.gradients import (
     joined,
     memory_formats_kept_apart,
 )
-from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.system.out_of_memory import is_out_of_memory
 
 
@@ -214,7 +214,7 @@ def _gramian_of(
     batch = joined(batches)
     with graph_to(model, parameters.values()):
         outputs = output.read(batch.given_to(model))
-        values = torch.vmap(output.value)(outputs, batch.labels)
+        values = over_samples(output.value, outputs, batch.labels)
     try:
         with memory_formats_kept_apart(values):
             gramian = parameter_gramian(values, list(parameters.values()), batch_dim=0)

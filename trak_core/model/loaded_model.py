@@ -24,7 +24,7 @@ from trak_core.model.length_order import OrderedSamples, StoredSamples, order_sa
 from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
 from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.checkpoints import load_checkpoint
@@ -76,8 +76,8 @@ class LoadedModel:
         model.to(device)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
-        pairs = study.split(TRAIN, None) if TABLE[spec.model_output].needs_pairs else None
-        output = model_output(spec.model_output, model, pairs, device)
+        pairs = study.split(TRAIN, None) if about_output(spec.model_output).needs_pairs else None
+        output = model_output(spec.model_output, model, pairs, device, study)
         scales = None
         if spec.preconditioner is not None:
             on_cpu, digests["optimizer_sha256"] = adam_scales(
@@ -101,7 +101,7 @@ class LoadedModel:
 
         Its outputs are the same up to rounding. ``few`` says so on standard output.
         """
-        if self.output.label_ndim != 1 or self.output.takes_labels:
+        if not self.output.joins_tokens or self.output.takes_labels:
             return self
         (place,) = samples.few(1)
         n_tokens = self.batch(samples, place, place + 1).labels.shape[-1]
@@ -153,6 +153,6 @@ class LoadedModel:
             }),
             "checkpoint": {"id": spec.checkpoint, **self.checkpoint_digests},
         }
-        if TABLE[spec.model_output].needs_pairs:
+        if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec

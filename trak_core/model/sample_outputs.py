@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import vmap
 
 from trak_core.artifacts import Writer
 from trak_core.errors import InputError
@@ -20,17 +19,24 @@ from trak_core.gradients import (
 )
 from trak_core.model.length_order import order_samples
 from trak_core.model.named_output import model_output
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.model_output import over_samples
+from trak_core.model_outputs.table import about_output
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.split import Split
+from trak_core.study.study import Study
 
 
 def outputs_and_predictions(
-    model: nn.Module, output_name: str, train: Split, pool: Split, batch_size: int
+    model: nn.Module,
+    output_name: str,
+    train: Split,
+    pool: Split,
+    batch_size: int,
+    study: Study | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return f and prediction of every sample of the pool under one model, shape (n,) each."""
     device = next(model.parameters()).device
-    output = model_output(output_name, model, train, device)
+    output = model_output(output_name, model, train, device, study)
     (samples,) = order_samples([pool], model, output)
     with samples.naming_longest():
         n_classes = count_classes(model, output, samples.batch(0, 1), device)
@@ -39,8 +45,8 @@ def outputs_and_predictions(
         batch = samples.batch(start, stop).mapped(lambda tensor: tensor.to(device))
         check_labels(batch.labels, output, n_classes, samples.split.ids[start:stop])
         outputs = output.read(call(model, batch))
-        values = vmap(output.value)(outputs, batch.labels)
-        return [values.cpu(), vmap(output.prediction)(outputs, batch.labels).cpu()]
+        functions = output.value, output.prediction or output.value
+        return [over_samples(f, outputs, batch.labels).cpu() for f in functions]
 
     with torch.no_grad(), in_evaluation_mode(model):
         blocks = in_chunks(compute, len(samples), samples.batches_of(batch_size))
@@ -108,7 +114,7 @@ def write_columns(
 
 def warn_of_saturation(loss_weights: Tensor, model_output: str) -> None:
     """Warn if most training samples are fitted so well that their scores are near 0."""
-    if not TABLE[model_output].weight_is_probability:
+    if not about_output(model_output).weight_is_probability:
         return
     saturated = (loss_weights.abs() < 1e-3).float().mean().item()
     if saturated > 0.5:

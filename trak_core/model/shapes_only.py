@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trak_core.gradients import Batch, count_classes
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.study.study import Study
 
 _CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class StudyModel:
         self._study = study
         self._mode: FakeTensorMode | None = None
         self.module = nn.Module()
-        if without_numbers and not TABLE[model_output].needs_pairs:
+        if without_numbers and not about_output(model_output).needs_pairs:
             mode = FakeTensorMode(allow_non_fake_inputs=True)
             # Fake modules can't be moved to another dtype, and from_pretrained refuses torch's meta
             # device: each way builds what the other can't.

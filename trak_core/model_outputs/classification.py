@@ -38,7 +38,6 @@ CLASSIFICATION = ModelOutput(
     loss_weight=_loss_weight,
     curvature=_curvature,
     prediction=lambda logits, label: logits.argmax(-1),
-    label_number=lambda label: label,
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
 )

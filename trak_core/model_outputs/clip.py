@@ -80,7 +80,5 @@ def contrast(other_images: Tensor, other_texts: Tensor, scale: float) -> ModelOu
         loss_weight=lambda outputs, label: torch.sigmoid(-margins(outputs)).mean(),
         curvature=None,
         prediction=lambda outputs, label: (margins(outputs) > 0).all().float(),
-        label_number=lambda label: label,
-        label_ndim=None,
-        n_classes=lambda outputs: None,
+        has_labels=False,
     )

@@ -41,11 +41,15 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     Source: Park et al., "TRAK", ICML 2023, section 3.1, with the sequence as the class.
     """
     counted = labels != IGNORED
-    return _joint_log_odds(margin(logits, torch.where(counted, labels, 0)), counted)
+    return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
 
 
-def _joint_log_odds(margins: Tensor, counted: Tensor) -> Tensor:
-    """Return the joint log-odds of the tokens that count, from the margin of each."""
+def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
+    """Return log(P / (1 - P)), P the product of the probabilities whose log-odds are ``margins``.
+
+    Only those that ``counted`` says take part. All of shape (n,), or of any other; a scalar.
+    """
+    margins, counted = margins.flatten(), counted.flatten()
     loss = torch.where(counted, softplus(-margins), 0).sum()
     log_loss = torch.logsumexp(
         torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
@@ -88,10 +92,42 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
         predicts_next=ahead == 1,
         takes_labels=takes_labels,
+        joins_tokens=True,
     )
 
 
+def _margins_added(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-odds of the tokens at t + 1, 0 where they don't count, and which do."""
+    counted = labels[1:] != IGNORED
+    margins = margin(logits[:-1], torch.where(counted, labels[1:], 0))
+    return torch.where(counted, margins, 0), counted
+
+
+def tokens_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum over the counted tokens of log(p_t / (1 - p_t)), float32 or float64.
+
+    Logits and labels are as in ``sequence_log_odds``, of which this is no function: a token that
+    the model is sure of moves the sum as much as one that it isn't.
+
+    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a token at a time.
+    """
+    return _margins_added(logits, labels)[0].sum()
+
+
+def _mean_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of 1 - p_t: -dl/df as all log-odds move alike, l the sum of -log p_t."""
+    margins, counted = _margins_added(logits, labels)
+    return torch.where(counted, torch.sigmoid(-margins), 0).sum() / counted.sum()
+
+
 LANGUAGE_MODELLING = _of_tokens(1)
+TOKEN_LOG_ODDS = replace(
+    LANGUAGE_MODELLING,
+    value=tokens_log_odds,
+    loss_weight=_mean_loss_weight,
+    curvature=None,
+    joins_tokens=False,
+)
 MASKED_LANGUAGE_MODELLING = _of_tokens(0)
 SEQUENCE_TO_SEQUENCE = _of_tokens(0, takes_labels=True)
 
@@ -106,7 +142,7 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     ahead = int(output.predicts_next)
 
     def value(tokens: Tensor, labels: Tensor) -> Tensor:
-        return _joint_log_odds(tokens[:, 0], labels[ahead:] != IGNORED)
+        return log_odds_of_all(tokens[:, 0], labels[ahead:] != IGNORED)
 
     def curvature(tokens: Tensor, labels: Tensor) -> Tensor:
         f = value(tokens, labels)

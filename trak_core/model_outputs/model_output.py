@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
 
@@ -12,38 +14,134 @@ from trak_core.errors import InputError
 IGNORED = -100
 
 
+def whole(returned: object) -> Any:
+    """Return what a model returned as it is."""
+    return returned
+
+
+def _one(returned: Any, label: Tensor) -> Tensor:
+    return torch.ones((), device=label.device)
+
+
+def _mean_number(label: Tensor) -> Tensor:
+    """Return a label of one number as it is; the mean of several, without NaN."""
+    if label.numel() != 1:
+        return label.float().nanmean().nan_to_num()
+    number = label.reshape(())
+    return number.long() if number.dtype is torch.bool else number
+
+
+def _no_classes(returned: Any) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """A model output f with its loss weight, as functions of one sample's outputs and label.
+    """A model output f with its loss weight, as functions of what the model returned for a sample.
 
-    The outputs are what ``read`` took out of the model's return value, without the batch dimension.
-    Every function returns a scalar, in float32 or better, and is safe under ``torch.func.vmap``.
+    What was returned is what ``read`` took out of it, without the batch dimension: a tensor, or a
+    tuple, list, dict or transformers' object of tensors, each with a row a sample. A tensor of one
+    number is the same for all samples. Every function returns a scalar, in float32 or better, and
+    is safe under ``torch.func.vmap``. Only f must be given.
 
     Attributes:
-        read: The tensor of shape (batch, ...) in what the model returned.
-        value: f.
-        loss_weight: Q = -dl/df, l the training loss.
+        value: f of what was returned and the label.
+        loss_weight: Q = -dl/df, l the training loss. If not given, 1, which is right for f = -l.
         curvature: W = d2l/df2; None where the loss is not a function of f alone.
-        prediction: What the model predicts, in the units of ``label_number``.
+        prediction: What the model predicts, in the units of ``label_number``; None for f itself.
         label_number: The label as one number, for tables: itself, or how many of its parts count.
-        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None if
-            samples have no label.
-        n_classes: From ``outputs``: how many labels exist; None if labels are no classes.
+            If not given, the mean of a label of several numbers.
+        read: What counts in what the model returned for a batch; all, if not given.
+        has_labels: Whether samples have a label; if not, functions get 1 in its place.
+        label_ndim: Dimensions of a label: 0 for a number, 1 for tokens, 2 for pixels; None for a
+            label of any shape, the same for all samples.
+        n_classes: How many labels exist; None if labels are no classes.
         predicts_next: Whether what the model returns at one token predicts the label of the next.
         takes_labels: Whether the model is called with the labels too, as ``labels``: an
             encoder-decoder makes its decoder's inputs of them.
+        joins_tokens: Whether f is a function of the log-odds of tokens, in the way of
+            ``trak_core.model_outputs.language_modelling``: logits may be computed in pieces then.
+
+    Example:
+        The squared length of what the model returns, for samples without labels:
+
+        >>> import torch
+        >>> from trak_core.model_outputs.model_output import ModelOutput
+        >>> output = ModelOutput(value=lambda x, label: x.square().sum(), has_labels=False)
+        >>> output.value(torch.tensor([3.0, 4.0]), torch.tensor(1)).item()
+        25.0
     """
 
-    read: Callable[[object], Tensor]
-    value: Callable[[Tensor, Tensor], Tensor]
-    loss_weight: Callable[[Tensor, Tensor], Tensor]
-    curvature: Callable[[Tensor, Tensor], Tensor] | None
-    prediction: Callable[[Tensor, Tensor], Tensor]
-    label_number: Callable[[Tensor], Tensor]
-    label_ndim: int | None
-    n_classes: Callable[[Tensor], int | None]
+    value: Callable[[Any, Tensor], Tensor]
+    loss_weight: Callable[[Any, Tensor], Tensor] = _one
+    curvature: Callable[[Any, Tensor], Tensor] | None = None
+    prediction: Callable[[Any, Tensor], Tensor] | None = None
+    label_number: Callable[[Tensor], Tensor] = _mean_number
+    read: Callable[[object], Any] = whole
+    has_labels: bool = True
+    label_ndim: int | None = None
+    n_classes: Callable[[Any], int | None] = _no_classes
     predicts_next: bool = False
     takes_labels: bool = False
+    joins_tokens: bool = False
+
+
+def _has_rows(leaf: object) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def rows_in(returned: Any, n_samples: int) -> list[Tensor]:
+    """Return the tensors with a row a sample in what was read: one at least, and all but numbers.
+
+    Others are refused: a constant with as many rows as a batch by chance would be cut up.
+    """
+    rows = [leaf for leaf in pytree.tree_leaves(returned) if _has_rows(leaf)]
+    odd = [leaf for leaf in rows if len(leaf) != n_samples]
+    if odd or not rows:
+        found = f"{len(odd[0])} rows" if odd else "none"
+        raise InputError(
+            f"The model must return one row a sample. Found {found} for a batch of {n_samples}.",
+            code="gradients.model_rows",
+        )
+    return rows
+
+
+def of_sample(returned: Any, i: int, n_samples: int) -> Any:
+    """Return what was read of sample ``i`` in a batch."""
+
+    def row(leaf: Any) -> Any:
+        if not _has_rows(leaf):
+            return leaf
+        # A view: no copy of the gradient of a text's logits, which is large.
+        return leaf.squeeze(0) if n_samples == 1 else leaf[i]
+
+    return row(returned) if isinstance(returned, Tensor) else pytree.tree_map(row, returned)
+
+
+def over_samples(function: Callable[..., Any], returned: Any, labels: Tensor) -> Any:
+    """Return a function of a model output for each sample of a batch, by ``torch.vmap``."""
+    n_samples = len(labels)
+    rows_in(returned, n_samples)
+    if isinstance(returned, Tensor):
+        return torch.vmap(function)(returned, labels)
+    dims = pytree.tree_map(lambda leaf: 0 if _has_rows(leaf) else None, returned)
+    return torch.vmap(function, in_dims=(dims, 0))(returned, labels)
+
+
+def random_output(found: str) -> InputError:
+    """Return the refusal of a model output that draws random numbers."""
+    return InputError(
+        "A model output must be the same number whenever it is computed, and draw nothing at "
+        f"random. Found {found}. Draw noise, timesteps or masks in the study, each sample's its "
+        "own: `torch.Generator().manual_seed(i)` for sample i. Give them as inputs, or as part of "
+        "the label.",
+        code="model_outputs.random",
+    )
+
+
+def detached(returned: Any) -> Any:
+    """Return what was read without its graph."""
+    return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, returned)
 
 
 @dataclass(frozen=True, slots=True)

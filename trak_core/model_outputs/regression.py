@@ -17,7 +17,5 @@ REGRESSION = ModelOutput(
     loss_weight=lambda outputs, label: label.squeeze() - _value(outputs),
     curvature=lambda outputs, label: torch.ones_like(_value(outputs)),
     prediction=_value,
-    label_number=lambda label: label,
     label_ndim=0,
-    n_classes=lambda outputs: None,
 )

@@ -1,11 +1,12 @@
 """The model outputs that a config may name: one row each, read by all who must know them apart.
 
-A new one is a row here, with a function that imports its own module, its name in the config's
-schema and its line in ``config/README.md``; ``tests/library/test_registries.py`` says what is
-missing. Every start of Snakemake reads this: torch is imported inside functions only.
+A config may also bring one of its own, a function in a Python file; ``about_output`` has words for
+either. A new row needs a function that imports its own module, its name in the config's schema and
+its line in ``config/README.md``; ``tests/library/test_registries.py`` says what is missing. Every
+start of Snakemake reads this: torch is imported inside functions only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,7 @@ class About:
             no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
             would count alone.
         needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
+        is_own: Whether it is a function of the user's own, which ``load`` doesn't find.
     """
 
     name: str
@@ -46,6 +48,7 @@ class About:
     weight_is_probability: bool
     weighs_by_curvature: bool = False
     needs_pairs: bool = False
+    is_own: bool = False
 
 
 def _classification() -> "ModelOutput":
@@ -84,6 +87,24 @@ def _segmentation() -> "ModelOutput":
     return SEGMENTATION
 
 
+def _multi_label() -> "ModelOutput":
+    from trak_core.model_outputs.multi_label import MULTI_LABEL
+
+    return MULTI_LABEL
+
+
+def _token_log_odds() -> "ModelOutput":
+    from trak_core.model_outputs.language_modelling import TOKEN_LOG_ODDS
+
+    return TOKEN_LOG_ODDS
+
+
+def _loss() -> "ModelOutput":
+    from trak_core.model_outputs.loss import LOSS
+
+    return LOSS
+
+
 def _clip(*others: Any) -> "ModelOutput":
     from trak_core.model_outputs.clip import contrast
 
@@ -120,6 +141,19 @@ TABLE: dict[str, About] = {
     "language_modelling": _TOKENS,
     "masked_language_modelling": replace(_TOKENS, load=_masked_language_modelling),
     "sequence_to_sequence": replace(_TOKENS, load=_sequence_to_sequence),
+    "token_log_odds": replace(
+        _TOKENS, name="the log-odds of the tokens that count, added up", load=_token_log_odds
+    ),
+    "multi_label": About(
+        name="the joint log-odds of the labels that count",
+        unit=_LOG_ODDS,
+        meaning="the surer the model is of all the sample's own labels",
+        label="labels",
+        prediction="right",
+        columns="label: how many labels count; prediction: how many of them the model gets right",
+        load=_multi_label,
+        weight_is_probability=True,
+    ),
     "regression": About(
         name="the prediction",
         unit="the label's own unit",
@@ -151,4 +185,50 @@ TABLE: dict[str, About] = {
         weight_is_probability=True,
         needs_pairs=True,
     ),
+    "loss": About(
+        name="minus the loss",
+        unit="the loss's own unit",
+        meaning="the smaller the loss",
+        label="",
+        prediction="",
+        columns="label: 1; prediction: f, because a loss says neither",
+        load=_loss,
+        weight_is_probability=False,
+    ),
 }
+
+
+def output_name(model_output: str | Mapping[str, str]) -> str:
+    """Return the name of a config's model output; one of its own has ``file.py:function``."""
+    return model_output if isinstance(model_output, str) else model_output["function"]
+
+
+def place_of(name: str) -> tuple[str, str] | None:
+    """Return the file and the function that a model output's name says; None for a row's name."""
+    file, _, function = name.rpartition(":")
+    return (file, function) if name not in TABLE and file else None
+
+
+def _not_here() -> "ModelOutput":
+    raise LookupError("a function of a user's own is loaded with the study")
+
+
+def about_output(model_output: str | Mapping[str, str]) -> About:
+    """Return what is known of a config's model output, by its name, or with words for its own."""
+    name = output_name(model_output)
+    if name in TABLE:
+        return TABLE[name]
+    words = {} if isinstance(model_output, str) else dict(model_output)
+    label, prediction = (words.get(key, "") for key in ("label", "prediction"))
+    return About(
+        name=words.get("name", f"the number that {name} returns"),
+        unit=words.get("unit", "its own"),
+        meaning=words.get("meaning", f"the larger {words.get('name', 'that number')}"),
+        label=label,
+        prediction=prediction,
+        columns=f"label: {label or 'its number, the mean of several'}; prediction: "
+        f"{prediction or 'what the model output says it is, else f'}",
+        load=_not_here,
+        weight_is_probability=False,
+        is_own=True,
+    )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.queries.asked import Asked
 from trak_core.scoring.scores import largest, most_frequent
 
@@ -28,7 +28,7 @@ class Answer:
         scores: A score for each training sample, by id, float32.
         top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
             what is known of the training sample, and ``described_text``.
-        model_output: Name of the model output f.
+        model_output: What the config says of the model output f.
     """
 
     asked: Asked
@@ -36,14 +36,14 @@ class Answer:
     text: str
     scores: pd.Series
     top: pd.DataFrame
-    model_output: str
+    model_output: str | Mapping[str, str]
 
     def side(self, sign: int) -> pd.DataFrame:
         """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
 
         It has the columns that tell a reader what a training sample is.
         """
-        label = TABLE[self.model_output].label
+        label = about_output(self.model_output).label
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
         rows = self.top.loc[self.top["score"] * sign > 0, :]
         known = rows.drop(columns=left_out).rename(columns={"label": label})
@@ -52,7 +52,7 @@ class Answer:
     def said(self) -> str:
         """Return what the models make of the sample, in words."""
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
-        return f"{TABLE[self.model_output].name}: {self.target['output']:.4g}{sd}"
+        return f"{about_output(self.model_output).name}: {self.target['output']:.4g}{sd}"
 
     def __repr__(self) -> str:
         """Return the sample and its strongest training samples."""

@@ -1,5 +1,6 @@
 """Show answers as the page that a run makes of an experiment, or as the rows of a table."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
 
 def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     """Return answers as what a page shows of an experiment's scores."""
-    spec = held.specs.self_influence
+    spec, words = held.specs.self_influence, held.specs.output_words
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
     targets = pd.DataFrame([dict(answer.target) for answer in answers])
@@ -59,6 +60,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
         },
         attributes={
             "unit": unit_of(spec),
+            "output_words": None if words is None else json.dumps(words),
             "n_train": len(held.train.ids),
             "most_harmful": [],
             "n_harmful": 0,

@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, ScalarFormatter
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report.describe_samples import EACH, Examples, Picture
 from trak_core.report.number_formats import of_target, of_training_sample, signed
-from trak_core.report.read import File, part_with
+from trak_core.report.read import File, output_of, part_with
 
 # Inches; an SVG's inch is 96 CSS pixels, so that the text is as large as the page's small print.
 _WIDTH, _HEIGHT = 3.6, 2.5
@@ -46,6 +45,8 @@ _SWEPT = (
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
 TARGETS_IN_FIGURE = 6
 _ABOVE, _WITHIN = (22, 2), (17, 9)
+# What retrained models are asked.
+_MEASURES = {"accuracy": "Accuracy", "loss": "Loss", "output": "Model output"}
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
 
@@ -254,6 +255,35 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
     return charts
 
 
+def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
+    """Return accuracy and loss, or f, of models retrained by a list and by random samples.
+
+    ``labels`` say in words what ``list``, ``random`` and ``everything`` are.
+    """
+    summary, charts = proof.tables["summary"], []
+    shown = [m for m in ("accuracy", "loss") if m in set(summary["measure"])] or ["output"]
+    for measure in shown:
+        rows = part_with(summary, measure=measure)
+        lines = [
+            _with_interval(labels[subset], part_with(rows, subset=subset), "n", "mean", color)
+            for subset, color in (("list", _BLUE), ("random", _GREY))
+        ]
+        x = sorted(lines[0].x)
+        (whole,) = part_with(rows, subset="everything")["mean"]
+        ends = [x[0], x[-1]] if len(x) > 1 else [0.9 * x[0], 1.1 * x[0]]
+        lines.append(Line(labels["everything"], ends, [whole] * 2, color=_ORANGE, dashed=True))
+        charts.append(
+            _line_chart(
+                _MEASURES[measure],
+                lines,
+                x_label=f"training examples {labels['treated']}",
+                y_label=measure if measure != "output" else "f",
+                x_ticks=x,
+            )
+        )
+    return charts
+
+
 def group_charts(groups: File) -> list[Chart]:
     """Return each column's groups with their mean scores: the largest, where there are many."""
     charts = []
@@ -281,7 +311,7 @@ def influences_figure(examples: Examples) -> Figure:
     """Return a row for each of the first targets, with its most helpful and harmful samples."""
     width = 1 + 2 * EACH
     spec = examples.experiment.spec
-    output, shown = TABLE[spec["model_output"]], examples.shown[:TARGETS_IN_FIGURE]
+    output, shown = output_of(examples.experiment), examples.shown[:TARGETS_IN_FIGURE]
     figure = Figure(figsize=(1.15 * width + 0.6, 1.5 * len(shown) + 0.9), layout="constrained")
     figure.suptitle(
         f"Experiment {spec['experiment']}: targets (left), training samples that push their "

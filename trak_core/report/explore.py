@@ -11,10 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
-from trak_core.report.read import File, rows_with
+from trak_core.report.read import File, output_of, rows_with
 from trak_core.study.columns import RESERVED
 
 # Training samples of either sign beside a target; targets that show without the script.
@@ -62,7 +61,7 @@ class Answer:
     @property
     def data(self) -> str:
         """All that the script shows, as JSON that stands safely inside an element of a page."""
-        about = TABLE[self.experiment.spec["model_output"]]
+        about = output_of(self.experiment)
         whole = {
             "targets": self.targets,
             "train": self.train,
@@ -115,7 +114,7 @@ def _entries(table: pd.DataFrame, values: Mapping[str, list[str]]) -> list[dict[
 
 def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the first targets, without their influences, and the names of their columns."""
-    output = TABLE[experiment.spec["model_output"]]
+    output = output_of(experiment)
     table = experiment.tables["targets"].head(n_targets)
     values = _values(table, (output.label, output.prediction))
     entries = _entries(table, values)
@@ -133,7 +132,7 @@ def _train(
     experiment: File, ids: Sequence[Any], own: pd.Series | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return training samples with their harm, help and self-influence, and names of columns."""
-    output = TABLE[experiment.spec["model_output"]]
+    output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
     values = _values(table, (output.label, output.prediction))
     entries = _entries(table, values)

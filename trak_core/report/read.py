@@ -1,5 +1,6 @@
 """What a study's results hold for the report to show: its artifacts, and what its jobs took."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from trak_core.artifacts import (
     FLIPPED,
     GROUPS,
     NORMAL_MATRIX,
+    PROOF,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
     Artifact,
     open_artifact,
 )
+from trak_core.model_outputs.table import About, about_output
 from trak_core.spec import EXACT
 from trak_core.system.job import PEAK
 
@@ -68,8 +71,8 @@ class Results:
     """All that the report is made from; what was not measured is empty.
 
     ``config`` is what decides the numbers, ``experiments`` are in its order, ``evaluations``,
-    ``removals`` and ``groups`` by experiment, ``matrices`` and ``distortions`` one a checkpoint,
-    ``flipped`` and ``self_influence`` one at most.
+    ``removals`` and ``groups`` by experiment, ``proofs`` by list, ``matrices`` and ``distortions``
+    one a checkpoint, ``flipped`` and ``self_influence`` one at most.
     """
 
     config: Mapping[str, Any]
@@ -82,12 +85,13 @@ class Results:
     self_influence: Sequence[File] = ()
     distortions: Sequence[File] = ()
     groups: Mapping[str, File] = field(default_factory=dict)
+    proofs: Mapping[str, File] = field(default_factory=dict)
 
     @property
     def awaits_evaluation(self) -> bool:
         """Whether the config has an evaluation that is not there yet."""
-        measured = self.evaluations or self.removals or self.flipped or self.self_influence
-        return bool(self.config.get("evaluation")) and not measured
+        measured = (self.evaluations, self.removals, self.flipped, self.self_influence, self.proofs)
+        return bool(self.config.get("evaluation")) and not any(measured)
 
     @property
     def awaits_distortion(self) -> bool:
@@ -114,7 +118,14 @@ class Results:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
         scored = (*self.experiments, *self.matrices)
-        return [*scored, *measured, *self.self_influence, *self.distortions, *self.groups.values()]
+        return [
+            *scored,
+            *measured,
+            *self.self_influence,
+            *self.distortions,
+            *self.groups.values(),
+            *self.proofs.values(),
+        ]
 
 
 def _file(
@@ -136,7 +147,9 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those) and
         ``train`` (the samples in it, and those that harm all targets most).
-        Attributes ``unit`` of a score; ``defaults``, what scoring took where the config said
+        Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
+        output of its own; ``one_loss_weight``, whether all loss weights are 1;
+        ``defaults``, what scoring took where the config said
         nothing; ``n_train``; ``saturated``, the part of the training samples with a loss weight
         near 0 at the ends of runs; ``right``, the part whose prediction is the label;
         ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
@@ -167,6 +180,8 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
                 "train": train.loc[is_beside | train["id"].isin(most_harmful), :],
             },
             unit=file.attribute("unit"),
+            output_words=file.attribute("model_output") if _is_own(file) else None,
+            one_loss_weight=bool((train["loss_weight"] == 1).all()),
             defaults=file.attribute("defaults"),
             n_train=len(train),
             saturated=float(np.mean(small)),
@@ -175,6 +190,16 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
             most_harmful=most_harmful,
             n_harmful=n_harmful,
         )
+
+
+def _is_own(file: Artifact) -> bool:
+    return about_output(file.spec["model_output"]).is_own and "model_output" in file.file.attrs
+
+
+def output_of(experiment: File) -> About:
+    """Return what is known of the model output that an experiment's scores are of."""
+    name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
+    return about_output({**json.loads(words), "function": name} if words else name)
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
@@ -247,6 +272,14 @@ def read_groups(path: Path, results: Path) -> File:
                 "difference", key=np.abs, ascending=False, kind="stable"
             )
         names = ("confidence", "n_runs", "n_targets")
+        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
+
+
+def read_proof(path: Path, results: Path) -> File:
+    """Return what models retrained by a list say, beside those of random samples."""
+    with open_artifact(path, PROOF) as file:
+        names = ("confidence", "n_draws", "n_targets")
+        tables = {"summary": file.table("summary")}
         return _file(file, results, tables, **{name: file.attribute(name) for name in names})
 
 

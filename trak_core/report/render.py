@@ -13,11 +13,10 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trak_core.model_outputs.table import TABLE
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore import AT_ONCE, EACH_ON_PAGE, Answer
-from trak_core.report.read import File, Results, condition_number, rows_with, strongest
+from trak_core.report.read import File, Results, condition_number, output_of, rows_with, strongest
 
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.
@@ -117,7 +116,8 @@ def _environment() -> Environment:
     )
     # What templates may call: `{% for chart in lds_charts(evaluation) %}`.
     functions = (
-        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts, charts.group_charts),
+        *(charts.lds_charts, charts.removals_chart, charts.distortion_charts),
+        *(charts.group_charts, charts.proof_charts),
         *(ranked, per_target, worked_example, config_text, versions, condition_number),
         script_hash,
     )
@@ -146,7 +146,7 @@ def report(results: Results, examples: Sequence[Examples]) -> str:
     return rendered(
         "report",
         results=results,
-        output=TABLE[results.config["model_output"]],
+        output=output_of(results.experiments[0]),
         warnings=warnings.study_warnings(results),
         examples=examples,
         each=EACH,
@@ -160,6 +160,6 @@ def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     A target has ``each`` training samples of either sign, at most. An experiment without a name of
     its file is one of answers, whose scores are in no file.
     """
-    output = TABLE[shown.experiment.spec["model_output"]]
+    output = output_of(shown.experiment)
     given = {"shown": shown, "output": output, "study": study, "each": each}
     return rendered("answer", **given, at_once=AT_ONCE)

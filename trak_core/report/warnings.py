@@ -6,8 +6,7 @@ from math import sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
-from trak_core.model_outputs.table import TABLE
-from trak_core.report.read import NEAR_ZERO, Results, condition_number, rows_with
+from trak_core.report.read import NEAR_ZERO, Results, condition_number, output_of, rows_with
 from trak_core.spec import Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
@@ -36,7 +35,7 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 def _predictions(results: Results) -> list[StudyWarning]:
     """Look whether the models know their own training data."""
     right = results.experiments[0].attributes["right"]
-    if right >= LIMITS["right"] or not TABLE[results.config["model_output"]].labels_are_classes:
+    if right >= LIMITS["right"] or not output_of(results.experiments[0]).labels_are_classes:
         return []
     return [StudyWarning("wrong_predictions", {"right": right})]
 
@@ -65,7 +64,7 @@ def _checkpoints(results: Results) -> list[StudyWarning]:
 def _loss_weights(results: Results) -> list[StudyWarning]:
     saturated = results.experiments[0].attributes["saturated"]
     # A residual is in a unit that no limit here can know.
-    if saturated <= 0.5 or not TABLE[results.config["model_output"]].weight_is_probability:
+    if saturated <= 0.5 or not output_of(results.experiments[0]).weight_is_probability:
         return []
     along = results.spec["combine"] == Combine.UNIT_AVERAGE
     shown = {"part": saturated, "power": results.spec["loss_weight_power"], "along": along}

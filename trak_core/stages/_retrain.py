@@ -56,7 +56,9 @@ def retrain(
         # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
         data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
         model = trained_model(study, {**spec.arguments, "seed": seed}, data)
-        results.append(outputs_and_predictions(model, spec.model_output, train, pool, batch_size))
+        results.append(
+            outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
+        )
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
     file_spec = spec.as_dict() | dict(more or {})
     rows = [int(numbers[subset]) for subset, _ in runs]

@@ -1,6 +1,7 @@
 """Average the checkpoints of an experiment into its scores."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import average_need
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.scoring.scores import (
     Extremes,
     harmed_class,
@@ -120,6 +121,7 @@ def average_scores(
     defaults: str,
     columns: str,
     top: int,
+    output_words: Mapping[str, str] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
     code: str,
@@ -129,7 +131,8 @@ def average_scores(
 
     There are scores for each checkpoint, and training features where only the solved targets were
     kept. ``top`` influences of either sign are kept for each target. Into the file come, in words,
-    ``columns``: what labels and predictions are; and ``defaults``: what the config left open. A
+    ``columns``: what labels and predictions are; ``defaults``: what the config left open; and
+    ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
     """
     assert spec.loss_weight_power is not None
@@ -160,6 +163,7 @@ def average_scores(
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
             "checkpoints": [part.spec["checkpoint"] for part in parts],
         }
+        own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
             scores,
             SCORES,
@@ -179,6 +183,7 @@ def average_scores(
             combine=str(spec.combine),
             loss_weight_power=float(spec.loss_weight_power),
             normalize=int(spec.normalize),
+            **own_output,
         ) as writer:
             values = None
             if not phis:
@@ -186,8 +191,7 @@ def average_scores(
                 values = writer.matrix("scores", *ids, chunks=(1024, 64))
             helpful = harmful = None
             sums, harmed = [], []
-            about = TABLE.get(spec.features.model_output)
-            has_classes = about is not None and about.labels_are_classes
+            has_classes = about_output(spec.features.model_output).labels_are_classes
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:

@@ -9,32 +9,14 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_retrained, create, open_artifact
+from trak_core.evaluation.retrained_lists import CONFIDENCE, mean_interval
 from trak_core.spec import RetrainedSpec
 from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.progress import software
 
-CONFIDENCE = 0.95
-_N_DRAWS = 1000
-
 # What a removal did, (seeds, targets): `change` of f, and `flips`, parts of flipped predictions,
 # where predictions are classes.
 _Effects = dict[str, np.ndarray]
-
-
-def mean_interval(changes: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the percentile bootstrap interval of a mean over trainings and targets.
-
-    ``changes`` has shape (seeds, targets). Both are drawn anew, because all targets share the
-    models that saw everything, and what these have by chance must not look like an effect.
-
-    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
-    """
-    random = np.random.default_rng(0)
-    seeds, targets = (random.integers(n, size=(_N_DRAWS, n)) for n in changes.shape)
-    means = changes[seeds[:, :, None], targets[:, None, :]].mean(axis=(1, 2))
-    outside = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [outside, 1 - outside])
-    return float(low), float(high)
 
 
 def _models(

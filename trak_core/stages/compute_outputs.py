@@ -10,6 +10,7 @@ from trak_core.artifacts import OUTPUTS, create
 from trak_core.gradients import call, check_labels, in_chunks, in_evaluation_mode
 from trak_core.model.device import device_name, find_device
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import FeaturesSpec
 from trak_core.system.progress import software, with_progress
 
@@ -42,8 +43,8 @@ def compute_outputs(
         read = output.read(call(loaded.model, batch))
         columns = (
             vmap(output.label_number)(batch.labels),
-            vmap(output.value)(read, batch.labels),
-            vmap(output.prediction)(read, batch.labels),
+            over_samples(output.value, read, batch.labels),
+            over_samples(output.prediction or output.value, read, batch.labels),
         )
         return [column.cpu() for column in columns]
 

@@ -42,7 +42,7 @@ from trak_core.evaluation.baselines import (
     subset_sums,
 )
 from trak_core.evaluation.lds import CONFIDENCE, curve_counts, lds_tables, sweep_tables
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.spec import (
     EXACT,
     Combine,
@@ -109,7 +109,7 @@ def _feature_sums(
 
     ``files`` are training features, target features and scores of each checkpoint.
     """
-    is_probability = TABLE[spec.features.model_output].weight_is_probability
+    is_probability = about_output(spec.features.model_output).weight_is_probability
     totals: list[dict[Setting, np.ndarray]] = [{} for _ in passes]
     dots = None
     for checkpoint, (train_path, targets_path, scored) in files.items():

@@ -211,7 +211,7 @@ def preflight_study(
             if name in conditions:
                 Condition.parse(conditions[name]).check_columns(columns)
             output = named_output(
-                model_output, model.module, split, torch.device("cpu"), n_others=1
+                model_output, model.module, split, torch.device("cpu"), study, n_others=1
             )
             _check_weighting(weighting, model_output, output)
             first = as_batch(split.batch(0, 1), output)

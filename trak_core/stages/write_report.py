@@ -15,6 +15,7 @@ from trak_core.report.read import (
     read_flipped,
     read_groups,
     read_matrix,
+    read_proof,
     read_removals,
     read_self_influence,
     read_timings,
@@ -59,6 +60,7 @@ def write_report(
     flipped: Sequence[Path],
     self_influence: Sequence[Path],
     groups: Sequence[Path] = (),
+    proofs: Sequence[Path] = (),
     study_file: Path,
     config: dict[str, Any],
 ) -> None:
@@ -66,8 +68,8 @@ def write_report(
 
     ``scores``, ``evaluations``, ``removals`` and ``groups`` have a file an experiment,
     ``normal_matrices`` and ``distortion`` a file a checkpoint, ``flipped`` and ``self_influence``
-    one at most; what the config doesn't measure is empty. ``config`` is the part of it that decides
-    numbers.
+    one at most, ``proofs`` a file a list; what the config doesn't measure is empty. ``config`` is
+    the part of it that decides numbers.
 
     The HTML file ``report`` stands in the results folder. Snakemake's measurements are read from
     ``benchmarks`` beside it, and jobs' own from ``logs``. The study's ``draw`` and ``describe``
@@ -80,6 +82,7 @@ def write_report(
     ]
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
+    known |= {*config.get("lists", ())}
     results = Results(
         config=config,
         experiments=experiments,
@@ -90,6 +93,7 @@ def write_report(
         flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_groups(path, folder) for path in groups},
+        proofs={path.stem: read_proof(path, folder) for path in proofs},
         distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)

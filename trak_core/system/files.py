@@ -88,12 +88,13 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
         partial.unlink(missing_ok=True)
 
 
+def harmless(cell: Any) -> Any:
+    """Return a cell of a CSV that is no number: one that a spreadsheet would run is quoted."""
+    return f"'{cell}" if str(cell).startswith(_RUN) else cell
+
+
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
     """Write a table with a header; a text that a spreadsheet would run gets an apostrophe."""
-
-    def harmless(cell: Any) -> Any:
-        return f"'{cell}" if str(cell).startswith(_RUN) else cell
-
     texts = {
         name: [harmless(cell) for cell in rows[name]]
         for name in rows

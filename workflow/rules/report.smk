@@ -13,6 +13,7 @@ rule write_report:
         removals=removals_files,
         flipped=flipped_files,
         self_influence=self_influence_files,
+        proofs=proof_files,
     output:
         report="<results>/report.html",
     log:
@@ -47,6 +48,7 @@ if measured_files:
             removals=[],
             flipped=[],
             self_influence=[],
+            proofs=[],
         output:
             report="<results>/first_report.html",
         log:

@@ -26,6 +26,7 @@ rule average_scores:
         defaults=specs.defaults,
         columns=specs.columns,
         top=scoring["top"],
+        output_words=specs.output_words,
         digest=specs.digests["columns"] if specs.has_columns else None,
         study_file=config["study"] if specs.has_columns else None,
         question=lambda wildcards: specs.questions.get(wildcards.experiment),

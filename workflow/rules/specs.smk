@@ -131,13 +131,14 @@ flipped_files = [f"{folder}/flipped.h5"] * ("flipped" in specs.evaluation)
 self_influence_files = [f"{folder}/self_influence.h5"] * bool(
     specs.evaluation.get("self_influence")
 )
+proof_files = [f"{folder}/proof/{kind}.h5" for kind in specs.proofs]
 # What pages show of training samples, where something else needs it too.
 known_self_influence = self_influence_files or (
     [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and not specs.is_exact)
 )
 measured_files = [
     *(distortion_files + evaluation_files + removals_files),
-    *(flipped_files + self_influence_files),
+    *(flipped_files + self_influence_files + proof_files),
 ]
 
 

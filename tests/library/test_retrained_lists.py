@@ -1,0 +1,60 @@
+"""What retrained models say of a list, beside plain loops."""
+
+import numpy as np
+import pytest
+import torch
+
+from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables, sizes_of
+from trak_core.model_outputs.table import TABLE
+
+
+def test_losses_are_those_of_torch():
+    logits, labels = torch.randn(3, 7, 4, dtype=torch.float64), torch.arange(7) % 4
+    p = logits.softmax(-1)[:, torch.arange(7), labels]
+    f = torch.log(p) - torch.log1p(-p)
+    found = measures(
+        TABLE["image_classification"], f.numpy(), logits.argmax(-1).numpy(), labels.numpy()
+    )
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(21, 4), labels.repeat(3), reduction="none"
+    )
+    np.testing.assert_allclose(found["loss"], loss.reshape(3, 7), rtol=1e-10)
+    right = (logits.argmax(-1) == labels).double()
+    assert found["accuracy"].tolist() == right.tolist()
+    assert found["output"].tolist() == f.tolist()
+    y = np.array([1.0, 2.0])
+    regression = measures(TABLE["regression"], np.array([[1.5, 2.0]]), np.zeros((1, 2)), y)
+    assert regression["loss"].tolist() == [[0.125, 0]]
+    assert set(measures(TABLE["clip"], f.numpy(), f.numpy(), labels.numpy())) == {"output"}
+
+
+def test_sizes_are_parts_that_leave_one():
+    assert sizes_of([0.2, 0.05, 0.001], n_train=100, n_listed=100) == [1, 5, 20]
+    assert sizes_of([0.05, 0.1, 0.2], n_train=100, n_listed=7) == [5, 7]
+    assert sizes_of([0.99], n_train=10, n_listed=10) == [9]
+
+
+def test_what_a_seed_does_cancels_in_the_difference():
+    """Three draws that differ by their seed alone, and a list that gains 1 at one size."""
+    seeds = np.array([-4.0, 0.0, 7.0])[:, None, None]
+    values = np.zeros((3, 5, 2)) + seeds
+    values[:, 2] += 1  # the list's second size
+    summary, models = proof_tables({"output": values}, [10, 20])
+    rows = {(row.subset, row.n): row for row in summary.itertuples()}
+    assert set(rows) == {
+        ("everything", 0),
+        *((subset, n) for subset in ("list", "random", "difference") for n in (10, 20)),
+    }
+    assert (rows["difference", 10].low, rows["difference", 10].high) == (0, 0)
+    assert (rows["difference", 20].low, rows["difference", 20].high) == (1, 1)
+    assert rows["list", 20].mean == pytest.approx(2)
+    assert rows["list", 20].low < -2
+    one = models.query("subset == 'list' and n == 20")
+    assert one["mean"].tolist() == [-3, 1, 8]
+
+
+def test_blocks_of_draws_change_nothing(monkeypatch):
+    changes = np.random.default_rng(0).standard_normal((3, 50))
+    whole = mean_interval(changes)
+    monkeypatch.setattr("trak_core.evaluation.retrained_lists._BLOCK", 1)
+    assert mean_interval(changes) == pytest.approx(whole, rel=1e-12)
