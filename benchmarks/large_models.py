@@ -122,7 +122,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = N
         name: A row's first word, such as ``124M``.
         linear: Whether only the matrices of transformers' layers are differentiated.
         proj_dim: k; None for the model's own.
-        texts: Of a language model's batch; None for the model's own number.
+        texts: The number of texts of a language model's batch; None for the model's own.
     """
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:

@@ -122,10 +122,10 @@ def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out):
         left: Shape (tokens, n0), float32.
         right: Shape (tokens, n1), float32.
         scales: What each token's factors are multiplied by first, shape (tokens, 2), float32.
-        bucket0: Of ``left``'s columns; with ``sign0``, as in ``Sides``.
-        sign0: Likewise.
-        bucket1: Of ``right``'s columns, likewise.
-        sign1: Likewise.
+        bucket0: Buckets of left's columns, as in ``Sides``.
+        sign0: Signs of left's columns.
+        bucket1: Buckets of right's columns.
+        sign1: Signs of right's columns.
         out: Shape (tokens, 2 k), float32: entries of left's and of right's sketch in turn.
     """
     for t in range(len(left)):
