@@ -18,6 +18,7 @@ from trak_core.config.memory_needs import (
     exact_need,
     normal_matrix_need,
     scores_need,
+    weights_mb,
 )
 from trak_core.errors import InputError
 from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, Setting, settings_of
@@ -29,6 +30,25 @@ from trak_core.stages.compute_scores import compute_scores
 def test_rows_get_half_of_what_the_fixed_part_leaves():
     assert Need("it", 0, 10**4).rows(100) == 100 * 2**20 // 2 // 10**4 // 1024 * 1024
     assert Need("it", 60 * 2**20, 10**5).rows(100) == 40 * 2**20 // 2 // 10**5
+
+
+def test_a_job_requests_memory_for_a_large_model_s_weights(tmp_path):
+    large, folder = 3 * 2**28, tmp_path / "model"
+    folder.mkdir()
+    (folder / "model-00001-of-00002.safetensors").touch()
+    asked = [
+        weights_mb(size, checkpoint, reads_optimizer=adam)
+        for size, checkpoint, adam in (
+            (2**28 - 1, "c0.pt", True),
+            (large, str(folder), False),
+            (large + 1, "c0.safetensors", False),
+            (large, "c0.pt", False),
+            (large, None, False),
+            (large, "s3://store/model", False),
+            (large, str(folder), True),
+        )
+    ]
+    assert asked == [0, 768, 769, 1536, 1536, 1536, 2304]
 
 
 @pytest.mark.parametrize("memory_mb", [64, 333, 1000])

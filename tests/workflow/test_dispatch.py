@@ -137,7 +137,7 @@ def test_a_name_that_the_stage_does_not_take():
     """Not that a stage's default count in its place."""
     job = SimpleNamespace(
         **{key: {} for key in ("wildcards", "resources", "input", "output")},
-        **{"rule": "train_checkpoint", "threads": 1, "log": ["log"]},
+        **{"rule": "train_checkpoint", "threads": 1, "log": ["log"], "config": {"compute": {}}},
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
     )
     with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
@@ -156,11 +156,13 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
         input={},
         output={"checkpoint": "results/c0.pt"},
         log=["log"],
+        config={"compute": {"minutes": 5}},
     )
 
     def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
         given.append((checkpoint, study_file, arguments, threads))
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
+    assert describe_job(job)["minutes"] == 5
     run(describe_job(job))
     assert given == [(Path("results/c0.pt"), Path("study.py"), {"seed": 1}, 3)]

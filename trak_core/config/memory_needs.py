@@ -6,10 +6,13 @@ Snakemake compares the budget with what the config needs.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from trak_core.errors import InputError
 from trak_core.spec import Setting
 
+# Bytes of a model, or of its weights' files, from which on they count beside torch.
+LARGE_BYTES = 2**28
 # Blocks of fewer rows would read the disk more than compute.
 _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
@@ -45,6 +48,25 @@ class Need:
         self.check(memory_mb)
         rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
         return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
+
+
+def weights_mb(model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool) -> int:
+    """Return the MiB that a job requests for a large model's weights; 0 for a small model's.
+
+    Those of safetensors are read into the model itself, others beside it. An optimizer's state is
+    two tensors more of each.
+
+    Args:
+        model_bytes: Size of the model.
+        checkpoint: The checkpoint's path; None if it is trained first.
+        reads_optimizer: Whether Adam's state is read too.
+    """
+    if model_bytes < LARGE_BYTES:
+        return 0
+    path = Path(checkpoint or "")
+    files = path.iterdir() if checkpoint and path.is_dir() else [path]
+    copies = 1 if any(file.suffix == ".safetensors" for file in files) else 2
+    return -(-(copies + 2 * reads_optimizer) * model_bytes // 2**20)
 
 
 def normal_matrix_need(proj_dim: int, *, divides: bool) -> Need:

@@ -9,13 +9,14 @@ import json
 import os
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trak_core.config.check_keys import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
-from trak_core.config.memory_needs import check_memory, evaluation_need
+from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
 from trak_core.provenance import code_digest, stat_signature
@@ -23,8 +24,9 @@ from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
 from trak_core.spec.condition import MOST_TARGETS
 from trak_core.system.files import read_record, write_record
 
-# Bytes of a checkpoint from which on its model is worth building without numbers.
-_LARGE_BYTES = 2**28
+_RECORD = "study.json"
+# What the record keeps of the model: entries to differentiate, and size of all that it holds.
+_MODEL = ("n_params", "model_bytes")
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
@@ -35,12 +37,17 @@ def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
     checkpoints that don't fit are told of together.
     """
     _check_files(specs, is_stored)
-    record = results / "study.json"
+    record = results / _RECORD
     known = read_record(record)
     facts = _facts(specs, known, [] if is_stored else _own_checkpoints(specs))
     _check_sizes(specs, facts)
     if facts != known:
         write_record(record, facts)
+
+
+def model_bytes(results: Path) -> int:
+    """Return the size of the study's model that the folder's preflight found, 0 before it."""
+    return read_record(results / _RECORD).get("model_bytes", 0)
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
@@ -140,7 +147,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
     fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    n_params, read = known.get("n_params"), {}
+    model, read = {key: known.get(key) for key in _MODEL}, {}
     if new or changed:
         request |= {
             "splits": {split: specs.experiments.get(split) for split in new},
@@ -150,12 +157,12 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
-        sizes = _preflight_in_a_process(request)
-        n_params = sizes["n_params"]
+        sizes = _preflight_in_a_process(request, specs.config["compute"].get("minutes"))
+        model = {key: sizes[key] for key in _MODEL}
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {
-        "n_params": n_params,
+        **model,
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }
@@ -164,10 +171,10 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
 def _is_large(checkpoint: Path) -> bool:
     """Return whether a checkpoint's model takes long to build, as an adapter's base may."""
     if not checkpoint.is_dir():
-        return checkpoint.stat().st_size >= _LARGE_BYTES
+        return checkpoint.stat().st_size >= LARGE_BYTES
     files = [path for path in checkpoint.iterdir() if path.is_file()]
     is_adapter = any(path.name == ADAPTER_CONFIG for path in files)
-    return is_adapter or sum(path.stat().st_size for path in files) >= _LARGE_BYTES
+    return is_adapter or sum(path.stat().st_size for path in files) >= LARGE_BYTES
 
 
 def _key(decisive: list[Any]) -> str:
@@ -175,26 +182,62 @@ def _key(decisive: list[Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _preflight_in_a_process(request: Mapping[str, Any]) -> dict[str, Any]:
-    process = subprocess.run(
-        [sys.executable, "-m", "trak_core.stages.preflight_study"],
-        input=json.dumps(request),
-        # A module of the user's folder must not stand for one of ours.
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode or not process.stdout:
+def _preflight_in_a_process(request: Mapping[str, Any], most: float | None) -> dict[str, Any]:
+    """Return the study's sizes, as ``preflight_study`` has them, within so many minutes."""
+    # Not pipes: a process that the study leaves behind would hold them open.
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trak_core.stages.preflight_study"],
+            # A module of the user's folder must not stand for one of ours.
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=said,
+            text=True,
+        )
+        try:
+            _wait_for(process, json.dumps(request), most)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        answer.seek(0)
+        said.seek(0)
+        sizes, told = answer.read(), said.read()
+    if process.returncode or not sizes:
         raise InputError(
-            process.stderr.strip()
+            told.strip()
             or f"{request['study_file']}: the study must load. The process of the preflight "
             f"ended with exit status {process.returncode} and without a message: out of memory, or "
             "a crash.",
             code="config.preflight",
         )
-    print(process.stderr, end="", file=sys.stderr)
-    return json.loads(process.stdout)
+    print(told, end="", file=sys.stderr)
+    return json.loads(sizes)
+
+
+def _wait_for(process: subprocess.Popen[str], request: str, most: float | None) -> None:
+    """Give the process its request, and say once a minute that it isn't over."""
+    minutes, text = 0.0, request
+    while True:
+        wait = 1.0 if most is None else min(1.0, most - minutes)
+        try:
+            process.communicate(text, timeout=60 * wait)
+            return
+        except subprocess.TimeoutExpired:
+            minutes, text = minutes + wait, None
+        if most is not None and minutes >= most:
+            raise InputError(
+                f"The preflight must end within compute.minutes, {most:g}. It took longer: a "
+                "function of the study, a sample or a checkpoint hangs, or is slow. Mend it, or "
+                "raise compute.minutes.",
+                code="config.preflight_minutes",
+            )
+        print(
+            f"The study and its checkpoints have been read for {minutes:g} min before the first "
+            "job. Ctrl-C ends it.",
+            file=sys.stderr,
+        )
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:

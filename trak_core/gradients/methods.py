@@ -15,7 +15,14 @@ from trak_core.errors import InputError
 from trak_core.gradients.arbiter import Twin
 from trak_core.gradients.consumers import Digest, Formed, SampleConsumer
 from trak_core.gradients.memory_formats import memory_formats_kept_apart
-from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined, rounding
+from trak_core.gradients.model_inputs import (
+    Batch,
+    Samples,
+    as_batch,
+    joined,
+    least_rounding,
+    rounding,
+)
 from trak_core.gradients.per_sample import (
     PerSample,
     beside_gradient,
@@ -141,6 +148,8 @@ def _difference(given: _Given, method: GradientMethod) -> float | None:
     """Return how far a method is from plain autograd; None if rounding explains it."""
     model, _, _, pair = given
     difference = _digest(given, method).difference(_digest(given, gradients_one_by_one))
+    if difference <= least_rounding(model):
+        return None
     with in_evaluation_mode(model):
         allowed = rounding(model, pair)
     # The check of features explains NaN in both, with sample and parameter.

@@ -375,8 +375,7 @@ def rounding(model: nn.Module, batch: Batch) -> float:
     (autocast may make them coarser than weights and outputs): far above what rounding adds up to,
     far below what a wrong computation gives. The model runs once, in the mode it is in.
     """
-    parameters = list(model.parameters())
-    epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
+    epsilons: list[float] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
         epsilons.extend(torch.finfo(tensor.dtype).eps for tensor in _floats(result))
@@ -385,9 +384,16 @@ def rounding(model: nn.Module, batch: Batch) -> float:
         for module in model.modules():
             stack.callback(module.register_forward_hook(note).remove)
         batch.given_to(model)
+    return max(least_rounding(model), math.sqrt(max(epsilons, default=0)))
+
+
+def least_rounding(model: nn.Module) -> float:
+    """Return what ``rounding`` is at least, by the model's parameters alone."""
+    parameters = list(model.parameters())
+    epsilons = [torch.finfo(p.dtype).eps for p in _floats(parameters)]
     if any(p.is_cuda for p in parameters):
         epsilons.append(_TF32)
-    return math.sqrt(max(epsilons))
+    return math.sqrt(max(epsilons, default=0))
 
 
 def _floats(tree: Any) -> list[Tensor]:

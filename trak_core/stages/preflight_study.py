@@ -39,7 +39,7 @@ from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
-from trak_core.system.job import quiet_libraries
+from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _LABEL_SECONDS = 10.0
 _SHOWN = 8  # bad checkpoints whose messages are shown in full
@@ -185,7 +185,7 @@ def preflight_study(
     ``conditions`` descriptions of experiments' targets.
 
     Returns:
-        ``n_params``, and ``n_samples`` of each split.
+        ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split.
 
     Raises:
         InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
@@ -199,6 +199,8 @@ def preflight_study(
         _check_retraining(study, retraining)
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
+    tensors = *model.module.parameters(), *model.module.buffers()
+    size_bytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     n_samples: dict[str, int] = {}
     for name, targets in splits.items():
         where = "train_data()" if name == TRAIN else f"experiment {name}"
@@ -233,13 +235,13 @@ def preflight_study(
             )
         n_samples[name] = len(split.ids)
     _check_checkpoints(model.module, checkpoints)
-    return {"n_params": size, "n_samples": n_samples}
+    return {"n_params": size, "model_bytes": size_bytes, "n_samples": n_samples}
 
 
-def main() -> None:
+def answer() -> None:
     """Answer one request; an error is what must hold, on standard error."""
     # The study's own prints go where notices go: the answer is alone on standard output.
-    answer = os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)
     quiet_libraries()
     request = json.load(sys.stdin)
@@ -247,9 +249,9 @@ def main() -> None:
         sizes = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
     except InputError as error:
         sys.exit(str(error))
-    with os.fdopen(answer, "w") as file:
+    with os.fdopen(out, "w") as file:
         json.dump(sizes, file)
 
 
 if __name__ == "__main__":
-    main()
+    run_to_the_end(answer)

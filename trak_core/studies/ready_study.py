@@ -45,12 +45,13 @@ class Rows:
         return self._sample(self._rows[index])
 
 
-def needed(package: str) -> None:
-    """Refuse to go on without a package of Hugging Face's, and say what brings it."""
+def needed(package: str, extra: str) -> None:
+    """Refuse to go on without a package, and say which extra of this one brings it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"This study must find the package {package}. Found none: call "
-            f"`{Path(sys.executable)} -m pip install {package}`.",
+            f"`{Path(sys.executable)} -m pip install {package}`, or install "
+            f"'trak-core[{extra}]', which has all that such studies need.",
             code="studies.package",
         )
 

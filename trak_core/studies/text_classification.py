@@ -30,7 +30,7 @@ def text_classification(
         label: The field with the label: a class's number, or its name in the model's config.
         max_tokens: All texts are cut or padded to this length.
     """
-    needed("transformers")
+    needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     if not (Path(weights) / "config.json").is_file():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trak_core.errors import InputError
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.study.adapters import ADAPTER_WEIGHTS, Adapter
-from trak_core.study.read_tensors import read_shapes, read_tensors
+from trak_core.study.read_tensors import is_safetensors, read_shapes, read_tensors, stream_tensors
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (
@@ -26,6 +26,14 @@ _FOLDER_FILES = (
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Save `model.state_dict()` and use that file."
+# Bytes of weights that take long to draw; and entries that are checked at a time.
+_LARGE_BYTES, _PIECE = 2**28, 2**20
+# How modules take weights: copies, and torch's norms, which only add what old files lack.
+_PLAIN_LOADS = {
+    nn.Module._load_from_state_dict,
+    nn.BatchNorm1d._load_from_state_dict,
+    nn.InstanceNorm1d._load_from_state_dict,
+}
 
 
 def _shards(index: Path) -> list[Path]:
@@ -145,6 +153,14 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
         f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
         code="study.state_dict",
     )
+
+
+def holds_large_model(checkpoint: Path) -> bool:
+    """Whether a checkpoint has all weights of a model that takes long to draw."""
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        return False
+    files, _ = _weight_files(checkpoint)
+    return sum(path.stat().st_size for path in files) >= _LARGE_BYTES
 
 
 def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
@@ -274,14 +290,26 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], source: str) 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     _check_finite({k: v for k, v in fitting.items() if k in parameters}, source)
     _check_tied(parameters, fitting, source)
-    if prefix:
-        print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
+    _tell_prefix(prefix, source)
     model.load_state_dict(fitting, strict=False)
     model.eval()
 
 
+def _tell_prefix(prefix: str, source: str) -> None:
+    if prefix:
+        print(f"{source}: all keys begin with `{prefix}`, which is taken off to fit the model's.")
+
+
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    bad = [key for key, value in weights.items() if not torch.isfinite(value).all()]
+    bad = [key for key, value in weights.items() if not _is_finite(value)]
+    _refuse_not_finite(bad, source)
+
+
+def _is_finite(values: Tensor) -> bool:
+    return all(bool(torch.isfinite(part).all()) for part in values.flatten().split(_PIECE))
+
+
+def _refuse_not_finite(bad: Sequence[str], source: str) -> None:
     if bad:
         raise InputError(
             f"{source}: a checkpoint's weights must be finite. Found NaN or infinity in "
@@ -302,6 +330,10 @@ def _check_tied(
         other = first.setdefault(id(own), key)
         if other != key and not torch.equal(*(fitting[k].to(own.dtype) for k in (key, other))):
             differing += [other, key]
+    _refuse_untied(differing, source)
+
+
+def _refuse_untied(differing: Sequence[str], source: str) -> None:
     if differing:
         raise InputError(
             f"{source}: weights of parameters that the model ties must be equal. Found different "
@@ -324,8 +356,13 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
         An adapter's files hold a few weights of many: its ``model_sha256`` is of all that the
         model has with it, so that files made on different bases are never taken together.
     """
+    is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
+    if not is_adapter and _loads_plainly(model):
+        files, index = _weight_files(checkpoint)
+        if all(map(is_safetensors, files)):
+            return {"sha256": _stream(model, files, index, str(checkpoint))}
     state, sha256 = read_state_dict(checkpoint)
-    if not (checkpoint / ADAPTER_CONFIG).is_file():
+    if not is_adapter:
         load_state_dict(model, state, str(checkpoint))
         return {"sha256": sha256}
     adapter = _fitting_adapter(model, state, checkpoint)
@@ -335,6 +372,65 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     # Modules may keep what is no tensor there.
     weights = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
     return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
+
+
+def _loads_plainly(model: nn.Module) -> bool:
+    """Whether loading a model's weights is copying them, each to the tensor of its name."""
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return model.state_dict().keys() <= named.keys() and not any(
+        module._state_dict_hooks
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module)._load_from_state_dict not in _PLAIN_LOADS
+        for module in model.modules()
+    )
+
+
+def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source: str) -> str:
+    """Do what ``load_state_dict`` does, with files of safetensors, a tensor at a time.
+
+    The process never holds weights beside the model's own.
+
+    Returns:
+        The SHA-256 that ``read_state_dict`` returns.
+    """
+    shapes: dict[str, Tensor] = {}
+    for path in files:
+        _add_shard(shapes, read_shapes(path, _MUST, _REMEDY), path)
+    prefix, _ = _fitting(model, shapes, source)
+    own = {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+    parameters = {
+        f"{prefix}{name}": parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    # A tied parameter is read once; its others are compared.
+    first = {id(p): key for key, p in reversed(parameters.items()) if key in shapes}
+    others = {key: first[id(p)] for key, p in parameters.items() if first.get(id(p), key) != key}
+    places = {key: tensor for key, tensor in own.items() if key not in others}
+    ties: dict[str, Tensor] = {}
+    bad: list[str] = []
+    digest = hashlib.sha256(index.read_bytes() if index else b"")
+    for path in files:
+        for key, values in stream_tensors(path, _MUST, _REMEDY, digest.update, shapes, places):
+            if key in parameters and not _is_finite(values):
+                bad.append(key.removeprefix(prefix))
+            if key in others:
+                ties[key] = values
+            elif values is not own[key]:
+                own[key].copy_(values)
+    _refuse_not_finite(bad, source)
+    _refuse_untied(
+        [
+            key.removeprefix(prefix)
+            for tied, values in ties.items()
+            if not torch.equal(values.to(own[tied]), own[tied])
+            for key in (others[tied], tied)
+        ],
+        source,
+    )
+    _tell_prefix(prefix, source)
+    model.eval()
+    return digest.hexdigest()
 
 
 def check_checkpoint(model: nn.Module, checkpoint: Path) -> None:

@@ -3,24 +3,28 @@
 PyTorch files are read with ``weights_only=True``, the rest is safetensors.
 """
 
+import json
 import mmap
 import os
 import re
 import zipfile
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from trak_core.errors import InputError
 from trak_core.system.out_of_memory import came_from_no_memory
 
 # How files of torch.save begin: since 1.6 as a zip file, before as a pickle.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
+# And safetensors, from their eighth byte on: eight bytes of a length, then JSON.
+_SAFETENSORS = b"\0{"
 _ZIP_HEADER_BYTES = 30  # before each part; the lengths of a name and of extras end it
 _FOLDER = 0x10  # among a zip entry's attributes
 _AGAIN = "Copy it again."
@@ -126,7 +130,7 @@ def _digest(
 
 def _kind(start: bytes, remedy: str) -> str:
     """Return the kind of a file that begins so: ``safetensors``, ``zip``, or torch's old one."""
-    if start[7:9] == b"\0{":  # eight bytes of a length, then JSON
+    if start[7:9] == _SAFETENSORS:
         return "safetensors"
     if start.startswith(_ZIP):
         return "zip"
@@ -218,6 +222,70 @@ def read_tensors(path: Path, must: str, remedy: str, update: Callable[[memoryvie
             _check_pickle(mapped, parts)
             # A file, not its path, because torch looks at a path's ending.
             return torch.load(cast(IO[bytes], mapped), map_location="cpu", weights_only=True)
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a file begins as safetensors do."""
+    with path.open("rb") as file:
+        return file.read(9)[7:] == _SAFETENSORS
+
+
+def stream_tensors(
+    path: Path,
+    must: str,
+    remedy: str,
+    update: Callable[[memoryview], None],
+    like: Mapping[str, Tensor],
+    places: Mapping[str, Tensor],
+) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a safetensors file one at a time, in the order in which they lie.
+
+    The process holds no more of the file than one tensor. Arguments and errors are those of
+    ``read_tensors``, and more:
+
+    Args:
+        path: The file.
+        must: What it must be.
+        remedy: What to do.
+        update: The method of a hash.
+        like: What ``read_shapes`` returned.
+        places: Where tensors are read into that have the dtype, shape and memory of the file's.
+
+    Yields:
+        Name and tensor: that of ``places``, or a new one on the CPU.
+    """
+    with path.open("rb", buffering=0) as file:
+        with _explained(path, must, remedy):
+            start = _filled(file, bytearray(8))
+            header = _filled(file, bytearray(int.from_bytes(start, "little")))
+            update(start)
+            update(header)
+            entries = json.loads(bytes(header))
+        entries.pop("__metadata__", None)
+        for name in sorted(entries, key=lambda name: entries[name]["data_offsets"]):
+            wanted, place = like[name], places.get(name)
+            if place is None or not _is_same_kind(place, wanted):
+                place = torch.empty(wanted.shape, dtype=wanted.dtype)
+            with _explained(path, must, remedy):
+                update(_filled(file, place.detach().reshape(-1).view(torch.uint8).numpy().data))
+            yield name, place
+
+
+def _is_same_kind(place: Tensor, wanted: Tensor) -> bool:
+    same = (place.dtype, place.shape, place.device) == (wanted.dtype, wanted.shape, wanted.device)
+    return same and place.is_contiguous()
+
+
+def _filled(file: IO[bytes], buffer: bytearray | memoryview) -> memoryview:
+    """Read as many bytes as a buffer has."""
+    view = memoryview(buffer)
+    n_read = 0
+    while n_read < len(view):
+        n_more = file.readinto(view[n_read:])  # pyright: ignore[reportAttributeAccessIssue]
+        if not n_more:
+            raise EOFError
+        n_read += n_more
+    return view
 
 
 def read_shapes(path: Path, must: str, remedy: str) -> Any:

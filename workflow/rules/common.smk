@@ -13,7 +13,8 @@ from snakemake.utils import validate
 
 import trak_core
 from trak_core.config.check_paths import check_given, check_paths
-from trak_core.config.preflight import check_sources, run_preflight
+from trak_core.config.memory_needs import weights_mb
+from trak_core.config.preflight import check_sources, model_bytes, run_preflight
 from trak_core.config.read_config import record_config
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
@@ -121,6 +122,14 @@ def code_of(stage):
 def job_mb(wildcards, attempt):
     # Interpreter, torch and a study's own data come on top of the arrays.
     return attempt * (compute["memory_mb"] + 1500)
+
+
+def model_job_mb(wildcards, attempt):
+    # And the weights of a large model.
+    path = specs.checkpoints[wildcards.checkpoint].path
+    adam = specs.all_features.preconditioner is not None
+    weights = weights_mb(model_bytes(results), path, reads_optimizer=adam)
+    return job_mb(wildcards, attempt) + attempt * weights
 
 
 # The priority of rules that make scores and figures: they run before trainings that only measure.

@@ -47,7 +47,7 @@ rule compute_embeddings:
     threads: compute["threads"]
     resources:
         gpu=gpu,
-        mem_mb=job_mb,
+        mem_mb=model_job_mb,
         device=compute["device"],
         batch_size=compute["batch_size"],
     params:

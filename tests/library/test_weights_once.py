@@ -1,0 +1,210 @@
+"""Large models: weights that are not drawn before they are read, and read one at a time."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from refused import refused
+from safetensors.torch import save_file
+from torch import nn
+
+from trak_core.model.unset_weights import without_drawing
+from trak_core.study.checkpoints import load_checkpoint, read_state_dict
+from trak_core.study.read_tensors import read_shapes, stream_tensors
+
+
+class Net(nn.Module):
+    """Tied weights, counts and buffers; ``more`` runs at the end of the construction."""
+
+    def __init__(self, more=lambda model: None):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
+        nn.init.normal_(self.layers[0].weight, std=0.02)
+        self.register_buffer("frequencies", 10.0 ** -torch.arange(4), persistent=False)
+        more(self)
+
+
+def seeded(more=lambda model: None):
+    torch.manual_seed(3)
+    return Net(more)
+
+
+def saved(folder, dtype=torch.float32, prefix="", **changed):
+    """A folder of two shards, whose weights no seed draws."""
+    state = {key: 3 + value for key, value in seeded().state_dict().items()}
+    state = {key: v.to(dtype) if v.is_floating_point() else v for key, v in state.items()}
+    state = {prefix + key: value for key, value in (state | changed).items()}
+    del state[f"{prefix}head.weight"]
+    names = sorted(state)
+    shards = {"model-1.safetensors": names[:4], "model-2.safetensors": names[4:]}
+    for file, keys in shards.items():
+        save_file({key: state[key] for key in keys}, folder / file, metadata={"format": "pt"})
+    index = {"weight_map": {key: file for file, keys in shards.items() for key in keys}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_are_read_into_the_model_itself(tmp_path, dtype, prefix, monkeypatch):
+    state = saved(tmp_path, dtype, prefix)
+    monkeypatch.delattr("trak_core.study.checkpoints.load_state_dict")
+    model = Net()
+    places = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    digests = load_checkpoint(model, tmp_path)
+    assert digests == {"sha256": read_state_dict(tmp_path)[1]}
+    found = model.state_dict()
+    assert {key: value.data_ptr() for key, value in found.items()} == places
+    assert all(
+        torch.equal(found[k.removeprefix(prefix)], v.to(torch.float32)) or v.dtype is torch.int64
+        for k, v in state.items()
+    )
+    assert found["layers.1.num_batches_tracked"] == 3
+    assert not model.training
+
+
+def test_a_file_is_read_in_its_order_into_tensors_of_its_kind(tmp_path):
+    path = tmp_path / "a.safetensors"
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(5, dtype=torch.bfloat16)}
+    save_file(tensors | {"empty": torch.zeros(0, 3), "one": torch.tensor(True)}, path)
+    places = {"b": torch.zeros(2, 3), "a": torch.zeros(5), "one": torch.zeros(1)}
+    digest = hashlib.sha256()
+    given = stream_tensors(path, "must", "remedy", digest.update, read_shapes(path, "", ""), places)
+    found = dict(given)
+    assert digest.digest() == hashlib.sha256(path.read_bytes()).digest()
+    assert {key: value is places.get(key) for key, value in found.items()} == {
+        "a": False,
+        "b": True,
+        "empty": False,
+        "one": False,
+    }
+    for key, value in tensors.items():
+        assert torch.equal(found[key], value)
+        assert found[key].dtype is value.dtype
+
+
+def test_what_is_wrong_with_streamed_weights_is_refused(tmp_path):
+    saved(tmp_path, **{"layers.0.bias": torch.tensor([1.0, torch.nan, 1, 1])})
+    with refused("study.checkpoint_finite", "layers.0.bias"):
+        load_checkpoint(Net(), tmp_path)
+    state = Net().state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    save_file(state, tmp_path / "a.safetensors")
+    with refused("study.checkpoint_tied", "embedding.weight, head.weight"):
+        load_checkpoint(Net(), tmp_path / "a.safetensors")
+    state["head.weight"] = state["embedding.weight"].clone()
+    save_file(state, tmp_path / "a.safetensors")
+    load_checkpoint(model := Net(), tmp_path / "a.safetensors")
+    assert torch.equal(model.head.weight, state["head.weight"])
+
+
+def test_weights_are_not_drawn_before_they_are_read(tmp_path):
+    saved(tmp_path)
+    load_checkpoint(expected := seeded(), tmp_path)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    model = without_drawing(Net)
+    assert torch.equal(torch.get_rng_state(), before)
+    load_checkpoint(model, tmp_path)
+    for (name, value), (_, other) in zip(
+        [*model.state_dict().items(), *model.named_buffers()],
+        [*expected.state_dict().items(), *expected.named_buffers()],
+        strict=True,
+    ):
+        assert torch.equal(value, other), name
+
+
+def _computes(model):
+    nn.init.orthogonal_(model.layers[0].weight)
+
+
+def _looks_at_what_it_draws(model):
+    nn.init.trunc_normal_(model.layers[0].weight)
+
+
+def _keeps_a_copy(model):
+    model.start = model.layers[0].weight.detach().clone()
+
+
+def _keeps_a_view(model):
+    model.first = nn.Parameter(torch.empty(4).normal_())
+    model.kept = model.first.data
+    del model.first
+
+
+def _draws_a_buffer(model):
+    model.register_buffer("directions", torch.randn(4), persistent=False)
+
+
+def _fills_a_buffer(model):
+    model.register_buffer("directions", torch.empty(4).normal_(), persistent=False)
+
+
+def _reads_a_number(model):
+    model.scale = 2.0 if model.layers[0].weight.sum() > 0 else 1.0
+
+
+def _writes_into_another(model):
+    model.register_buffer("directions", torch.zeros(4, 4), persistent=False)
+    model.directions.copy_(model.layers[0].weight.detach())
+
+
+QUIRKS = [
+    _computes,
+    _looks_at_what_it_draws,
+    _keeps_a_copy,
+    _keeps_a_view,
+    _draws_a_buffer,
+    _fills_a_buffer,
+]
+
+
+@pytest.mark.parametrize("quirk", [*QUIRKS, _reads_a_number, _writes_into_another])
+def test_a_model_that_uses_what_it_draws_has_it(quirk):
+    expected, found = seeded(quirk), without_drawing(lambda: seeded(quirk))
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor | float):
+            assert torch.equal(torch.as_tensor(getattr(found, name)), torch.as_tensor(value))
+    for (name, value), (_, other) in zip(
+        found.named_buffers(), expected.named_buffers(), strict=True
+    ):
+        assert torch.equal(value, other), name
+    for value, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, other)
+
+
+JOB = """
+import re, sys, torch
+from pathlib import Path
+from torch import nn
+from trak_core.model.unset_weights import without_drawing
+from trak_core.study.checkpoints import load_checkpoint
+
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+make = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(5)))
+start = peak()
+model = without_drawing(make)
+built = peak()
+load_checkpoint(model, Path(sys.argv[1]))
+print(built - start, peak() - built)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much memory a process takes")
+def test_a_job_holds_weights_once(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file({f"{i}.weight": torch.ones(4096, 4096) for i in range(5)}, path)
+    done = subprocess.run(
+        [sys.executable, "-c", JOB, str(path)], capture_output=True, text=True, check=True
+    )
+    weights = path.stat().st_size / 2**20
+    building, loading = map(float, done.stdout.split())
+    assert building < weights / 2
+    assert 0.9 * weights < loading < weights + 100
