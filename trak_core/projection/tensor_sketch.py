@@ -56,7 +56,7 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 
 @lru_cache(maxsize=16)
-def _sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
+def sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
     """Return buckets and signs of each parameter's rows, and of its columns."""
     assert spec.shapes is not None
     sides = sides_of(spec)
@@ -111,7 +111,7 @@ def _pairs(
     """
     k = spec.proj_dim
     if not by_kernel:
-        sides = zip((left, right), scales.T, _sides_on(spec, left.device)[number], strict=True)
+        sides = zip((left, right), scales.T, sides_on(spec, left.device)[number], strict=True)
         return torch.complex(*(_counted(x * scale[:, None], *own, k) for x, scale, own in sides))
     assert spec.shapes is not None
     sides = sides_of(spec)
@@ -159,7 +159,7 @@ def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: in
             last = first + n0 * n1
             low, high = max(start, first), min(stop, last)
             if low < high:
-                (bucket0, sign0), (bucket1, sign1) = _sides_on(spec, out.device)[number]
+                (bucket0, sign0), (bucket1, sign1) = sides_on(spec, out.device)[number]
                 places = torch.arange(low - first, high - first, device=out.device)
                 i, j = places // n1, places % n1
                 values = block[:, low - start : high - start].float() * (sign0[i] * sign1[j])
@@ -205,9 +205,9 @@ class OuterProducts:
             pieces = [(slice(b, b + step), slice(None)) for b in range(0, n_samples, step)]
         scales, by_kernel = _scales(left, right), left.device.type == "cpu"
         for part in pieces:
-            factors = (side[part].flatten(0, 1).float() for side in (left, right))
+            a, b = (side[part].flatten(0, 1).float() for side in (left, right))
             own = scales[part]
-            pairs = _pairs(self.spec, number, *factors, own.flatten(0, 1), by_kernel)
+            pairs = _pairs(self.spec, number, a, b, own.flatten(0, 1), by_kernel)
             transformed = torch.fft.fft(pairs).view(*own.shape[:2], -1)
             _add_squares(self.spectrum[part[0]], transformed, by_kernel)
 
@@ -219,7 +219,7 @@ class OuterProducts:
             indices: Shape (b, tokens).
             right: Shape (b, tokens, n1).
         """
-        (bucket0, sign0), (bucket1, sign1) = _sides_on(self.spec, right.device)[number]
+        (bucket0, sign0), (bucket1, sign1) = sides_on(self.spec, right.device)[number]
         columns = (bucket0[indices].unsqueeze(-1) + bucket1) % self.spec.proj_dim
         values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
         _add_at(self.rows, columns.flatten(1), values.flatten(1))
