@@ -6,6 +6,8 @@ taking one of two digits that look alike for the other. 500 held-out and 397 tes
 right labels.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
@@ -18,7 +20,7 @@ WRONG = {"anna": 0.02, "bert": 0.15}
 _ALIKE = {0: 6, 1: 7, 2: 3, 3: 8, 4: 9, 5: 6, 6: 5, 7: 1, 8: 3, 9: 4}
 
 _random = np.random.default_rng([1, DRAW])
-_digits = load_digits()
+_digits: Any = load_digits()
 _order = _random.permutation(len(_digits.target))
 _images = torch.tensor(_digits.images[_order], dtype=torch.float32)[:, None] / 16
 _labels = torch.tensor(_digits.target[_order])

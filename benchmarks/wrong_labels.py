@@ -2,25 +2,25 @@
 
     python benchmarks/wrong_labels.py --csv wrong_labels.csv
 
-The study is `annotated_digits.py`, five draws of digits and of wrong labels, run by the pipeline as
-it is: three runs with two checkpoints each, the 500 held-out digits as targets, `lists`, `groups`
-and, on the first draw, `evaluation.lists`. Beside `suspects` stands cleanlab, which must be
+The study is `annotated_digits.py`, five draws of digits and of wrong labels. The stages of the
+pipeline make `suspects`, `groups` and `select` in this process: three runs with two checkpoints
+each, k = 512, the 500 held-out digits as targets. Beside `suspects` stands cleanlab, which must be
 installed: its normalized margin of probabilities from five models of the same kind, each trained
-without the fifth that it judges, by one run or by the mean of three; and once more with the
-held-out digits and their right labels in every training, which the targets of `suspects` have too.
-AUC is the chance that a wrong label ranks before a right one; `precision` the part of wrong labels
-among as many first ranks as there are wrong ones. Intervals are 95 % bootstrap intervals over draws
-and samples, those of differences (`suspects` less the row) from the same draws.
+without the fifth that it judges; and once more with the held-out digits and their right labels in
+every training, because the targets of `suspects` have these too. AUC is the chance that a wrong
+label ranks before a right one; `precision` the part of wrong labels among as many first ranks as
+there are wrong ones. Intervals are 95 % bootstrap intervals over draws and samples, of what
+`suspects` has more than the row, from the same draws.
 
-The second table is what becomes of the test digits of three classes, 3, 5 and 8, when models are
-trained on 5 % of the training digits alone: those of the list `select` for the held-out digits of
-these classes, random ones, and those of the largest mean cosine of embeddings, by ten seeds.
+Then, on the first draw: the scores by annotator; accuracy and loss of the test digits where models
+are trained without the first suspects, without as many random digits, and on everything; and of the
+test digits of three classes, 3, 5 and 8, where models are trained on 5 % of the digits alone: those
+with the largest scores for the held-out digits of these classes (`select`), random ones, random
+ones of these classes, and those of the largest mean cosine of embeddings.
 """
 
 import argparse
 import importlib.util
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,37 +30,41 @@ from types import ModuleType
 import numpy as np
 import pandas as pd
 import torch
-import yaml
 from cleanlab.rank import get_label_quality_scores
 from machine import environment, write_csv
+from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
+from trak_core.config.job_specs import specs_of
 from trak_core.evaluation.correlations import auc
 from trak_core.evaluation.retrained_lists import mean_interval
-from trak_core.study.retraining_draws import training_seed
+from trak_core.stages.average_scores import average_scores
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_normal_matrix import compute_normal_matrix
+from trak_core.stages.compute_scores import compute_scores
+from trak_core.stages.compute_self_influence import compute_self_influence
+from trak_core.stages.sum_groups import sum_groups
+from trak_core.stages.train_checkpoint import train_checkpoint
+from trak_core.stages.write_list import write_list
+from trak_core.study.retraining_draws import random_removal, training_seed
 
 _REPOSITORY = Path(__file__).parents[1]
-_DRAWS, _RUNS, _FOLDS, _SEEDS, _STEPS = 5, 3, 5, 10, 600
+_DRAWS, _RUNS, _FOLDS, _SEEDS, _STEPS = 5, 3, 5, 5, 300
 _BOOTSTRAP = 1000
-_CLASSES, _PART = [3, 5, 8], 0.05
+_CLASSES, _PART, _REMOVED = [3, 5, 8], 0.05, (0.05, 0.1)
 _CONFIG = {
-    "study": "study.py",
     "model_output": "image_classification",
     "training": {"steps": _STEPS, "at": [1, 5]},
     "checkpoints": {f"run{seed}": {"seed": seed} for seed in range(_RUNS)},
-    "experiments": {
-        "held": {"where": "part == 'held'"},
-        "few": {"where": f"part == 'held' and label in {_CLASSES}"},
-        "test": {"where": "part == 'test'"},
-        "test-few": {"where": f"part == 'test' and label in {_CLASSES}"},
-    },
-    "projection": {"proj_dim": 512},
-    "groups": ["annotator"],
-    "lists": {"suspects": {"experiment": "held"}, "select": {"experiment": "few"}},
+    "projection": {"kind": "rademacher", "proj_dim": 512, "seed": 0},
 }
-_PROOF = {
-    "suspects": {"experiment": "test", "fractions": [0.02, 0.05, 0.1, 0.2], "seeds": 5},
-    "select": {"experiment": "test-few", "fractions": [_PART], "seeds": _SEEDS},
+_DEFAULTS = {
+    "data_files": [],
+    "parameters": "all",
+    "preconditioner": "none",
+    "features_dtype": "float32",
+    "scoring": {"damping": 2, "normalize": False, "keep": "full", "top": 20},
+    "compute": {"shards": 1, "memory_mb": 1000, "device": "cpu"},
 }
 
 
@@ -88,16 +92,11 @@ class Draw:
     scores: dict[str, np.ndarray]
 
 
-def _run(folder: Path, draw: int, cores: int) -> ModuleType:
-    """Run the pipeline in a folder, and return its study."""
+def _study(folder: Path, draw: int) -> ModuleType:
+    """Write the study of a draw into a folder, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     text = (_REPOSITORY / "benchmarks/annotated_digits.py").read_text()
     (folder / "study.py").write_text(text.replace("DRAW = 0", f"DRAW = {draw}"))
-    config = _CONFIG | ({"evaluation": {"lists": _PROOF}} if draw == 0 else {})
-    (folder / "study.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "snakemake", "--snakefile", str(_REPOSITORY / "Snakefile")]
-    command += ["--cores", str(cores), "--configfile", "study.yaml", "--quiet", "all"]
-    subprocess.run(command, cwd=folder, check=True)
     spec = importlib.util.spec_from_file_location(f"study{draw}", folder / "study.py")
     assert spec is not None
     assert spec.loader is not None
@@ -106,46 +105,110 @@ def _run(folder: Path, draw: int, cores: int) -> ModuleType:
     return study
 
 
+def _suspects(folder: Path, n_held: int) -> pd.DataFrame:
+    """Make the list of suspects by the stages of the pipeline, in this process."""
+    path, results = folder / "study.py", folder / "results"
+    config = _CONFIG | _DEFAULTS | {"study": str(path)}
+    config["experiments"] = {"held": {"targets": list(range(n_held)), "shards": 1}}
+    specs = specs_of(config, results)
+    scored, features, matrices = [], [], []
+    for run in specs.runs:
+        files = [results / f"checkpoints/{checkpoint}.pt" for checkpoint in specs.runs[run]]
+        train_checkpoint(
+            checkpoints=files,
+            study_file=path,
+            arguments=specs.training_arguments(run),
+            times=specs.times(run),
+            threads=1,
+        )
+    job = {"code": "code", "memory_mb": 1000}
+    for checkpoint in specs.self_influence.checkpoints:
+        both = [results / f"features/{checkpoint}/{split}.h5" for split in ("train", "held")]
+        for file in both:
+            compute_features(
+                features=file,
+                checkpoint=results / f"checkpoints/{checkpoint}.pt",
+                study_file=path,
+                spec=specs.features(checkpoint, file.stem),
+                targets=specs.experiments.get(file.stem),
+                device="cpu",
+                batch_size=100,
+                threads=1,
+                **job,
+            )
+        matrix, scores = (results / f"{kind}/{checkpoint}.h5" for kind in ("matrix", "scores/held"))
+        own = specs.normal_matrix(checkpoint)
+        compute_normal_matrix(normal_matrix=matrix, features=both[0], spec=own, **job)
+        compute_scores(
+            scores=scores,
+            train_path=both[0],
+            targets_path=both[1],
+            normal_matrix=matrix,
+            spec=specs.checkpoint_scores("held", checkpoint),
+            keep="full",
+            **job,
+        )
+        scored.append(scores)
+        features.append(both[0])
+        matrices.append(matrix)
+    average, own = results / "scores/held.h5", results / "self_influence.h5"
+    average_scores(
+        scores=average,
+        checkpoint_scores=scored,
+        features=[],
+        spec=specs.scores("held"),
+        defaults=specs.defaults,
+        columns=specs.columns,
+        top=20,
+        study_file=path,
+        **job,
+    )
+    influences = {"features": features, "normal_matrices": matrices, "spec": specs.self_influence}
+    compute_self_influence(self_influence=own, **influences, **job)
+    listed, groups = results / "lists/suspects.csv", results / "groups/held.h5"
+    write_list(listed=listed, scores=average, self_influence=[own], kind="suspects", code="code")
+    sum_groups(
+        groups=groups,
+        scores=average,
+        checkpoint_scores=scored,
+        features=[],
+        spec=specs.scores("held"),
+        group_by=["annotator"],
+        **job,
+    )
+    return pd.read_csv(listed).set_index("id").sort_index()
+
+
 def _trained(study: ModuleType, seed: int, data: object) -> torch.nn.Module:
     *_, (_, model) = study.train(_STEPS, seed=seed, data=data)
     return model.eval()
 
 
-def _out_of_sample(study: ModuleType, n_runs: int, *, with_held_out: bool) -> np.ndarray:
-    """Return probabilities of every training sample by models that were trained without it."""
+def _cleanlab(study: ModuleType, *, with_held_out: bool) -> np.ndarray:
+    """Return cleanlab's scores by models that were trained without the samples they judge."""
     data, held = study.train_data(), Subset(study.target_data(), range(study.N_HELD))
-    n = len(data)
-    fold = np.random.default_rng(0).permutation(n) % _FOLDS
-    probabilities = np.zeros((n, 10))
+    images, labels = data.tensors
+    fold = np.random.default_rng(0).permutation(len(data)) % _FOLDS
+    probabilities = np.zeros((len(data), 10))
     for number in range(_FOLDS):
         others, own = (np.flatnonzero(part) for part in (fold != number, fold == number))
         part = Subset(data, others.tolist())
-        part = ConcatDataset([part, held]) if with_held_out else part
-        for run in range(n_runs):
-            model = _trained(study, 100 + number + _FOLDS * run, part)
-            with torch.no_grad():
-                logits = model(data.tensors[0][own])
-            probabilities[own] += logits.softmax(1).double().numpy() / n_runs
-    return probabilities
-
-
-def _cleanlab(study: ModuleType, n_runs: int, *, with_held_out: bool) -> np.ndarray:
-    probabilities = _out_of_sample(study, n_runs, with_held_out=with_held_out)
-    labels = study.train_data().tensors[1].numpy()
-    return -get_label_quality_scores(labels, probabilities, method="normalized_margin")
+        model = _trained(
+            study, 100 + number, ConcatDataset([part, held]) if with_held_out else part
+        )
+        with torch.no_grad():
+            probabilities[own] = model(images[own]).softmax(1).double().numpy()
+    return -get_label_quality_scores(labels.numpy(), probabilities, method="normalized_margin")
 
 
 def _rankings(folder: Path, study: ModuleType) -> Draw:
-    listed = pd.read_csv(folder / "results/lists/suspects.csv").set_index("id").sort_index()
+    listed = _suspects(folder, study.N_HELD)
     scores = {
         "suspects": listed["harm"].to_numpy(),
         "self-influence": listed["self_influence"].to_numpy(),
         "loss weight": listed["loss_weight"].to_numpy(),
-        f"cleanlab, {_FOLDS} trainings": _cleanlab(study, 1, with_held_out=False),
-        f"cleanlab, {_FOLDS * _RUNS} trainings": _cleanlab(study, _RUNS, with_held_out=False),
-        f"cleanlab, {_FOLDS * _RUNS} trainings with held-out digits": _cleanlab(
-            study, _RUNS, with_held_out=True
-        ),
+        "cleanlab": _cleanlab(study, with_held_out=False),
+        "cleanlab, held-out digits in training": _cleanlab(study, with_held_out=True),
     }
     return Draw(study.is_wrong, scores)
 
@@ -175,7 +238,7 @@ def _rows(draws: list[Draw]) -> list[Row]:
     behind = np.array(drawn)[:, :, :1] - np.array(drawn)
     low, high = np.quantile(behind, [0.025, 0.975], axis=0)
     ours = whole[:, :1] - whole
-    trainings = [int(name.split()[1]) if name.startswith("cleanlab") else 0 for name in names]
+    trainings = [_FOLDS * name.startswith("cleanlab") for name in names]
     return [
         Row(
             name,
@@ -200,86 +263,110 @@ def _embeddings(folder: Path, images: torch.Tensor, study: ModuleType) -> list[t
     return rows
 
 
-def _selection(folder: Path, study: ModuleType) -> pd.DataFrame:
-    """Return accuracy and loss by selection, with paired differences to the list ``select``."""
+def _measured(
+    study: ModuleType, rows: Callable[[int], np.ndarray], asked: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return accuracy and loss, (seeds, targets), of models trained on the rows of each seed."""
+    images, labels = (part[asked] for part in study.target_data().tensors)
+    right, losses = [], []
+    for draw in range(_SEEDS):
+        part = Subset(study.train_data(), rows(draw).tolist())
+        model = _trained(study, training_seed(0, 0, draw), part)
+        with torch.no_grad():
+            logits = model(images)
+        right.append((logits.argmax(1) == labels).double().numpy())
+        losses.append(cross_entropy(logits, labels, reduction="none").double().numpy())
+    return np.stack(right), np.stack(losses)
+
+
+def _compared(
+    study: ModuleType, chosen: dict[str, Callable[[int], np.ndarray]], asked: np.ndarray
+) -> pd.DataFrame:
+    """Return accuracy and loss by what is trained on, and the first less each, paired."""
+    measured = {name: _measured(study, rows, asked) for name, rows in chosen.items()}
+    first, table = next(iter(measured.values())), []
+    for name, values in measured.items():
+        row: dict[str, object] = {"trained on": name}
+        for measure, ours, own in zip(("accuracy", "loss"), first, values, strict=True):
+            low, high = mean_interval(ours - own)
+            row |= {measure: own.mean(), f"first's {measure} less": (ours - own).mean()}
+            row |= {f"{measure} from": low, f"{measure} to": high}
+        table.append(row)
+    return pd.DataFrame(table)
+
+
+def _proof(folder: Path, study: ModuleType) -> None:
+    """Print what models without the first suspects say, beside those without random digits."""
+    listed = pd.read_csv(folder / "results/lists/suspects.csv")["id"].to_numpy()
+    n = len(listed)
+    asked = np.flatnonzero(np.array(study.target_columns()["part"]) == "test")
+    for size in (round(part * n) for part in _REMOVED):
+        chosen = {
+            f"without {size} suspects": lambda draw, size=size: np.sort(listed[size:]),
+            f"without {size} random ones": lambda draw, size=size: np.flatnonzero(
+                random_removal(n, size, draw, 0)
+            ),
+            "everything": lambda draw: np.arange(n),
+        }
+        print(_compared(study, chosen, asked).to_string(index=False), flush=True)
+
+
+def _selection(folder: Path, study: ModuleType) -> None:
+    """Print what models trained on 5 % of the digits make of three classes."""
     data, (images, labels) = study.train_data(), study.target_data().tensors
     parts = np.array(study.target_columns()["part"])
     is_few = np.isin(labels.numpy(), _CLASSES)
     held, test = (np.flatnonzero(is_few & (parts == part)) for part in ("held", "test"))
+    scores = pd.read_hdf(folder / "results/scores/held.h5", "scores")
+    best = np.argsort(-scores[held.tolist()].mean(axis=1).to_numpy(), kind="stable")
     both = zip(
         _embeddings(folder, data.tensors[0], study),
         _embeddings(folder, images[held], study),
         strict=True,
     )
     cosines = torch.stack([own @ others.T for own, others in both]).mean(dim=(0, 2)).numpy()
-    listed = pd.read_csv(folder / "results/lists/select.csv")["id"].to_numpy()
+    near = np.argsort(-cosines, kind="stable")
+    of_classes = np.flatnonzero(np.isin(data.tensors[1].numpy(), _CLASSES))
     size = round(_PART * len(data))
+
+    def drawn(rows: np.ndarray) -> Callable[[int], np.ndarray]:
+        return lambda draw: np.random.default_rng([9, draw]).permutation(rows)[:size]
+
     chosen = {
-        "select": lambda draw: listed[:size],
-        "random": lambda draw: np.random.default_rng([9, draw]).permutation(len(data))[:size],
-        "embedding cosine": lambda draw: np.argsort(-cosines, kind="stable")[:size],
-        "random of these classes": lambda draw: np.random.default_rng([9, draw]).permutation(
-            np.flatnonzero(np.isin(data.tensors[1].numpy(), _CLASSES))
-        )[:size],
+        "select": lambda draw: best[:size],
+        "random": drawn(np.arange(len(data))),
+        "random of these classes": drawn(of_classes),
+        "embedding cosine": lambda draw: near[:size],
     }
-    measured: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    for name, choose in chosen.items():
-        right, losses = [], []
-        for draw in range(_SEEDS):
-            part = Subset(data, choose(draw).tolist())
-            model = _trained(study, training_seed(0, 0, draw), part)
-            with torch.no_grad():
-                logits = model(images[test])
-            right.append((logits.argmax(1) == labels[test]).double().numpy())
-            losses.append(
-                torch.nn.functional.cross_entropy(logits, labels[test], reduction="none").numpy()
-            )
-        measured[name] = np.stack(right), np.stack(losses).astype(float)
-    rows = []
-    for name, values in measured.items():
-        row: dict[str, object] = {"trained on": name}
-        pairs = zip(("accuracy", "loss"), measured["select"], values, strict=True)
-        for measure, ours, own in pairs:
-            low, high = mean_interval(ours - own)
-            row |= {measure: own.mean(), f"{measure}: select less this": (ours - own).mean()}
-            row |= {f"{measure} from": low, f"{measure} to": high}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    print(_compared(study, chosen, test).to_string(index=False), flush=True)
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path)
-    parser.add_argument("--folder", type=Path, help="where runs stay, for a second start")
-    parser.add_argument("--cores", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pd.set_option("display.width", 250, "display.max_columns", 20, "display.precision", 4)
     with tempfile.TemporaryDirectory() as temporary:
-        base = arguments.folder or Path(temporary)
         draws = []
         for number in range(_DRAWS):
-            folder = base / str(number)
-            study = _run(folder, number, arguments.cores)
+            folder = Path(temporary, str(number))
+            study = _study(folder, number)
             draws.append(_rankings(folder, study))
-            groups = pd.read_hdf(folder / "results/groups/held.h5", "groups")
-            print(f"draw {number}: {draws[-1].is_wrong.sum()} wrong labels; scores by annotator")
-            print(groups.to_string(index=False), flush=True)
-        first = base / "0"
-        print(pd.read_hdf(first / "results/groups/held.h5", "differences").to_string(index=False))
+            one = draws[-1]
+            aucs = {name: round(auc(s, one.is_wrong), 4) for name, s in one.scores.items()}
+            print(f"draw {number}: {one.is_wrong.sum()} wrong labels, AUC {aucs}")
+            if number == 0:
+                for table in ("groups", "differences"):
+                    shown = pd.read_hdf(folder / "results/groups/held.h5", table)
+                    print(shown.to_string(index=False), flush=True)
         rows = _rows(draws)
-        print(pd.DataFrame(rows).to_string(index=False))
-        for kind in _PROOF:
-            proof = pd.read_hdf(first / f"results/proof/{kind}.h5", "summary")
-            print(f"proof of {kind}")
-            print(proof.to_string(index=False))
-        spec = importlib.util.spec_from_file_location("study0", first / "study.py")
-        assert spec is not None
-        assert spec.loader is not None
-        study = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(study)
-        print(_selection(first, study).to_string(index=False))
+        print(pd.DataFrame(rows).to_string(index=False), flush=True)
+        first = Path(temporary, "0")
+        study = _study(first, 0)
+        _selection(first, study)
+        _proof(first, study)
     about = environment("cpu", ("torch", "numpy", "scikit-learn", "cleanlab"))
     print(about)
     if arguments.csv:

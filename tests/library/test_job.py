@@ -121,6 +121,68 @@ def test_a_stop_is_not_lost_where_python_drops_what_is_raised(where, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.log", "cleared", "ended"}
 
 
+LATE = """
+import ctypes, sys, time
+from pathlib import Path
+from trak_core.system import job
+from trak_core.system.files import written_whole
+job._CLEARING_SECONDS = 0.5
+def work():
+    with job.logged_to("a.log", {minutes}), written_whole(Path("a.h5")) as partial:
+        partial.touch()
+        {hang}
+job.run_to_the_end(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("hang", "minutes", "left"),
+    [
+        ("time.sleep(600)", 0.005, {"a.log"}),
+        # No Python runs in the main thread: what it has begun stays for the next job to delete.
+        ("ctypes.CDLL(None).select(0, None, None, None, None)", 0.005, None),
+        ("pass", 0.05, {"a.log", "a.h5"}),
+    ],
+)
+def test_a_job_ends_within_its_minutes(hang, minutes, left, tmp_path):
+    code = LATE.format(hang=hang, minutes=minutes)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=tmp_path, timeout=60, check=False)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == left if left else "a.h5" not in names
+    (line,) = (tmp_path / "a.log").read_text().splitlines()
+    is_late = hang != "pass"
+    assert found.returncode == int(is_late)
+    assert line.startswith("Error: a job must end within compute.minutes, 0.005. It") == is_late
+
+
+ENDS = """
+import atexit, threading, time
+from trak_core.system import job
+job._THREADS_SECONDS = 0.5
+atexit.register(print, "the end")
+def work():
+    threading.Thread(target=time.sleep, args=({seconds},), name="mine").start()
+    {end}
+job.run_to_the_end(work)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.1, 600])
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [("pass", 0, ""), ("exit(3)", 3, ""), ("exit('no')", 1, "no\n"), ("1 / 0", 1, "Traceback")],
+)
+def test_a_process_ends_though_a_thread_does_not(seconds, end, status, said):
+    code = ENDS.format(seconds=seconds, end=end)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (found.returncode, found.stdout) == (status, "the end\n")
+    assert found.stderr.startswith(said)
+    left = "Threads were left running, and are not waited for after 0 s: mine."
+    assert (left in found.stderr) == (seconds == 600)
+
+
 @pytest.mark.parametrize(("n", "size"), [(1, 1), (10, 3), (9, 3), (5, 100)])
 def test_blocks_cover_all_rows_in_order(n, size, capsys):
     found = list(blocks_with_progress(n, size, "samples"))

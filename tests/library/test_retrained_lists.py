@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables, sizes_of
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import TABLE, about_output
 
 
 def test_losses_are_those_of_torch():
@@ -18,13 +18,15 @@ def test_losses_are_those_of_torch():
     loss = torch.nn.functional.cross_entropy(
         logits.reshape(21, 4), labels.repeat(3), reduction="none"
     )
-    np.testing.assert_allclose(found["loss"], loss.reshape(3, 7), rtol=1e-10)
+    np.testing.assert_allclose(found["target_loss"], loss.reshape(3, 7), rtol=1e-10)
     right = (logits.argmax(-1) == labels).double()
     assert found["accuracy"].tolist() == right.tolist()
     assert found["output"].tolist() == f.tolist()
     y = np.array([1.0, 2.0])
     regression = measures(TABLE["regression"], np.array([[1.5, 2.0]]), np.zeros((1, 2)), y)
-    assert regression["loss"].tolist() == [[0.125, 0]]
+    assert regression["target_loss"].tolist() == [[0.125, 0]]
+    for about in (TABLE["loss"], about_output("mine.py:cox")):
+        assert set(measures(about, f.numpy(), f.numpy(), labels.numpy())) == {"output"}
     assert set(measures(TABLE["clip"], f.numpy(), f.numpy(), labels.numpy())) == {"output"}
 
 

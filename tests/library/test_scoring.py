@@ -85,7 +85,10 @@ def test_the_most_frequent_class(n_checkpoints):
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 22]])
 @pytest.mark.parametrize("keep", [1, 5, 100])
 def test_largest_entries_whatever_the_blocks(cuts, keep):
-    scores = RNG.integers(0, 6, (23, 4)).astype(np.float32)  # with ties
+    scores = RNG.integers(-2, 4, (23, 6)).astype(np.float32)  # with ties
+    scores[:, :2] = np.sort(scores[:, :2], axis=0)  # rising, and falling
+    scores[:, 1] *= -1
+    scores[:, 2] = 0
     seen, start = None, 0
     for block in np.split(scores, cuts):
         seen = of_scores.largest(seen, start, block, keep)

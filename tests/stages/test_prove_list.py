@@ -62,7 +62,8 @@ def test_models_are_those_trained_by_hand(run, proved):
     kind, order, proof, _ = proved
     n = len(order)
     sizes = [round(0.2 * n), round(0.5 * n)]
-    models = pd.read_hdf(proof, "models").set_index(["measure", "subset", "n", "draw"])["mean"]
+    keys = ["measure", "subset", "n", "draw"]
+    models = pd.read_hdf(proof, "models").set_index(keys)["mean"].sort_index()
     for draw in range(DRAWS):
         for size in sizes:
             out = np.zeros(n, dtype=bool)
@@ -70,15 +71,17 @@ def test_models_are_those_trained_by_hand(run, proved):
             at_random = ~random_removal(n, size, draw, 0)
             for subset, chosen in (("list", out), ("random", at_random)):
                 expected = by_hand(run, chosen if kind == "select" else ~chosen, draw)
-                for measure, value in zip(("accuracy", "loss", "output"), expected, strict=True):
+                for measure, value in zip(
+                    ("accuracy", "target_loss", "output"), expected, strict=True
+                ):
                     found = models[measure, subset, size, draw]
                     assert found == pytest.approx(value, rel=1e-4), (measure, subset)
         whole = by_hand(run, np.ones(n, dtype=bool), draw)
-        assert models["loss", "everything", 0, draw] == pytest.approx(whole[1], rel=1e-4)
-    summary = pd.read_hdf(proof, "summary", where="subset == difference & measure == loss")
+        assert models["target_loss", "everything", 0, draw] == pytest.approx(whole[1], rel=1e-4)
+    summary = pd.read_hdf(proof, "summary", where="subset == difference & measure == target_loss")
     assert summary["n"].tolist() == sizes
     for row in summary.itertuples():
-        both = [models["loss", subset, row.n].mean() for subset in ("list", "random")]
+        both = [models["target_loss", subset, row.n].mean() for subset in ("list", "random")]
         assert row.mean == pytest.approx(both[0] - both[1], abs=1e-6)
         assert row.low <= row.mean <= row.high
 

@@ -37,6 +37,7 @@ from trak_core.artifacts import (
     EVALUATION,
     FLIPPED,
     GROUPS,
+    PROOF,
     REMOVALS,
     SCORES,
     SELF_INFLUENCE,
@@ -401,3 +402,34 @@ def test_groups_have_a_chart_and_their_numbers(results, page):
     assert "By who: mean score of each who" in charts
     assert "Scores by group" in shown.text
     assert "Scores by group" not in page.text
+
+
+def test_a_list_put_to_the_proof_has_charts(results, page):
+    """Accuracy and loss against the number, and the numbers; `everything` has no size."""
+    values = [
+        ("everything", 0, 0.5),
+        ("list", 4, 0.75),
+        ("random", 4, 0.25),
+        ("difference", 4, 0.5),
+    ]
+    rows = [
+        (m, subset, n, mean)
+        for m in ("accuracy", "target_loss", "output")
+        for subset, n, mean in values
+    ]
+    summary = pd.DataFrame(rows, columns=["measure", "subset", "n", "mean"])
+    summary = summary.assign(low=summary["mean"] - 0.125, high=summary["mean"] + 0.125)
+    path = results / "proof/select.h5"
+    path.parent.mkdir(exist_ok=True)
+    about = {"experiment": "mine", "list": "select"}
+    with create(path, PROOF, about, {}, confidence=0.95, n_draws=5, n_targets=4) as writer:
+        for key in ("summary", "models"):
+            writer.table(key, summary, [])
+    shown = page_of(results, proofs=[path], asked={"evaluation": {"lists": ["select"]}})
+    assert shown.row("accuracy, trained on by the list select") == ["4", "0.75", "0.625", "0.875"]
+    assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
+    charts = [image["alt"] for image in shown.all("img")]
+    assert "Accuracy: accuracy against training examples trained on" in charts
+    assert "Loss: loss against training examples trained on" in charts
+    assert "follows in report.html" not in shown.text
+    assert "put to the proof" not in page.text

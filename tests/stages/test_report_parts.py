@@ -2,16 +2,21 @@
 
 import base64
 import io
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.pyplot import imread
 
 from trak_core.model_outputs.table import TABLE
+from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import (
+    EACH,
+    Examples,
     are_drawn,
     drawn,
     find_examples,
@@ -202,3 +207,27 @@ def test_timings_are_summed_by_rule_and_leftovers_left_out(tmp_path):
     before = read_timings(tmp_path, tmp_path / "nothing", known)
     assert np.isnan(before.loc["average_scores", "peak_mib"])
     assert read_timings(tmp_path / "nothing", logs, set()).empty
+
+
+def test_titles_of_neighbours_do_not_collide():
+    """Ids as paths of images have: a title stays above its own tile."""
+    ids = [f"scans/anna/img_{i:04}_turned.png" for i in range(2 * EACH)]
+    influences = pd.DataFrame({
+        "target_id": "scans/held/img_0001_anna.png",
+        "rank": [*range(1, EACH + 1)] * 2,
+        "sign": np.repeat([1, -1], EACH),
+        "train_id": ids,
+        "train_label": 8,
+        "score": np.repeat([0.012345, -0.012345], EACH),
+    })
+    shown = pd.DataFrame({"id": ["scans/held/img_0001_anna.png"], "label": 3, "prediction": 5})
+    spec = {"experiment": "mine", "model_output": "image_classification"}
+    tables = {"shown": shown, "top_influences": influences}
+    about = File("scores/mine.h5", "hash", {}, spec, tables)
+    texts = dict.fromkeys([*ids, *shown["id"]], "a text")
+    figure = influences_figure(Examples(about, texts, texts, drawn=False, described=True))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    boxes = [axes.title.get_window_extent(canvas.get_renderer()) for axes in figure.axes]
+    assert len(boxes) == 1 + 2 * EACH
+    assert all(right.x0 > left.x1 for left, right in itertools.pairwise(boxes))

@@ -5,6 +5,7 @@ import io
 import re
 import shlex
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from workspace import REPOSITORY, forked_python, snakemake
@@ -33,15 +34,18 @@ def run_code(text: str) -> str:
     return out.getvalue()
 
 
-def follow(page: str, folder: Path, monkeypatch, section: str = "") -> list[str]:
-    """Save what has a file's name, run the commands and the code, and return what code printed."""
+def follow(page: str, folder: Path, monkeypatch, files: Mapping[str, str] = {}) -> list[str]:
+    """Save what has a file's name, run the commands and the code, and return what code printed.
+
+    ``files`` holds other texts for some of the page's files.
+    """
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     printed = []
-    for info, text in blocks(page, section):
+    for info, text in blocks(page):
         language, _, name = info.partition(" ")
         if name:
-            Path(name).write_text(text)
+            Path(name).write_text(files.get(name, text))
         elif language == "console":
             for command in re.findall(r"^\$ (.*)", text, flags=re.M):
                 program, *arguments = shlex.split(command)

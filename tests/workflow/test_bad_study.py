@@ -1,9 +1,13 @@
 """A study whose functions are not what they must be stops before any job, with one message."""
 
+import contextlib
 import re
+import time
 
+import psutil
 import pytest
-from refusals import GOOD, STUDY, as_text, message, preflight, refuse
+from refusals import GOOD, STUDY, as_text, check, message, preflight, refuse
+from refused import refused
 from workspace import Workspace
 
 from trak_core.errors import InputError
@@ -160,6 +164,36 @@ def test_a_study_that_prints(workspace):
     assert status == 0, output
     assert "loading" in output
     assert "the end" in output
+
+
+LEAVES = """
+import os, threading, time
+threading.Thread(target=time.sleep, args=(600,), name="my logger").start()
+if os.fork() == 0:
+    time.sleep(600)
+"""
+
+
+def test_a_study_that_leaves_a_thread_and_a_process(workspace, capsys):
+    """The start waited for them for ever; it names the thread."""
+    path = edited(workspace, "leaves", "import torch\n", f"import torch\n{LEAVES}")
+    began = time.monotonic()
+    try:
+        check(workspace, {"study": path.name})
+    finally:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.cwd() == str(workspace.folder):
+                    process.kill()
+    assert time.monotonic() - began < 300
+    told = capsys.readouterr().err
+    assert "Threads were left running, and are not waited for after 5 s: my logger." in told
+
+
+def test_a_study_that_hangs_is_given_its_minutes(workspace):
+    path = edited(workspace, "hangs", "import torch\n", "import torch, time\ntime.sleep(600)\n")
+    with refused("config.preflight_minutes", "0.05"):
+        check(workspace, {"study": path.name, "compute": {"minutes": 0.05}})
 
 
 def test_label_out_of_range(tmp_path):

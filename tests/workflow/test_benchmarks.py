@@ -35,6 +35,15 @@ def test_files_of_all_stages_are_as_large_as_the_formulas_say():
         assert 30 < float(peak) < 1500, stage
 
 
+def test_the_stages_influences_are_those_of_numpy():
+    """It ends with an error if they are not, and reads what stages read: each file twice."""
+    table = rows("influences.py", "--train=9000", "--targets=30", "--proj-dim=64")
+    stages = ["compute_normal_matrix", "compute_scores", "average_scores"]
+    assert [row[0] for row in table[2:-1]] == [*stages, "numpy"]
+    assert table[-1][0].startswith("stages together: ")
+    assert all(0 < float(row[2]) < 1500 for row in table[2:-1])
+
+
 def test_errors_of_sketches_are_those_of_their_theory():
     """Norms of dense projections err by sqrt(2 / k) at most; samples of one matrix share errors."""
     table = rows("sketch_quality.py", "digits", "--seeds=2", "--epochs=1", "--proj-dims=256")

@@ -55,6 +55,7 @@ def jobs(tmp_path_factory):
         "compute": {"shards": 2},
         "distortion": {},
         "groups": ["label"],
+        "answers": {"tokens": True},
         "experiments": everything["experiments"] | {"errors": {"where": "prediction != label"}},
         "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")},
     }
@@ -81,7 +82,7 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
         *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
         *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
         *("average_scores", "draw_influences", "write_report_first"),
-        *("compute_outputs", "select_targets"),
+        *("compute_outputs", "select_targets", "compute_token_scores"),
     }
 
 
@@ -137,7 +138,7 @@ def test_a_name_that_the_stage_does_not_take():
     """Not that a stage's default count in its place."""
     job = SimpleNamespace(
         **{key: {} for key in ("wildcards", "resources", "input", "output")},
-        **{"rule": "train_checkpoint", "threads": 1, "log": ["log"]},
+        **{"rule": "train_checkpoint", "threads": 1, "log": ["log"], "config": {"compute": {}}},
         params={"code": "train_checkpoint 01", "studyfile": "study.py"},
     )
     with pytest.raises(TypeError, match="rule train_checkpoint names studyfile"):
@@ -156,11 +157,13 @@ def test_a_file_counts_more_than_a_wildcard_of_its_name(monkeypatch):
         input={},
         output={"checkpoint": "results/c0.pt"},
         log=["log"],
+        config={"compute": {"minutes": 5}},
     )
 
     def train_checkpoint(*, checkpoint: Path, study_file: Path, arguments: dict, threads: int):
         given.append((checkpoint, study_file, arguments, threads))
 
     monkeypatch.setattr("trak_core.stages.train_checkpoint.train_checkpoint", train_checkpoint)
+    assert describe_job(job)["minutes"] == 5
     run(describe_job(job))
     assert given == [(Path("results/c0.pt"), Path("study.py"), {"seed": 1}, 3)]

@@ -29,7 +29,7 @@ print("draws", np.random.rand())
 """
 THREAD = """
 import threading, time
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+threading.Thread(target=time.sleep, args=(600,)).start()
 """
 
 
@@ -116,8 +116,8 @@ def test_forked_jobs_leave_the_same_files(marked):
 
 @pytest.mark.parametrize(
     ("beside", "compute"),
-    # A thread would be gone in a fork, and what it holds never be let go; libraries look at how
-    # many threads they may have when they are imported.
+    # A thread would be gone in a fork, and what it holds never be let go; no job waits for its end.
+    # Libraries look at how many threads they may have when they are imported.
     [(THREAD, {}), ("", {"threads": 2})],
 )
 def test_some_jobs_cannot_be_forks(study, beside, compute, tmp_path, monkeypatch):
@@ -208,6 +208,38 @@ def test_a_server_has_room_for_many_jobs_and_no_signal_is_lost(tmp_path, monkeyp
         assert status_of(name, "crowd:check_limit", 1024) == 0
         for _ in range(20):
             assert status_of(name, "time:sleep", 60, bytes([signal.SIGTERM])) == -signal.SIGTERM
+
+
+def bad_requests():
+    deep = b'{"call": ' + b"[" * 10**5
+    texts = [b"{}", b"[]", b"no JSON", deep, b'{"folder": 1, "call": ["a", 2]}', b"\xff"]
+    yield from (struct.pack("!Q", len(text)) + text for text in texts)
+    yield from (struct.pack("!Q", size) + b"{" for size in (2**63, 2**40, 2**24 + 1))
+
+
+def test_a_server_outlives_every_request_and_waits_for_nobody():
+    name, server = serve_forks(["numpy"])
+    with server, contextlib.ExitStack() as stack:
+        for text in bad_requests():
+            with socket.socket(socket.AF_UNIX) as bad:
+                bad.settimeout(20)
+                bad.connect(f"\0{name}")
+                bad.sendall(text)
+                with contextlib.suppress(ConnectionResetError):  # it has not read all
+                    assert bad.recv(1) == b""
+        # Clients that stop half way, as a paused job does, with streams that no fork may keep.
+        reading, writing = os.pipe()
+        for text in (b"", b"\0" * 3, struct.pack("!Q", 99), struct.pack("!Q", 99) + b"{"):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(f"\0{name}")
+            if text:
+                socket.send_fds(silent, [text], [writing])
+        os.close(writing)
+        assert status_of(name, "time:sleep", 0.01) == 0
+        stack.close()
+        assert os.read(reading, 1) == b""  # the server has closed what the silent ones gave
+        os.close(reading)
+        assert status_of(name, "time:sleep", 0.01) == 0
 
 
 def test_the_client_imports_no_library():

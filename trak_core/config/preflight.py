@@ -9,6 +9,7 @@ import json
 import os
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
-        sizes = _preflight_in_a_process(request)
+        sizes = _preflight_in_a_process(request, specs.config["compute"].get("minutes"))
         model = {key: sizes[key] for key in _MODEL}
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
@@ -181,26 +182,62 @@ def _key(decisive: list[Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _preflight_in_a_process(request: Mapping[str, Any]) -> dict[str, Any]:
-    process = subprocess.run(
-        [sys.executable, "-m", "trak_core.stages.preflight_study"],
-        input=json.dumps(request),
-        # A module of the user's folder must not stand for one of ours.
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode or not process.stdout:
+def _preflight_in_a_process(request: Mapping[str, Any], most: float | None) -> dict[str, Any]:
+    """Return the study's sizes, as ``preflight_study`` has them, within so many minutes."""
+    # Not pipes: a process that the study leaves behind would hold them open.
+    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "trak_core.stages.preflight_study"],
+            # A module of the user's folder must not stand for one of ours.
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            stdin=subprocess.PIPE,
+            stdout=answer,
+            stderr=said,
+            text=True,
+        )
+        try:
+            _wait_for(process, json.dumps(request), most)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        answer.seek(0)
+        said.seek(0)
+        sizes, told = answer.read(), said.read()
+    if process.returncode or not sizes:
         raise InputError(
-            process.stderr.strip()
+            told.strip()
             or f"{request['study_file']}: the study must load. The process of the preflight "
             f"ended with exit status {process.returncode} and without a message: out of memory, or "
             "a crash.",
             code="config.preflight",
         )
-    print(process.stderr, end="", file=sys.stderr)
-    return json.loads(process.stdout)
+    print(told, end="", file=sys.stderr)
+    return json.loads(sizes)
+
+
+def _wait_for(process: subprocess.Popen[str], request: str, most: float | None) -> None:
+    """Give the process its request, and say once a minute that it isn't over."""
+    minutes, text = 0.0, request
+    while True:
+        wait = 1.0 if most is None else min(1.0, most - minutes)
+        try:
+            process.communicate(text, timeout=60 * wait)
+            return
+        except subprocess.TimeoutExpired:
+            minutes, text = minutes + wait, None
+        if most is not None and minutes >= most:
+            raise InputError(
+                f"The preflight must end within compute.minutes, {most:g}. It took longer: a "
+                "function of the study, a sample or a checkpoint hangs, or is slow. Mend it, or "
+                "raise compute.minutes.",
+                code="config.preflight_minutes",
+            )
+        print(
+            f"The study and its checkpoints have been read for {minutes:g} min before the first "
+            "job. Ctrl-C ends it.",
+            file=sys.stderr,
+        )
 
 
 def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:

@@ -48,8 +48,8 @@ def measures(
     """Return what models make of targets, one number a model and target, float64.
 
     ``output`` is f. For classes there are ``accuracy``, 1 where the prediction is the label, and
-    ``loss``, -log p of the label, which is log(1 + exp(-f)); in a regression ``loss`` is half the
-    squared error. Other model outputs have no loss of a target by itself.
+    ``target_loss``, -log p of the label, which is log(1 + exp(-f)); in a regression that is half
+    the squared error. Other model outputs have no loss that follows from f.
 
     Args:
         about: The model output.
@@ -60,9 +60,9 @@ def measures(
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
         right = (predictions == labels).astype(np.float64)
-        return {"accuracy": right, "loss": np.logaddexp(0, -f), "output": f}
-    if not about.weight_is_probability:
-        return {"loss": (labels - f) ** 2 / 2, "output": f}
+        return {"accuracy": right, "target_loss": np.logaddexp(0, -f), "output": f}
+    if about.weighs_by_curvature:  # and no classes: a regression
+        return {"target_loss": (labels - f) ** 2 / 2, "output": f}
     return {"output": f}
 
 

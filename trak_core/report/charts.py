@@ -44,9 +44,9 @@ _SWEPT = (
 )
 # The figure's targets; what fits above a tile and in it: characters a line, lines.
 TARGETS_IN_FIGURE = 6
-_ABOVE, _WITHIN = (22, 2), (17, 9)
+_ABOVE, _WITHIN = (18, 2), (17, 9)
 # What retrained models are asked.
-_MEASURES = {"accuracy": "Accuracy", "loss": "Loss", "output": "Model output"}
+_MEASURES = {"accuracy": "Accuracy", "target_loss": "Loss", "output": "Model output"}
 # A chart's groups, and likewise what fits beside one.
 _GROUPS, _NAME = 25, (22, 1)
 
@@ -261,7 +261,7 @@ def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
     ``labels`` say in words what ``list``, ``random`` and ``everything`` are.
     """
     summary, charts = proof.tables["summary"], []
-    shown = [m for m in ("accuracy", "loss") if m in set(summary["measure"])] or ["output"]
+    shown = [m for m in ("accuracy", "target_loss") if m in set(summary["measure"])] or ["output"]
     for measure in shown:
         rows = part_with(summary, measure=measure)
         lines = [
@@ -277,7 +277,7 @@ def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
                 _MEASURES[measure],
                 lines,
                 x_label=f"training examples {labels['treated']}",
-                y_label=measure if measure != "output" else "f",
+                y_label=_MEASURES[measure].lower(),
                 x_ticks=x,
             )
         )

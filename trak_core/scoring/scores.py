@@ -7,6 +7,9 @@ import numpy as np
 
 from trak_core.spec import Combine, ScoresSpec
 
+# So many rows of a thousand targets, and what is made of them, stay in the processor's cache.
+_CACHED_ROWS = 256
+
 
 def unit_rows(rows: np.ndarray) -> np.ndarray:
     """Return rows of any float dtype divided by their lengths, float64; a row of zeros stays one.
@@ -65,6 +68,22 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     return total
 
 
+def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
+    """Return how much each checkpoint's A_c[i, j] counts in the score of sample i, (C, n), float64.
+
+    The sum over checkpoints of weights times A_c is what ``combined`` gives. ``powers`` are
+    Q_c^power, shape (C, n), and ``norms`` N_c, shape (C,).
+    """
+    n_checkpoints = len(powers)
+    if combine is Combine.PRODUCT_OF_AVERAGES:
+        weights = np.broadcast_to(powers.mean(axis=0), powers.shape)
+    elif combine is Combine.UNIT_AVERAGE:
+        weights = powers / norms[:, None]
+    else:
+        weights = powers
+    return weights / n_checkpoints
+
+
 def unit_of(spec: ScoresSpec) -> str:
     """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
     is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1
@@ -110,9 +129,12 @@ def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """
     order = np.argsort(labels, kind="stable")
     classes, starts, sizes = np.unique(labels[order], return_index=True, return_counts=True)
-    harm = np.maximum(-scores[:, order], 0)
-    means = np.add.reduceat(harm, starts, axis=1, dtype=np.float64) / sizes
-    return classes[means.argmax(axis=1)]
+    harmed = []
+    for i in range(0, len(scores), _CACHED_ROWS):
+        harm = np.maximum(-np.take(scores[i : i + _CACHED_ROWS], order, axis=1), 0)
+        means = np.add.reduceat(harm, starts, axis=1, dtype=np.float64) / sizes
+        harmed.append(classes[means.argmax(axis=1)])
+    return np.concatenate(harmed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +155,37 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
     rows are cut into blocks changes nothing, as long as they come from the top down. ``seen`` holds
     the entries that the blocks before gave, None at the first; the block of scores, shape (rows,
     m), begins at row ``start``. Fewer rows give fewer entries.
+
+    Only what is above the last entry kept is sorted, which is little unless scores rise with rows.
     """
-    rows = np.broadcast_to(np.arange(start, start + len(block))[:, None], block.shape)
-    if seen is not None:
-        rows, block = np.vstack([seen.rows, rows]), np.vstack([seen.scores, block])
-    # Stable, so that of equal scores the earlier row stays.
-    order = np.argsort(-block, axis=0, kind="stable")[:keep]
-    return Extremes(
-        np.take_along_axis(rows, order, axis=0), np.take_along_axis(block, order, axis=0)
-    )
+    if seen is None:
+        seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])
+    first = 0
+    while first < len(block):
+        # As many rows as before: some `keep` of each column's are then among the largest.
+        part = block[first : first + max(keep, first)]
+        above = part > seen.scores[-1] if len(seen.rows) == keep else None
+        if above is None or 2 * np.count_nonzero(above) > above.size:
+            rows = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
+        else:
+            rows, part = _packed(above, part)
+        rows = np.vstack([seen.rows, start + first + rows])
+        scores = np.vstack([seen.scores, part])
+        # Stable, so that of equal scores the earlier row stays.
+        order = np.argsort(-scores, axis=0, kind="stable")[:keep]
+        seen = Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
+        first += max(keep, first)
+    return seen
+
+
+def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows and scores of each column's chosen entries, from the top; -inf fills columns."""
+    rows, columns = np.nonzero(chosen)
+    order = np.argsort(columns, kind="stable")
+    rows, columns = rows[order], columns[order]
+    counts = np.bincount(columns, minlength=scores.shape[1])
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    shape = int(counts.max(initial=0)), scores.shape[1]
+    packed_rows, packed = np.zeros(shape, np.int64), np.full(shape, -np.inf, scores.dtype)
+    packed_rows[places, columns], packed[places, columns] = rows, scores[rows, columns]
+    return packed_rows, packed

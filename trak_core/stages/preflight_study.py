@@ -39,7 +39,7 @@ from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
-from trak_core.system.job import quiet_libraries
+from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _LABEL_SECONDS = 10.0
 _SHOWN = 8  # bad checkpoints whose messages are shown in full
@@ -238,10 +238,10 @@ def preflight_study(
     return {"n_params": size, "model_bytes": size_bytes, "n_samples": n_samples}
 
 
-def main() -> None:
+def answer() -> None:
     """Answer one request; an error is what must hold, on standard error."""
     # The study's own prints go where notices go: the answer is alone on standard output.
-    answer = os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)
     quiet_libraries()
     request = json.load(sys.stdin)
@@ -249,9 +249,9 @@ def main() -> None:
         sizes = preflight_study(**(request | {"study_file": Path(request["study_file"])}))
     except InputError as error:
         sys.exit(str(error))
-    with os.fdopen(answer, "w") as file:
+    with os.fdopen(out, "w") as file:
         json.dump(sizes, file)
 
 
 if __name__ == "__main__":
-    main()
+    run_to_the_end(answer)

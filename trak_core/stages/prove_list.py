@@ -16,7 +16,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tables
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import about_output
 from trak_core.spec import RetrainedSpec
 from trak_core.system.progress import software
 
@@ -51,7 +51,7 @@ def prove_list(
             predictions.append(file.matrix("predictions")[:][:, columns])
             hashes.append(file.content_hash)
     values = measures(
-        TABLE[spec.model_output],
+        about_output(spec.model_output),
         np.stack(outputs),
         np.stack(predictions),
         targets["label"].to_numpy(),

@@ -45,12 +45,13 @@ def describe_job(job: Any) -> dict[str, Any]:
     for group in (job.wildcards, job.resources, job.params, job.input, job.output):
         named.update(group.items())
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
-    return {"rule": job.rule, "log": job.log[0], "named": named, "own": own}
+    minutes = job.config["compute"].get("minutes")
+    return {"rule": job.rule, "log": job.log[0], "minutes": minutes, "named": named, "own": own}
 
 
 def run_logged(job: Mapping[str, Any]) -> None:
     """Run a job, from ``describe_job``, with all that it prints in its log."""
-    with logged_to(job["log"]):
+    with logged_to(job["log"], job["minutes"]):
         run(job)
 
 

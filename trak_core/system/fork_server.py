@@ -29,14 +29,14 @@ import struct
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from trak_core.system.job import end_insisting, quiet_libraries
+from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _SOCKET = "TRAK_CORE_FORK_SERVER"
 # What stages import only when they come to it.
@@ -49,6 +49,8 @@ _CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
 _YES, _NO = b"y", b"n"
 # A request begins with its length; a fork's status, as Popen gives it, is the last answer.
 _STATUS, _LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+# An environment has some KiB; requests are read by parts, so that no client has others wait.
+_MOST_BYTES, _PART_BYTES = 2**24, 2**16
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
 _PR_SET_PDEATHSIG = 1
 _STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -189,18 +191,53 @@ def _is_forkable() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], Sequence[int]]:
-    """Return a request and the standard streams that came with it."""
-    head, streams, *_ = socket.recv_fds(connection, _LENGTH.size, 3)
+def _parsed(text: bytes) -> dict[str, Any]:
+    """Return a request that can be done; a ``ValueError`` for any other."""
     try:
-        (size,) = _LENGTH.unpack(head)
-        text = connection.recv(size, socket.MSG_WAITALL)
-        if len(text) < size:
+        request = json.loads(text)
+        function, _ = request["call"]
+        texts = [request["folder"], function, *request.get("environment", {}).items()]
+        texts += [*request.get("paths", ()), *request.get("arguments", ())]
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("no request") from error
+    if not all(isinstance(text, str | tuple) for text in texts):
+        raise ValueError("a request is of texts")
+    return request
+
+
+@dataclass(slots=True)
+class _Client:
+    """A process that asks, what came of its request so far, and its standard streams."""
+
+    connection: socket.socket
+    data: bytes = b""
+    streams: list[int] = field(default_factory=list)
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the request if it is whole, after reading the part that is there.
+
+        An ``EOFError``, ``OSError`` or ``ValueError`` if it never will be.
+        """
+        size = _LENGTH.unpack_from(self.data)[0] if len(self.data) >= _LENGTH.size else 0
+        # No more than the request: what comes after it are signals.
+        missing = _LENGTH.size + size - len(self.data)
+        part, streams, *_ = socket.recv_fds(self.connection, min(missing, _PART_BYTES), 3)
+        self.streams += streams
+        self.data += part
+        if not part:
             raise EOFError("a job's process has gone")
-        return json.loads(text), streams
-    except BaseException:
-        _close(streams)
-        raise
+        if len(self.data) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self.data)
+        if size > _MOST_BYTES:
+            raise ValueError("a request is short")
+        text = self.data[_LENGTH.size :]
+        return _parsed(text) if len(text) == size else None
+
+    def close(self) -> None:
+        """Let go of all that it gave."""
+        self.connection.close()
+        _close(self.streams)
 
 
 def _close(streams: Sequence[int]) -> None:
@@ -240,28 +277,6 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     getattr(importlib.import_module(module), name)(argument)
 
 
-def _work(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None:
-    """Be the process that asked from its start to its end; never returns."""
-    status = 0
-    try:
-        _be(request, streams, server)
-    except SystemExit as end:
-        end_insisting()
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if not isinstance(end.code, int | None):
-            print(end.code, file=sys.stderr)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    # What Python does at its end. It would take apart its modules too, which takes long.
-    with suppress(BaseException):
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(status & 255)
-
-
 def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are the same in all jobs."""
     return {name: value for name, value in environment.items() if name not in _CHANGING}
@@ -274,16 +289,16 @@ def _serve(
 
     Imports saw this environment; forks may open as many files as these limits say.
     """
-    import resource
-
     is_able, lasting = _is_forkable(), _lasting(environment)
-    server = os.getpid()
     # By the descriptor to watch: each fork's process, and the connection that asked for it.
     jobs: dict[int, tuple[int, socket.socket]] = {}
+    # By their descriptors: those whose request isn't whole yet.
+    clients: dict[int, _Client] = {}
     stdin, requests = sys.stdin.fileno(), listener.fileno()
     while True:
         sources = select.poll()  # `select` takes no file beyond the first 1024
-        for source in (stdin, requests, *jobs, *(other.fileno() for _, other in jobs.values())):
+        connections = (other.fileno() for _, other in jobs.values())
+        for source in (stdin, requests, *clients, *jobs, *connections):
             sources.register(source, select.POLLIN)
         ready = {source for source, _ in sources.poll()}
         if stdin in ready:
@@ -304,40 +319,65 @@ def _serve(
                 for number in numbers or [signal.SIGKILL]:
                     with suppress(OSError):
                         os.killpg(process, number)
-        if requests not in ready:
-            continue
-        connection, _ = listener.accept()
-        try:
-            if not _is_mine(connection):
-                raise PermissionError("another user asks")
-            request, streams = _receive(connection)
-        except (OSError, EOFError, ValueError, struct.error):
-            connection.close()
-            continue
-        process = None
-        if is_able and _lasting(request.get("environment", lasting)) == lasting:
-            # Until the fork has handlers of its own.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
-            with suppress(OSError):  # no room for one more process
-                process = os.fork()
-        if process == 0:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            for other in (listener, connection, *(other for _, other in jobs.values())):
-                other.close()
-            _work(request, streams, server)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-        # Who asked may have gone: then its connection has ended, which is looked at above.
-        if process is None:
+        for client in [clients[source] for source in ready & clients.keys()]:
+            number = client.connection.fileno()
+            try:
+                request = client.read()
+            except (OSError, EOFError, ValueError):
+                del clients[number]
+                client.close()
+                continue
+            if request is None:
+                continue
+            del clients[number]
+            process = None
+            if is_able and _lasting(request.get("environment", lasting)) == lasting:
+                others = [*(other for _, other in jobs.values()), listener]
+                process = _forked(request, client, [*others, *clients.values()], limits)
+            if process is not None:
+                jobs[os.pidfd_open(process)] = process, client.connection
+            # Who asked may have gone: then its connection has ended, which is looked at above.
             with suppress(OSError):
-                connection.sendall(_NO)
-            connection.close()
-        else:
-            jobs[os.pidfd_open(process)] = process, connection
-            with suppress(OSError):
-                os.setpgid(process, process)
-            with suppress(OSError):
-                connection.sendall(_YES)
-        _close(streams)
+                client.connection.sendall(_NO if process is None else _YES)
+            if process is None:
+                client.connection.close()
+            _close(client.streams)
+        if requests in ready:
+            with suppress(OSError):  # no room for one more file: it waits
+                connection, _ = listener.accept()
+                if _is_mine(connection):
+                    clients[connection.fileno()] = _Client(connection)
+                else:
+                    connection.close()
+
+
+def _forked(
+    request: Mapping[str, Any],
+    client: _Client,
+    others: Iterable[socket.socket | _Client],
+    limits: tuple[int, int],
+) -> int | None:
+    """Return the process of a fork that does what was asked; None if there is no room for one.
+
+    It lets go of what the server has of ``others``, and may open as many files as ``limits`` say.
+    """
+    import resource
+
+    server, process = os.getpid(), None
+    # Until the fork has handlers of its own.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    with suppress(OSError):
+        process = os.fork()
+    if process == 0:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for other in (client.connection, *others):
+            other.close()
+        run_to_the_end(lambda: _be(request, client.streams, server))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    if process is not None:
+        with suppress(OSError):
+            os.setpgid(process, process)
+    return process
 
 
 def main() -> None:

@@ -14,11 +14,11 @@ import sys
 import sysconfig
 import threading
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from trak_core.errors import InputError, ToldToStopError
 from trak_core.system.out_of_memory import came_from_no_memory, no_room
@@ -81,9 +81,13 @@ _STOPS = {
     signal.SIGTERM: "as when it is cancelled, preempted or out of time",
     signal.SIGINT: "by Ctrl-C",
 }
+# What a job says that ran longer than it may, and the seconds that it then has to clear up.
+_too_late: str | None = None
+_CLEARING_SECONDS = 30.0
 # Snakemake's own measurements are of the process that it started, which may wait for another.
 PEAK = "peak memory: "
 _ASK_AGAIN_SECONDS = 0.2
+_THREADS_SECONDS = 5.0
 
 
 def _is_stopping() -> bool:
@@ -124,7 +128,7 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     stop = signal.Signals(number)
-    message = (
+    message = _too_late or (
         f"Error: the job was told to stop ({stop.name}), {_STOPS[stop]}. It "
         "left nothing half-written. Run snakemake again: what is finished stays."
     )
@@ -137,6 +141,71 @@ def stop_cleanly() -> None:
     """Turn SIGTERM and Ctrl-C into an ordinary end of this process, with one sentence."""
     for number in _STOPS:
         signal.signal(number, _stop)
+
+
+def _watch(minutes: float, terminal: int, ended: threading.Event) -> None:
+    """Tell the job to stop when its minutes are over, and end it where it can't hear that."""
+    global _too_late
+    if ended.wait(60 * minutes):
+        return
+    _too_late = (
+        f"Error: a job must end within compute.minutes, {minutes:g}. It took longer, and left "
+        "nothing half-written. If a sample or a file does not hang, raise compute.minutes, or cut "
+        "the work into shards, and run snakemake again: what is finished stays."
+    )
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    if not ended.wait(_CLEARING_SECONDS):  # within code that is not Python
+        _say(_too_late.removeprefix("Error: "), terminal)
+        os._exit(1)
+
+
+def _wait_for_threads() -> None:
+    """Wait as Python does for threads that work has left, but not for ever."""
+
+    def give_up(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    if os.name == "posix":
+        signal.signal(signal.SIGALRM, give_up)
+        signal.setitimer(signal.ITIMER_REAL, _THREADS_SECONDS)
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    except TimeoutError:
+        main = threading.main_thread()
+        left = [t.name for t in threading.enumerate() if t is not main and not t.daemon]
+        print(
+            f"Threads were left running, and are not waited for after {_THREADS_SECONDS:.0f} s: "
+            f"{', '.join(left)}. Join each thread, or make it a daemon.",
+            file=sys.stderr,
+        )
+    finally:
+        end_insisting()
+
+
+def run_to_the_end(work: Callable[[], None]) -> NoReturn:
+    """Do a process's work, and end the process with the status that Python would give it.
+
+    It ends though the work left threads running, and says so on standard error. Modules are not
+    taken apart, which takes long.
+    """
+    status = 0
+    try:
+        work()
+    except SystemExit as end:
+        end_insisting()
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    with contextlib.suppress(BaseException):
+        _wait_for_threads()
+    with contextlib.suppress(BaseException):
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 255)
 
 
 def explain_interrupts(results: str, *, is_main: bool) -> None:
@@ -210,12 +279,13 @@ def _peak_mib() -> float | None:
 
 
 @contextmanager
-def logged_to(path: str) -> Generator[None, None, None]:
+def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, None]:
     """Send all that the job prints to its log file, C libraries and tracebacks included.
 
     The file is emptied first. Left out are progress bars of other libraries, and their warnings
     about future versions. SIGTERM and Ctrl-C become an ordinary end: what was begun is deleted, and
-    the log says so. The last line of a job that ended well is its peak memory.
+    the log says so. So does a job that is not over after some ``minutes``. The last line of a job
+    that ended well is its peak memory.
 
     Raises:
         SystemExit: In place of an ``InputError``, a full disk or memory that ran out, whose message
@@ -228,6 +298,9 @@ def logged_to(path: str) -> Generator[None, None, None]:
     os.dup2(log, 2)
     quiet_libraries()
     keep_freed()
+    ended = threading.Event()
+    if minutes is not None:
+        threading.Thread(target=_watch, args=(minutes, terminal, ended), daemon=True).start()
     try:
         yield
         peak = _peak_mib()
@@ -245,4 +318,5 @@ def logged_to(path: str) -> Generator[None, None, None]:
             os._exit(1)
         raise SystemExit(1) from None
     finally:
+        ended.set()
         end_insisting()

@@ -2,9 +2,9 @@
 
 from trak_core.system.dispatch import describe_job, run_logged
 from trak_core.system.fork_server import done_by_fork
-from trak_core.system.job import stop_cleanly
+from trak_core.system.job import run_to_the_end, stop_cleanly
 
 stop_cleanly()
 job = describe_job(snakemake)
 if not done_by_fork("trak_core.system.dispatch:run_logged", job):
-    run_logged(job)
+    run_to_the_end(lambda: run_logged(job))
