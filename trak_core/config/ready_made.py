@@ -229,7 +229,7 @@ def _beside_weights(weights: Path) -> list[str]:
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
-    functions = [*_FUNCTIONS, *(["draw"] if about.draws else [])]
+    functions = [*_FUNCTIONS, *["draw"] * about.draws, *["token_texts"] * about.takes_weights]
     return _TEXT.format(
         name=name,
         digest=code_digest(f"trak_core.studies.{name}"),

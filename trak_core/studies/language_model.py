@@ -88,6 +88,7 @@ def language_model(
         target_ids=lambda: ids_of(target_rows()),
         encode=lambda **row: sample(row),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+        token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )

@@ -28,6 +28,7 @@ class ReadyStudy:
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
     draw: Callable[[Any, Any], None] | None = None
+    token_texts: Callable[[Any], list[str]] | None = None
 
 
 class Rows:
