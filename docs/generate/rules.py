@@ -57,6 +57,7 @@ def _configs() -> dict[str, dict[str, Any]]:
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}
         | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
+        | {"answers": {"tokens": True}}
         | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
         "exact": exact | {"projection": "exact"},
     }

@@ -227,4 +227,4 @@ def test_files_that_hold_no_rows(tmp_path):
     with refused("studies.field", "path", "id, label"):
         field({"id": 3, "label": 1}, "path")
     with refused("studies.package", sys.executable, "no_such_package"):
-        needed("no_such_package")
+        needed("no_such_package", "language")

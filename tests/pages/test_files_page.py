@@ -13,6 +13,7 @@ from workspace import REPOSITORY
 
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
+from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.stages.select_targets import select_targets
 
 PAGE = (REPOSITORY / "docs/reference/files.md").read_text()
@@ -99,6 +100,7 @@ def test_files_of_an_evaluated_study(evaluated):
         "distortion",
         "outputs",
         "targets",
+        "token_scores",
     }
 
 
@@ -137,10 +139,26 @@ def test_files_that_other_settings_leave(tmp_path):
         targets_digest="",
         code="code",
     )
+    of_checkpoints = {
+        "train_paths": [kept / f"features/{name}/train.h5" for name in checkpoints],
+        "targets_paths": [kept / f"features/{name}/mine.h5" for name in checkpoints],
+        "normal_matrices": [kept / f"normal_matrix/{name}.h5" for name in checkpoints],
+    }
+    compute_token_scores(
+        token_scores=kept / "token_scores/mine.h5",
+        scores=kept / "scores/mine.h5",
+        checkpoints=list(checkpoints.values()),
+        **of_checkpoints,
+        spec=SPEC,
+        study_file=study,
+        **ON_CPU,
+    )
+    # No text has tokens here.
+    assert set(pd.read_hdf(kept / "token_scores/mine.h5", "tokens")["token"]) == {-1}
     in_unit = {"distortion/{checkpoint}.h5", "outputs/{checkpoint}.h5", "targets/{experiment}.h5"}
     assert in_unit <= check_run(unit)
     assert "gramian/{checkpoint}/{split}.h5" in check_run(exact)
-    assert "scores/{experiment}.h5" in check_run(kept)
+    assert {"scores/{experiment}.h5", "token_scores/{experiment}.h5"} <= check_run(kept)
 
 
 def test_a_page_that_is_wrong_is_found(tmp_path):

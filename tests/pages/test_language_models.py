@@ -27,6 +27,14 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
         assert len(text) > 10
         assert text in answer.text
     assert "target 40 tokens" in answer.text
+    # Both texts' tokens have colours, and what stands for them.
+    data = json.loads(answer.data[0])
+    for target in data["targets"]:
+        texts = target, *(data["train"][place] for place, *_ in target["influences"])
+        levels = target["levels"], *(levels for _, _, levels in target["influences"])
+        for text, colours in zip(texts, levels, strict=True):
+            assert len(colours) == len(text["tokens"])
+            assert max(map(abs, colours)) == 9
     # The question of the page's own; training features are those of before.
     asked = Page(workspace.path("results-manual/answers/asked.html").read_text())
     assert "The for statement is used to iterate" in asked.text

@@ -51,6 +51,7 @@ FILES = {
     "FLIPPED": "flipped.h5",
     "REMOVALS": "removals/mine.h5",
     "GROUPS": "groups/mine.h5",
+    "TOKEN_SCORES": "token_scores/mine.h5",
     "OUTPUTS": "outputs/c0.h5",
     "TARGETS": "targets/mine.h5",
     "PROOF": "proof/drop.h5",
@@ -63,7 +64,7 @@ def write_evaluations(results):
     rows = pd.DataFrame({"method": ["scores", "random"], "target_id": [3, 4], "lds": [0.5, 0.25]})
     frames = {"masks": np.uint8, "outputs": np.float32, "predictions": np.int64}
     kinds = ("RETRAINED", "EMBEDDINGS", "SELF_INFLUENCE", "EVALUATION", "FLIPPED", "REMOVALS")
-    kinds += ("GROUPS", "TARGETS", "PROOF")
+    kinds += ("GROUPS", "TARGETS", "TOKEN_SCORES", "PROOF")
     for name, kind in ((name, getattr(artifacts, name)) for name in kinds):
         with create(results / FILES[name], kind, {"a": 1}, {"b": 2}) as file:
             for key in kind.keys:

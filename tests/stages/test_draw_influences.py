@@ -15,10 +15,19 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.image import imread
+from refused import refused
 from report_page import Page
 from reported import DESCRIBE, DRAW, HOSTILE, ODD_TEXTS, check_alone, study_with
 
-from trak_core.artifacts import SELF_INFLUENCE, ArtifactError, create, verify
+from trak_core.artifacts import (
+    SCORES,
+    SELF_INFLUENCE,
+    TOKEN_SCORES,
+    ArtifactError,
+    create,
+    open_artifact,
+    verify,
+)
 from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, find_examples, show_sample
@@ -177,6 +186,64 @@ def test_a_page_has_the_self_influence_where_it_is_known(results, tmp_path):
     assert known == {i: number(ids.index(i) / 8, 2) for i in known}
     with pytest.raises(ArtifactError, match="training samples"):
         draw_influences(**inputs, self_influence=[tmp_path / "short.h5"], code="code")
+
+
+COLOURS = """
+addEventListener("load", () => setTimeout(() => {
+  const spans = (element) => [...element.querySelectorAll(".tokens span")];
+  const pair = (span) => [span.textContent, span.style.backgroundColor !== ""];
+  const told = (element) => spans(element).map(pair);
+  const texts = [...document.querySelectorAll(".this, .tile")].map(told);
+  done([texts, document.querySelector(".most").textContent]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_page_colours_tokens(results, tmp_path):
+    words = ["<script>alert(4)</script>", "</span>", " ", "&amp;"]
+    study = study_with(tmp_path, f"{DESCRIBE}\ndef token_texts(sample):\n    return {words!r}\n")
+    with open_artifact(results / "scores/mine.h5", SCORES) as file:
+        top, scores_hash = file.table("top_influences"), file.content_hash
+    scores = {"train": [0.5, 0.0, -0.25, 0.01, 7.0], "target": [0.0, 0.1, 0.2, 0.4, -7.0]}
+    rows = [
+        (row.target_id, row.train_id, side, token if token < 4 else -1, score)
+        for side, own in scores.items()
+        for row in top.itertuples()
+        for token, score in enumerate(own)
+    ]
+    names = ["target_id", "train_id", "side", "token", "score"]
+    path = tmp_path / "tokens.h5"
+    with create(path, TOKEN_SCORES, {"scores": scores_hash}, {}) as writer:
+        writer.table("tokens", pd.DataFrame(rows, columns=names), [])
+        writer.table("layers", pd.DataFrame({"score": [0.0]}), [])
+    files = {key: tmp_path / f"mine.{key}" for key in ("figure", "answer", "texts")}
+    inputs = {"scores": results / "scores/mine.h5", "study_file": study, "code": "code"}
+    draw_influences(**files, **inputs, token_scores=[path])
+    check_alone(Page(files["answer"].read_text()))
+    data = data_of(Page(files["answer"].read_text()))
+    for target in data["targets"]:
+        assert target["levels"] == [0, 2, 4, 9]
+        assert {tuple(levels) for _, _, levels in target["influences"]} == {(9, 0, -4, 0)}
+    texts, most = in_browser(files["answer"], tmp_path, COLOURS)
+    coloured = {"this": [False, True, True, True], "tile": [True, False, True, False]}
+    expected = [[list(pair) for pair in zip(words, c, strict=True)] for c in coloured.values()]
+    assert texts[0] == expected[0]
+    assert texts[1] == expected[1]
+    assert most == "Most by \u201c&amp;\u201d up, \u201cspace\u201d up, \u201c</span>\u201d up"
+    with create(path, TOKEN_SCORES, {"scores": "another"}, {}) as writer:
+        for key in ("tokens", "layers"):
+            writer.table(key, pd.DataFrame(rows, columns=names), [])
+    with pytest.raises(ArtifactError, match="scores"):
+        draw_influences(**files, **inputs, token_scores=[path])
+
+
+@pytest.mark.parametrize("given", ["['a']", "[1, 2]"])
+def test_token_texts_are_as_many_texts_as_tokens(tmp_path, given):
+    study = Study.load(study_with(tmp_path, f"\ndef token_texts(sample):\n    return {given}\n"))
+    found = "int" if "1" in given else "1"
+    with refused("study.token_texts", "2 tokens", "sample 7", found):
+        study.token_texts(7, None, 2)
 
 
 def test_the_script_holds_nothing_of_a_study(shown_as):

@@ -173,6 +173,7 @@ REFUSALS = {
         "exact targets in shards": (EXACT_SHARDS, 3, "experiments.mine.shards"),
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
         "distortion of nothing": (EXACT | {"distortion": {}}, "Found distortion"),
+        "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
     },
     "config.missing_checkpoint": {
         "no checkpoint": ({"checkpoints": {"c0": "gone.pt", "c1": "lost"}}, "gone.pt, lost")

@@ -7,13 +7,16 @@ from workspace import REPOSITORY
 
 WITH_GPU = {
     *("compute_features", "compute_features_shard", "compute_features_flipped"),
-    *("compute_gramian", "compute_distortion", "compute_embeddings"),
+    *("compute_gramian", "compute_distortion", "compute_embeddings", "compute_outputs"),
+    "compute_token_scores",
 }
-# Minutes to hours a job, or one for the whole study; a report comes after what no group holds.
+# Minutes to hours a job, or one for the whole study; a report, a list's proof and a selection of
+# targets stand between jobs that no group holds.
 APART = WITH_GPU | {
     *("train_checkpoint", "train_checkpoint_flipped", "retrain_subsets", "retrain_without_random"),
     *("retrain_without_top", "evaluate_scores", "compute_self_influence", "find_flipped"),
-    *("compare_removals", "write_report", "write_list", "find_duplicates"),
+    *("compare_removals", "write_report", "write_list", "find_duplicates", "retrain_list"),
+    *("prove_list", "select_targets"),
 }
 
 

@@ -103,7 +103,9 @@ def test_questions_in_python_and_in_a_table(study):
     code, rows, table = (pd.read_hdf(study.path(path), "scores") for path in scores)
     assert list(code.columns) == list(table.columns) == ["first", "second"]
     np.testing.assert_allclose(code, table, rtol=1e-5, atol=1e-12)
-    np.testing.assert_array_equal(rows["second"], table["second"])
+    # Alone in its batch, whose products some processors add up in another order.
+    allowed = 1e-6 * table["second"].abs().max()
+    np.testing.assert_allclose(rows["second"], table["second"], rtol=0, atol=allowed)
     # What a question says counts for it alone.
     question = QUESTION.replace("402", "403").replace('"second"', '"b", "c"')
     study.path("asked.py").write_text(question)

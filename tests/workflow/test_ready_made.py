@@ -1,6 +1,8 @@
 """A config that names a ready-made study: no Python, and the numbers of a study that has some."""
 
+import inspect
 import shlex
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +17,9 @@ from workspace import Workspace
 import trak_core
 from trak_core.command.main import main
 from trak_core.config.ready_made import READY_MADE, with_ready_study
+from trak_core.errors import InputError
+from trak_core.study.study import Study
+from trak_core.system.files import data_digests
 
 ROWS = [{"id": i, "text": text} for i, text in enumerate(["sky is blue", "the sun", "red sky is"])]
 HAND_WRITTEN = f"""
@@ -126,8 +131,6 @@ def test_init_writes_the_page_s_config_which_is_the_one_that_is_run_above(
 def test_what_a_config_may_not_say(study, monkeypatch):
     monkeypatch.chdir(study.folder)
     assert with_ready_study({"study": "mine.py"}) == {"study": "mine.py"}
-    with refused("config.study_arguments", "mine.py"):
-        with_ready_study({"study": "mine.py", "study_arguments": {}})
     with refused("config.study", "language_modl", ", ".join(READY_MADE)):
         with_ready_study({"study": "language_modl", "study_arguments": {}})
     with refused("config.study", "tabular without"):
@@ -154,3 +157,62 @@ def test_code_and_data_of_arguments_are_watched(study, monkeypatch):
     assert config["data_files"] == ["images", "nets.py", "layers.py"]
     assert config["model_output"] == "image_classification"
     assert "draw = study.draw" in written_study(study, "results").read_text()
+
+
+def test_images_that_a_table_names_are_watched(study, monkeypatch):
+    monkeypatch.chdir(study.folder)
+    study.path("nets.py").write_text("def net(n):\n    pass\n")
+    rows = [{"path": f"a[1]/{i}.png", "label": 0} for i in range(3)] + [{"path": "b.jpg"}]
+    for name in ("train.jsonl", "train.csv", "train.tsv"):
+        if name.endswith("jsonl"):
+            write(study.path(name), rows)
+        else:
+            pd.DataFrame(rows).to_csv(name, sep="," if name.endswith("csv") else "\t", index=False)
+        arguments = {"images": name, "model": "nets.py:net"}
+        config = with_ready_study({"study": "image_folder", "study_arguments": arguments})
+        assert config["data_files"] == [name, "a[[]1]/*.png", "./*.jpg", "nets.py"]
+    study.path("a[1]").mkdir()
+    for path in ("a[1]/0.png", "b.jpg", "c.png"):
+        study.path(path).write_bytes(b"image")
+    before = data_digests(config["data_files"], study.path("results/record.json"))
+    assert {"a[1]/0.png", "b.jpg"} == set(before) - {"train.tsv", "nets.py"}
+    study.path("b.jpg").write_bytes(b"an edited image")
+    after = data_digests(config["data_files"], study.path("results/record.json"))
+    assert {path for path in after if after[path] != before[path]} == {"b.jpg"}
+
+
+def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
+    monkeypatch.chdir(study.folder)
+    study.path("sizes.py").write_text("SHIFT = 0.5\n")
+    study.path("mine.py").write_text(
+        "import torch\nfrom sizes import SHIFT\n\n"
+        "def make_model(width, *, bias=True):\n    return torch.nn.Linear(width, 1, bias=bias)\n\n"
+        "def train_data(width, n=4):\n"
+        "    return [(torch.full((width,), i + SHIFT), 1.0) for i in range(n)]\n\n"
+        "def target_data(width):\n    return train_data(width, 2)\n\n"
+        "def describe(sample, digits=1):\n    return f'{sample[0][0].item():.{digits}f}'\n\n"
+        "def train(seed, data=None, width=0):\n    yield 1, make_model(width)\n"
+    )
+    given = {"study": "mine.py", "study_arguments": {"width": 3, "bias": False, "digits": 2}}
+    config = with_ready_study(given)
+    assert config["data_files"] == ["mine.py", "sizes.py"]
+    assert config["study"] == str(written_study(study, "results").relative_to(study.folder))
+    made = Study.load(Path(config["study"]))
+    assert {k: v.shape for k, v in made.make_model().state_dict().items()} == {"weight": (1, 3)}
+    split = made.split("train", None)
+    assert len(split.ids) == 4
+    assert made.describe(0, split.samples[0]) == "0.50"
+    assert [name for name in ("encode", "draw", "train_ids") if made.has(name)] == []
+    assert inspect.isgeneratorfunction(inspect.unwrap(made.function("train")))
+    assert with_ready_study({**given, "study_arguments": {"width": 4}})["study"] != config["study"]
+    needed = (f"no width, which {name}() needs" for name in ("make_model", "train_data"))
+    for wrong, named in (
+        ({}, "; ".join([*needed, "no width, which target_data() needs"])),
+        ({"width": 3, "widht": 4}, "unknown key widht"),
+        ({"width": float("nan")}, "width: nan"),
+        ({"width": 3, "sample": 1, "seed": 0}, "unknown key sample; unknown key seed"),
+    ):
+        with refused("config.study_keywords", "mine.py", named):
+            with_ready_study({**given, "study_arguments": wrong})
+    with pytest.raises(InputError, match=r"gone.py: the study's Python file must exist"):
+        with_ready_study({**given, "study": "gone.py"})

@@ -37,6 +37,7 @@ from trak_core.artifacts.format import (
     SCORES,
     SELF_INFLUENCE,
     TARGETS,
+    TOKEN_SCORES,
     ArtifactError,
     ArtifactKind,
 )
@@ -46,7 +47,7 @@ from trak_core.artifacts.write import Writer, create
 __all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
 __all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS", "EVALUATION"]
 __all__ += ["EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN"]
-__all__ += ["OUTPUTS", "PROOF", "TARGETS", "selected_ids"]
+__all__ += ["OUTPUTS", "PROOF", "TARGETS", "TOKEN_SCORES", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
 __all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]

@@ -98,6 +98,7 @@ OUTPUTS = ArtifactKind(
 )
 TARGETS = ArtifactKind("trak-targets", ("targets",), "select_targets")
 GROUPS = ArtifactKind("trak-groups", ("groups", "targets"), "sum_groups")
+TOKEN_SCORES = ArtifactKind("trak-token-scores", ("tokens", "layers"), "compute_token_scores")
 _TABLES = ("summary", "targets", "checkpoints")
 EVALUATION = ArtifactKind("trak-evaluation", _TABLES, "evaluate_scores")
 FLIPPED = ArtifactKind("trak-evaluation", ("train", "detection"), "find_flipped")
@@ -107,6 +108,7 @@ PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
+    TOKEN_SCORES,
     *(EVALUATION, FLIPPED, REMOVALS, PROOF),
 )
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,9 +112,12 @@ def _summed(use: Use, gradient: Tensor) -> Contribution | None:
     first = own.ndim - len(shape)
     repeated = [*range(2, first)]
     repeated += [first + i for i, n in enumerate(shape) if n == 1 != own.shape[first + i]]
-    if repeated:
-        own = own.sum(repeated)
-    return Dense(own.reshape(*own.shape[:2], *shape))
+    if not repeated:
+        return Dense(own.reshape(*own.shape[:2], *shape))
+    terms = None
+    if repeated == [*range(2, first)]:
+        terms = partial(own.reshape, (*own.shape[:2], -1, *shape))
+    return Dense(own.sum(repeated).reshape(*own.shape[:2], *shape), terms)
 
 
 def _times(gradient: Tensor, factor: Any) -> Tensor:
@@ -210,7 +214,11 @@ def _weighted_sums(
         part = slice(start, start + step)
         products = gradients[:, part] * normed(part)
         sums.append(products.sum(dims) if dims else products)
-    return Dense(torch.cat(sums, dim=1))
+
+    def terms() -> Tensor:
+        return (gradients * normed(slice(None))).flatten(2, dims[-1])
+
+    return Dense(torch.cat(sums, dim=1), terms if dims == [*range(2, 2 + len(dims))] else None)
 
 
 def _layer_normed(use: Use) -> Contribution | None:

@@ -7,7 +7,7 @@ a whole or in parts. A consumer takes the contributions of one parameter after t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, Self
 
@@ -88,7 +88,14 @@ def pieces(size: int, entries_each: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Dense(Contribution):
-    """Gradients that are small enough to be formed, shape (C, B, *shape of the tensor)."""
+    """Gradients that are small enough to be formed, shape (C, B, *shape of the tensor).
+
+    Attributes:
+        terms: Makes those whose sum over places T they are, shape (C, B, T, *shape); None if there
+            are none.
+    """
+
+    terms: Callable[[], Tensor] | None = None
 
     @property
     def matrix(self) -> tuple[int, int]:

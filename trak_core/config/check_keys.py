@@ -21,12 +21,14 @@ def check_exact(config: Mapping[str, Any]) -> None:
         for name, experiment in config["experiments"].items()
     }
     keep, dtype = config["scoring"]["keep"], config["features_dtype"]
+    cuts = config["answers"]["tokens"]
     pairs = "shards must be 1: a Gramian pairs every training sample with every other"
     rules = [
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
         *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
         (dtype != "float32", "no features are stored", f"features_dtype {dtype}"),
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
+        (cuts, "there are no features to cut scores by", "answers.tokens"),
     ]
     _refuse("config.exact", "projection: exact", rules, "Leave it out, or take a projection.")
 

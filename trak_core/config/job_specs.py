@@ -48,7 +48,7 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe"}
+_SHOWING = {"draw", "describe", "token_texts"}
 _COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
@@ -170,8 +170,8 @@ class Specs:
 
     @property
     def reported(self) -> dict[str, Any]:
-        """What of the config decides numbers: what runs where does not."""
-        return ordered({k: v for k, v in self.config.items() if k != "compute"})
+        """What of the config decides numbers: what runs where, and what pages show, does not."""
+        return ordered({k: v for k, v in self.config.items() if k not in ("compute", "answers")})
 
     @property
     def reported_first(self) -> dict[str, Any]:

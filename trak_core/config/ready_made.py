@@ -1,7 +1,10 @@
-"""Write the study's file of a config that names a ready-made study; standard library only."""
+"""Write the study's file of a config with `study_arguments`; standard library only."""
 
 import ast
+import csv
+import glob
 import hashlib
+import io
 import json
 import re
 from collections.abc import Mapping
@@ -27,6 +30,17 @@ CODE = "{digest}"
 study = {name}({arguments})
 {functions}
 '''
+_OWN = '''\
+"""The study `{path}` with the config's `study_arguments`, written at each start."""
+
+from functools import partial
+from pathlib import Path
+
+from trak_core.study.study import Study
+
+own = Study.load(Path({path!r})).module
+{functions}
+'''
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +52,22 @@ class _Ready:
         files: The arguments that are files or folders of data, whose content counts.
         takes_weights: Whether the model is built from a checkpoint's folder.
         draws: Whether it draws its samples.
+        names_images: Whether ``files`` may be tables of images' paths.
     """
 
     model_output: str | None
     files: tuple[str, ...]
     takes_weights: bool = False
     draws: bool = False
+    names_images: bool = False
 
 
 READY_MADE = {
     "language_model": _Ready("language_modelling", ("texts", "targets"), takes_weights=True),
     "text_classification": _Ready("text_classification", ("texts", "targets"), takes_weights=True),
-    "image_folder": _Ready("image_classification", ("images", "targets"), draws=True),
+    "image_folder": _Ready(
+        "image_classification", ("images", "targets"), draws=True, names_images=True
+    ),
     "tabular": _Ready(None, ("table", "targets")),
 }
 _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
@@ -60,45 +78,49 @@ _FUNCTIONS = (
 )
 
 
+# Arguments that the pipeline gives itself, by place and by name; functions that get no others.
+_BY_CALL = {"draw": 2, "describe": 1}
+_GIVEN = ("seed", "data")
+_WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe"}
+
+
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
-    """Return a config whose study is a file, which is written if it names a ready-made one.
+    """Return a config whose study is a file, which is written if there are ``study_arguments``.
 
     ``study: language_model`` becomes a file in the results folder, which is not written where
-    ``writes`` is false; the files that
-    ``study_arguments`` name are among ``data_files``, and its model output is filled in. The
-    weights that a language model is built from are those of the first checkpoint, unless given.
+    ``writes`` is false; the files that ``study_arguments`` name are among ``data_files``, and its
+    model output is filled in. The weights that a language model is built from are those of the
+    first checkpoint, unless given. A Python file becomes one that gives its functions those
+    arguments that they have as keywords; it and its modules are ``data_files`` then.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
-    if not isinstance(name, str) or name.endswith(".py"):
-        if arguments is not None:
-            raise InputError(
-                "study_arguments must stand beside a ready-made study. Found them beside "
-                f"{name}: a study of your own has its arguments in its file.",
-                code="config.study_arguments",
-            )
-        return dict(config)
-    if name not in READY_MADE or not isinstance(arguments, Mapping):
+    if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
+        return dict(config)  # which needs no file, or the schema refuses
+    if (name not in READY_MADE and not name.endswith(".py")) or not isinstance(arguments, Mapping):
         raise InputError(
             "study must be a Python file, or a ready-made study with its `study_arguments`: "
             f"{', '.join(READY_MADE)}. Found {name}"
             f"{'' if name not in READY_MADE else ' without a mapping of study_arguments'}.",
             code="config.study",
         )
-    about = READY_MADE[name]
     arguments = {key: value for key, value in arguments.items() if value is not None}
     results, known = config.get("results", "results"), config.get("data_files", [])
     if not (isinstance(results, str) and _FOLDER.fullmatch(results) and isinstance(known, list)):
         return dict(config)  # which the schema refuses
+    if name.endswith(".py"):
+        text = _own_source(Path(name), arguments)
+        code = [str(path) for path in study_modules(Path(name)).values()]
+        named = [path for path in code if path not in known]
+        file = _written(Path(name).stem, text, results, writes=writes)
+        return {**config, "study": file, "data_files": [*known, *named]}
+    about = READY_MADE[name]
     _check_arguments(name, arguments, about)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
-    text = _source(name, arguments, about)
-    # Two configs may share a results folder: neither overwrites the study of the other's jobs.
-    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
-    file = Path(results, f"{name}_study_{digest}.py")
-    if writes:
-        _write(file, text)
+    file = _written(name, _source(name, arguments, about), results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
+    if about.names_images:
+        named += [pattern for table in named for pattern in _images_of(Path(table))]
     if about.takes_weights:
         named += _beside_weights(Path(arguments["weights"]))
     for argument in arguments.values():
@@ -106,9 +128,41 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     return {
         **({} if about.model_output is None else {"model_output": about.model_output}),
         **config,
-        "study": str(file),
+        "study": file,
         "data_files": [*known, *(path for path in named if path not in known)],
     }
+
+
+def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
+    """Return the file of a study of the user's own whose functions get arguments by keyword."""
+    study_modules(study)  # which refuses a file that is not there
+    nodes = ast.parse(study.read_bytes(), filename=str(study)).body
+    defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
+    problems, taken, lines = [], set(), []
+    for name in (*_FUNCTIONS, "train", "draw"):
+        if name not in defined:
+            continue
+        given = defined[name]
+        by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
+        n_required = len(by_place) - len(given.defaults)
+        names = [*by_place, *(argument.arg for argument in given.kwonlyargs)]
+        names = [key for key in names[_BY_CALL.get(name, 0) :] if key not in _GIVEN]
+        taken |= {*names}
+        own = {key: value for key, value in arguments.items() if key in names}
+        if name in _WITHOUT_OTHERS:
+            missing = [key for key in by_place[:n_required] if key not in own]
+            problems += [f"no {key}, which {name}() needs" for key in missing]
+        bound = "".join(f", {key}={value!r}" for key, value in own.items())
+        lines.append(f"{name} = partial(own.{name}{bound})" if own else f"{name} = own.{name}")
+    problems += [f"unknown key {key}" for key in arguments if key not in taken]
+    problems += [f"{key}: {value}" for key, value in arguments.items() if not _is_plain(value)]
+    if problems:
+        raise InputError(
+            f"study_arguments of {study} must be plain values for keywords of its functions: "
+            f"{', '.join(sorted(taken)) or 'it has none'}. Found {'; '.join(problems)}.",
+            code="config.study_keywords",
+        )
+    return _OWN.format(path=str(study), functions="\n".join(lines))
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
@@ -146,6 +200,25 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
+def _images_of(table: Path) -> list[str]:
+    """Return patterns of the images that a table names, one for each folder and ending."""
+    try:
+        text = table.read_text(encoding="utf-8-sig") if table.is_file() else ""
+        if table.suffix == ".jsonl":
+            paths = [json.loads(line)["path"] for line in text.split("\n") if line.strip()]
+        elif table.suffix in {".csv", ".tsv"}:
+            delimiter = "," if table.suffix == ".csv" else "\t"
+            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter)
+            paths = [row["path"] for row in rows]
+        else:
+            return []  # a folder, which is watched itself, or Parquet, which only pandas reads
+        images = [table.parent / path for path in paths]
+    except (ValueError, KeyError, TypeError, csv.Error, OSError):
+        return []  # which the study explains
+    patterns = (f"{glob.escape(str(path.parent))}/*{path.suffix}" for path in images)
+    return list(dict.fromkeys(patterns))
+
+
 def _beside_weights(weights: Path) -> list[str]:
     """Return the files beside weights that say what the model and its tokens are."""
     folders = [weights, *sorted(weights.glob("checkpoint-*"))]
@@ -156,7 +229,7 @@ def _beside_weights(weights: Path) -> list[str]:
 
 
 def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
-    functions = [*_FUNCTIONS, *(["draw"] if about.draws else [])]
+    functions = [*_FUNCTIONS, *["draw"] * about.draws, *["token_texts"] * about.takes_weights]
     return _TEXT.format(
         name=name,
         digest=code_digest(f"trak_core.studies.{name}"),
@@ -173,13 +246,17 @@ def _code_of(argument: Any) -> list[str]:
     return [str(path) for path in study_modules(file).values()]
 
 
-def _write(file: Path, text: str) -> None:
-    """Write a study's file, unless it is there: jobs that run look at it."""
-    if file.is_file() and file.read_text() == text:
-        return
+def _written(name: str, text: str, results: str, *, writes: bool) -> str:
+    """Return the path of a study's file, which is written unless it is there: jobs look at it."""
+    # Two configs may share a results folder: neither overwrites the study of the other's jobs.
+    digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    file = Path(results, f"{name}_study_{digest}.py")
+    if not writes or (file.is_file() and file.read_text() == text):
+        return str(file)
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(file) as part:
         part.write_text(text)
+    return str(file)
 
 
 def _first_checkpoint(checkpoints: Any) -> str:

@@ -52,7 +52,7 @@ def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj
 
 
 @lru_cache(maxsize=16)
-def _sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
+def sides_on(spec: ProjectionSpec, device: torch.device) -> list[list[tuple[Tensor, Tensor]]]:
     """Return buckets and signs of each parameter's rows, and of its columns."""
     assert spec.shapes is not None
     sides = sides_of(spec)
@@ -106,7 +106,7 @@ def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: in
             last = first + n0 * n1
             low, high = max(start, first), min(stop, last)
             if low < high:
-                (bucket0, sign0), (bucket1, sign1) = _sides_on(spec, out.device)[number]
+                (bucket0, sign0), (bucket1, sign1) = sides_on(spec, out.device)[number]
                 places = torch.arange(low - first, high - first, device=out.device)
                 i, j = places // n1, places % n1
                 values = block[:, low - start : high - start].float() * (sign0[i] * sign1[j])
@@ -142,7 +142,7 @@ class OuterProducts:
             right: Shape (b, tokens, n1).
         """
         k = self.spec.proj_dim
-        sides = _sides_on(self.spec, left.device)[number]
+        sides = sides_on(self.spec, left.device)[number]
         n_samples, n_tokens = left.shape[:2]
         most = max(1, _PIECE // k)
         if n_tokens > most:  # of a sample some tokens at a time
@@ -170,7 +170,7 @@ class OuterProducts:
             indices: Shape (b, tokens).
             right: Shape (b, tokens, n1).
         """
-        (bucket0, sign0), (bucket1, sign1) = _sides_on(self.spec, right.device)[number]
+        (bucket0, sign0), (bucket1, sign1) = sides_on(self.spec, right.device)[number]
         columns = (bucket0[indices].unsqueeze(-1) + bucket1) % self.spec.proj_dim
         values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
         _add_at(self.rows, columns.flatten(1), values.flatten(1))

@@ -4,11 +4,13 @@ A template shows the first targets; the page's script shows all, from the same d
 fit into a page of a size that opens at once is left out, and said to be.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
@@ -26,6 +28,51 @@ _CHARACTERS = 1000
 
 # Shows a target (or, if not, a training sample) by its id, with so many characters of text.
 Show = Callable[[bool, Any, int], Picture | str]
+# The strongest colour of a token.
+LEVELS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Scores of tokens, to be shown as colours.
+
+    Attributes:
+        texts: What stands for the tokens of a target (or, if not, a training sample), given its id
+            and their number.
+        train: Scores of a training sample's tokens, by target and training sample.
+        targets: Scores of a target's tokens, summed over its training samples.
+    """
+
+    texts: Callable[[bool, Any, int], Sequence[str]]
+    train: Mapping[tuple[Any, Any], np.ndarray]
+    targets: Mapping[Any, np.ndarray]
+
+    @classmethod
+    def of(cls, table: pd.DataFrame, texts: Callable[[bool, Any, int], Sequence[str]]) -> "Tokens":
+        """Return those in a table ``tokens`` of token scores."""
+        of_tokens = table.loc[table["token"] >= 0, :]
+        train: dict[tuple[Any, Any], np.ndarray] = {}
+        targets: dict[Any, np.ndarray] = {}
+        columns = (of_tokens[name].tolist() for name in ("side", "target_id", "train_id"))
+        keys = list(zip(*columns, strict=True))
+        scores = np.asarray(of_tokens["score"])
+        starts = [i for i, key in enumerate(keys) if i == 0 or key != keys[i - 1]]
+        for start, stop in itertools.pairwise([*starts, len(keys)]):
+            side, target, sample = keys[start]
+            own = scores[start:stop]
+            if side == "train":
+                train[target, sample] = own
+            else:
+                targets[target] = targets.get(target, 0) + own
+        return cls(texts, train, targets)
+
+
+def _levels(scores: np.ndarray) -> list[int]:
+    """Return whole numbers in proportion to scores, the largest of which has ``LEVELS``."""
+    largest = np.abs(scores).max(initial=0)
+    if not largest > 0:
+        return [0] * len(scores)
+    return np.rint(LEVELS * scores / largest).astype(int).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +81,9 @@ class Answer:
 
     Attributes:
         experiment: Its scores, see ``read_experiment``.
-        targets: For each target its id, words, columns, ``influences`` (the place in ``train`` and
-            the score) and ``sample``.
+        targets: For each target its id, words, columns, ``influences`` (the place in ``train``,
+            the score, and the levels of its tokens where they are known) and ``sample``; where
+            tokens have scores, their texts and levels too.
         train: Likewise for each training sample beside a target, and those that harm most.
         columns: Names of the columns of ``targets`` and ``train``, as their ``values`` are ordered.
         pictures: Addresses of the pictures that show without the script, by their place.
@@ -57,6 +105,11 @@ class Answer:
         samples = [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens have scores."""
+        return any("tokens" in target for target in self.targets)
 
     @property
     def data(self) -> str:
@@ -149,7 +202,7 @@ def _train(
 
 
 def _rows(
-    experiment: File, n_targets: int, own: pd.Series | None
+    experiment: File, n_targets: int, own: pd.Series | None, tokens: Tokens | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, list[str]]]:
     """Return the first targets, their training samples, and names of columns; nothing is shown."""
     ids = experiment.tables["targets"]["id"].tolist()[:n_targets]
@@ -161,12 +214,23 @@ def _rows(
     targets, target_columns = _targets(experiment, n_targets)
     train, train_columns = _train(experiment, train_ids, own)
     place = {train_id: i for i, train_id in enumerate(train_ids)}
-    beside: dict[Any, list[tuple[int, str]]] = {target: [] for target in ids}
+    beside: dict[Any, list[tuple[Any, ...]]] = {target: [] for target in ids}
     ordered = kept.sort_values(["sign", "rank"], ascending=[False, True], kind="stable")
     for row in rows_with(ordered):
-        beside[row.target_id].append((place[row.train_id], signed(row.score)))
+        levels: list[Any] = []
+        if tokens is not None and (row.target_id, row.train_id) in tokens.train:
+            scores = tokens.train[row.target_id, row.train_id]
+            levels = [_levels(scores)]
+            entry = train[place[row.train_id]]
+            if len(scores) and "tokens" not in entry:
+                entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
+        beside[row.target_id].append((place[row.train_id], signed(row.score), *levels))
     for entry, target in zip(targets, ids, strict=True):
         entry["influences"] = beside[target]
+        if tokens is not None and len(tokens.targets.get(target, ())):
+            scores = tokens.targets[target]
+            entry["levels"] = _levels(scores)
+            entry["tokens"] = list(tokens.texts(True, target, len(scores)))
     return targets, train, {"targets": target_columns, "train": train_columns}
 
 
@@ -177,6 +241,7 @@ def explore(
     drawn: bool,
     described: bool,
     self_influence: pd.Series | None = None,
+    tokens: Tokens | None = None,
 ) -> Answer:
     """Return what a page of 5 MB holds of an experiment.
 
@@ -190,15 +255,16 @@ def explore(
         drawn: Whether samples are pictures.
         described: Whether they have texts in the study's own words.
         self_influence: That of training samples by id, where it is known.
+        tokens: Scores of tokens, where they are known.
     """
     n_targets = len(experiment.tables["targets"])
     while True:
-        targets, train, columns = _rows(experiment, n_targets, self_influence)
+        targets, train, columns = _rows(experiment, n_targets, self_influence, tokens)
         n_bytes = len(_json([targets, train]).encode())
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
-    first = {i for entry in targets[:AT_ONCE] for i, _ in entry["influences"]}
+    first = {i for entry in targets[:AT_ONCE] for i, *_ in entry["influences"]}
     asked = [(True, entry) for entry in targets[:AT_ONCE]]
     asked += [(False, train[i]) for i in sorted(first)]
     n_at_once = len(asked)

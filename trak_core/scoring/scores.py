@@ -68,6 +68,22 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
     return total
 
 
+def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) -> np.ndarray:
+    """Return how much each checkpoint's A_c[i, j] counts in the score of sample i, (C, n), float64.
+
+    The sum over checkpoints of weights times A_c is what ``combined`` gives. ``powers`` are
+    Q_c^power, shape (C, n), and ``norms`` N_c, shape (C,).
+    """
+    n_checkpoints = len(powers)
+    if combine is Combine.PRODUCT_OF_AVERAGES:
+        weights = np.broadcast_to(powers.mean(axis=0), powers.shape)
+    elif combine is Combine.UNIT_AVERAGE:
+        weights = powers / norms[:, None]
+    else:
+        weights = powers
+    return weights / n_checkpoints
+
+
 def unit_of(spec: ScoresSpec) -> str:
     """Return the scores' unit in plain words (docs/explanation/scores.md, "What a score says")."""
     is_newtons = spec.weighting == "curvature" and spec.loss_weight_power == 1

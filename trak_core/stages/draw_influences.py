@@ -9,7 +9,14 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 
-from trak_core.artifacts import ANSWERS, SELF_INFLUENCE, check_same, create, open_artifact
+from trak_core.artifacts import (
+    ANSWERS,
+    SELF_INFLUENCE,
+    TOKEN_SCORES,
+    check_same,
+    create,
+    open_artifact,
+)
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
 from trak_core.report.describe_samples import (
     BEGINNING,
@@ -22,7 +29,7 @@ from trak_core.report.describe_samples import (
     readable,
     show_sample,
 )
-from trak_core.report.explore import EACH_ON_PAGE, Answer, explore
+from trak_core.report.explore import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read import File, read_experiment
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
@@ -81,8 +88,23 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
     return None
 
 
+def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
+    """Return the scores of tokens, where there is a file; it must be about these scores."""
+    for path in files:
+        with open_artifact(path, TOKEN_SCORES) as file:
+            hashes = scores.content_hash, file.spec["scores"]
+            check_same("scores", *hashes, path, TOKEN_SCORES.rule)
+            return file.table("tokens")
+    return None
+
+
 def _explored(
-    study: Study, scores: File, targets: Split, train: Split, self_influence: pd.Series | None
+    study: Study,
+    scores: File,
+    targets: Split,
+    train: Split,
+    self_influence: pd.Series | None,
+    token_scores: pd.DataFrame | None,
 ) -> Answer:
     draws = are_drawn(study, train)
     places = {
@@ -94,8 +116,17 @@ def _explored(
         sample = (targets if is_target else train).samples[places[is_target][sample_id]]
         return show_sample(study, sample_id, sample, characters, draws)
 
+    def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
+        sample = (targets if is_target else train).samples[places[is_target][sample_id]]
+        if study.has("token_texts"):
+            return study.token_texts(sample_id, sample, n_tokens)
+        # Apart from each other, as numbers.
+        return [f"{i} " for i in sample["input_ids"].flatten().tolist()[:n_tokens]]
+
     described = study.has("describe")
-    return explore(scores, show, drawn=draws, described=described, self_influence=self_influence)
+    tokens = None if token_scores is None else Tokens.of(token_scores, texts)
+    known = {"self_influence": self_influence, "tokens": tokens}
+    return explore(scores, show, drawn=draws, described=described, **known)
 
 
 def _write_texts(
@@ -121,6 +152,7 @@ def draw_influences(
     texts: Path,
     scores: Path,
     self_influence: Sequence[Path] = (),
+    token_scores: Sequence[Path] = (),
     study_file: Path,
     question: Path | None = None,
     code: str,
@@ -131,7 +163,9 @@ def draw_influences(
     HTML ``answer`` has all targets, with longer texts. ``texts`` holds the beginnings of texts by
     id, of targets and of all training samples in ``top_influences``; for a study without
     ``describe(sample)``, what is printed of the samples on the page. The study's ``draw`` and
-    ``describe`` show samples. ``self_influence`` is a file with that of training samples, if known.
+    ``describe`` show samples. ``self_influence`` is a file with that of training samples, and
+    ``token_scores`` one with scores of tokens, which are coloured, if these are known. The study's
+    ``token_texts(sample)`` says what stands for each token.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
@@ -141,7 +175,8 @@ def draw_influences(
     (examples,) = find_examples(study, [_few(experiment)], train, [targets])
     _draw(figure, examples)
     known = _self_influence(self_influence, experiment)
-    explored = _explored(study, experiment, targets, train, known)
+    tokens = _token_scores(token_scores, experiment)
+    explored = _explored(study, experiment, targets, train, known, tokens)
     with written_whole(answer) as partial:
         partial.write_text(answer_page(explored, study_file.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)

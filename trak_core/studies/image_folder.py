@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
+from trak_core.studies.ready_study import ReadyStudy, Rows, function_at, needed
 from trak_core.studies.rows import columns_from, field, ids_of, read_rows
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -36,6 +35,9 @@ def image_folder(
         transform: ``file.py:function`` of a function that makes a tensor of a PIL image, as in
             evaluation; if not given, RGB from 0 to 1 in the image's own size.
     """
+    needed("PIL", "vision")
+    from PIL import Image
+
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
     names = [str(name) for name in classes] if classes else _class_names(rows)
@@ -119,5 +121,5 @@ def _rows(images: Path) -> list[dict[str, Any]]:
     return [{**row, "path": str(images.parent / field(row, "path"))} for row in rows]
 
 
-def _as_is(image: Image.Image) -> Tensor:
+def _as_is(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image)).movedim(-1, 0) / 255

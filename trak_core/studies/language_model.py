@@ -37,7 +37,7 @@ def language_model(
             the rows that have one.
         max_tokens: Where to cut longer texts; if not given, all stay whole.
     """
-    needed("transformers")
+    needed("transformers", "language")
     from transformers import AutoTokenizer
 
     folder = _config_folder(Path(weights))
@@ -88,6 +88,7 @@ def language_model(
         target_ids=lambda: ids_of(target_rows()),
         encode=lambda **row: sample(row),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+        token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )
@@ -151,7 +152,7 @@ def _model(folder: Path) -> nn.Module:
     base = _base(folder)
     if base is None:
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    needed("peft")
+    needed("peft", "language")
     from peft import PeftConfig, get_peft_model
 
     model: Any = AutoModelForCausalLM.from_pretrained(base)

@@ -28,6 +28,7 @@ class ReadyStudy:
     train_columns: Callable[[], pd.DataFrame]
     target_columns: Callable[[], pd.DataFrame]
     draw: Callable[[Any, Any], None] | None = None
+    token_texts: Callable[[Any], list[str]] | None = None
 
 
 class Rows:
@@ -45,12 +46,13 @@ class Rows:
         return self._sample(self._rows[index])
 
 
-def needed(package: str) -> None:
-    """Refuse to go on without a package of Hugging Face's, and say what brings it."""
+def needed(package: str, extra: str) -> None:
+    """Refuse to go on without a package, and say which extra of this one brings it."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"This study must find the package {package}. Found none: call "
-            f"`{Path(sys.executable)} -m pip install {package}`.",
+            f"`{Path(sys.executable)} -m pip install {package}`, or install "
+            f"'trak-core[{extra}]', which has all that such studies need.",
             code="studies.package",
         )
 

@@ -30,7 +30,7 @@ def text_classification(
         label: The field with the label: a class's number, or its name in the model's config.
         max_tokens: All texts are cut or padded to this length.
     """
-    needed("transformers")
+    needed("transformers", "language")
     from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
     if not (Path(weights) / "config.json").is_file():
@@ -71,6 +71,7 @@ def text_classification(
         target_ids=lambda: ids_of(target_rows),
         encode=lambda **row: sample(row),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
+        token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
     )

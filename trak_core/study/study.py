@@ -11,6 +11,7 @@ Its functions take no arguments unless said otherwise:
     encode(**line)           optional: makes a sample of a line of an experiment's own `data`
     draw(axes, sample)       optional: draws one sample into matplotlib axes
     describe(sample)         optional: returns one sample as a text to read
+    token_texts(sample)      optional: returns what stands for each of its tokens, a list of texts
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
 named arguments, and the label as `labels`. Image-text pairs have no label. All samples have the
@@ -107,6 +108,21 @@ class Study:
                 f"{type(text).__name__} for sample {sample_id}."
             )
         return text
+
+    def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
+        """Return the study's words for each token of a sample, which has so many."""
+        function = self.function("token_texts")
+        with users_code(f"{self.path}: token_texts() of sample {sample_id}"):
+            texts = list(function(sample))
+        wrong = [type(text).__name__ for text in texts if not isinstance(text, str)]
+        if wrong or len(texts) != n_tokens:
+            raise InputError(
+                f"{self.path}: token_texts() must return a text for each of the {n_tokens} tokens "
+                f"of sample {sample_id}, in their order. Found "
+                f"{wrong[0] if wrong else len(texts)}.",
+                code="study.token_texts",
+            )
+        return texts
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return the training samples, for the name ``TRAIN``, or the targets of an experiment.

@@ -36,10 +36,58 @@ rule average_scores:
         "../scripts/stage.py"
 
 
+rule compute_token_scores:
+    input:
+        scores="<results>/scores/{experiment}.h5",
+        checkpoints=(
+            of_checkpoints("checkpoints/{c}.pt")
+            if trained
+            else list(own_checkpoints.values())
+        ),
+        train_paths=of_checkpoints("features/{c}/train.h5"),
+        targets_paths=of_checkpoints("features/{c}/{experiment}.h5"),
+        normal_matrices=of_checkpoints("normal_matrix/{c}.h5"),
+    output:
+        token_scores="<results>/token_scores/{experiment}.h5",
+    log:
+        "<results>/logs/compute_token_scores/{experiment}.log",
+    benchmark:
+        "<results>/benchmarks/compute_token_scores/{experiment}.tsv"
+    priority: scores_first
+    conda:
+        environment
+    threads: compute["threads"]
+    resources:
+        gpu=gpu,
+        mem_mb=job_mb,
+        device=compute["device"],
+        batch_size=compute["batch_size"],
+        memory_mb=compute["memory_mb"],
+    params:
+        code=code_of("compute_token_scores"),
+        signature=all_signatures,
+        spec=scores_spec,
+        question=lambda wildcards: specs.questions.get(wildcards.experiment),
+        study_file=config["study"],
+    message:
+        "Cutting scores of experiment {wildcards.experiment} by tokens and layers"
+    script:
+        "../scripts/stage.py"
+
+
+if config["answers"]["tokens"]:
+    timed("compute_token_scores/{e}", e=specs.experiments)
+
+
 rule draw_influences:
     input:
         scores="<results>/scores/{experiment}.h5",
         self_influence=known_self_influence,
+        token_scores=(
+            ["<results>/token_scores/{experiment}.h5"]
+            if config["answers"]["tokens"]
+            else []
+        ),
     output:
         figure="<results>/figures/{experiment}.png",
         answer="<results>/answers/{experiment}.html",

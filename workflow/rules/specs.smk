@@ -48,6 +48,13 @@ def checkpoint_signature(wildcards):
     return None if trained else own_signature(own_checkpoints[wildcards.checkpoint])
 
 
+def all_signatures(wildcards):
+    """Signatures of all checkpoints of a user's, as one text."""
+    if trained or not workflow.is_main_process:
+        return None
+    return " ".join(own_signature(file) for file in own_checkpoints.values())
+
+
 def features_spec(wildcards):
     return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
 

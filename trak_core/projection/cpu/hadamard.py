@@ -22,7 +22,7 @@ from trak_core.spec import ProjectionKind
 
 _TAG = ProjectionKind.HADAMARD.tag
 _FLUSH = 32  # blocks after which the sums go into the total
-_COLUMN_SIGNS = 2**31  # the first call of E_b; those of D_b begin at 0
+COLUMN_SIGNS = 2**31  # the first call of E_b; those of D_b begin at 0
 
 
 def _butterfly(radix):
@@ -84,7 +84,7 @@ def _multiply(_, x, row, signs):
 
 
 @compiled
-def _fill_signs(signs, words, first_call, block, key):
+def fill_signs(signs, words, first_call, block, key):
     """Write the +1 and -1 of D_b or E_b."""
     fill_words(words, first_call, block, _TAG, key)
     for i in range(len(signs)):
@@ -123,8 +123,8 @@ def hadamard_slice_cpu(rows, start, stop, first, key, out):
     row_signs, column_signs = np.empty(proj_dim, np.float32), np.empty(proj_dim, np.float32)
     x = np.zeros((1, proj_dim * LANES), np.float32)
     for block in range(first // proj_dim, (first + stop - start - 1) // proj_dim + 1):
-        _fill_signs(row_signs, words, 0, block, key)
-        _fill_signs(column_signs, words, _COLUMN_SIGNS, block, key)
+        fill_signs(row_signs, words, 0, block, key)
+        fill_signs(column_signs, words, COLUMN_SIGNS, block, key)
         for tile in range(n_tiles):
             eight = rows[tile * LANES : (tile + 1) * LANES]
             fill_lanes(x, eight, block * proj_dim - first + start, start, stop)

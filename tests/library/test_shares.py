@@ -1,0 +1,159 @@
+"""Shares of tokens are what copies of a model's layers say, one copy for each token by itself."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trak_core.gradients import gradient_method, select_parameters
+from trak_core.gradients.model_inputs import as_batch
+from trak_core.model.logits_in_pieces import MarginsOfTokens
+from trak_core.model.shares import Pairs, Shares
+from trak_core.model_outputs.table import TABLE
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionSpec, matrix_shape
+
+transformers = pytest.importorskip("transformers")
+N_TEXTS, N_TOKENS, N_WORDS = 3, 7, 11
+
+
+def gpt2():
+    size = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": N_TOKENS, "vocab_size": N_WORDS}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **tokens))
+
+
+def llama():
+    size = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": N_WORDS}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = transformers.LlamaConfig(**size, **heads, **tokens, tie_word_embeddings=False)
+    return transformers.LlamaForCausalLM(config)
+
+
+class PerToken(nn.Module):
+    """A layer with a copy of its own for each token."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(N_TOKENS))
+
+    def forward(self, x):
+        parts = [layer(x[:, t : t + 1]) for t, layer in enumerate(self.copies)]
+        return torch.cat(parts, dim=1)
+
+
+def per_token(model):
+    """The same model, whose layers with parameters have copies; and the names of the copies."""
+    twin = copy.deepcopy(model)
+    for name, module in list(twin.named_modules()):
+        if next(module.parameters(recurse=False), None) is not None:
+            parent, _, last = name.rpartition(".")
+            setattr(twin.get_submodule(parent), last, PerToken(module))
+    return twin
+
+
+def oracle(model, text, parameters):
+    """Gradients of f by each token's own copies, float64, (tokens, entries of all parameters)."""
+    output = TABLE["language_modelling"].load()
+    twin = per_token(model).double().eval()
+    outputs = output.read(twin(input_ids=text[None], labels=text[None]))
+    value = output.value(outputs[0], text)
+    gradients = dict(zip(
+        dict(twin.named_parameters(remove_duplicate=False)),
+        torch.autograd.grad(
+            value, [p for _, p in twin.named_parameters(remove_duplicate=False)], allow_unused=True
+        ),
+        strict=True,
+    ))  # fmt: skip
+    all_names = dict(model.named_parameters(remove_duplicate=False))
+    rows = []
+    for t in range(N_TOKENS):
+        parts = []
+        for parameter in parameters.values():
+            total = torch.zeros(parameter.shape, dtype=torch.float64)
+            for name, other in all_names.items():
+                if other is parameter:
+                    layer, _, last = name.rpartition(".")
+                    gradient = gradients[f"{layer}.copies.{t}.{last}"]
+                    total += 0 if gradient is None else gradient
+            parts.append(total.flatten())
+        rows.append(torch.cat(parts))
+    return torch.stack(rows).numpy()
+
+
+@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_shares_are_those_of_copies(make, kind):
+    torch.manual_seed(0)
+    model = make().eval()
+    for parameter in model.parameters():  # norms and biases too
+        nn.init.normal_(parameter, std=0.3)
+    parameters = select_parameters(model, None)
+    n_params = sum(p.numel() for p in parameters.values())
+    shapes = [matrix_shape(p.shape) for p in parameters.values()]
+    shapes = shapes if kind == "tensor_sketch" else None
+    spec = ProjectionSpec(
+        kind=kind, n_params=n_params, proj_dim=32, seed=1, stream=2, shapes=shapes
+    )
+    vectors = torch.randn(4, 32)
+    # One text meets no vector, another three.
+    pairs = Pairs(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 1, 1]))
+    texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
+    batch = {"input_ids": texts, "labels": texts}
+    scales = {name: torch.rand(p.shape) for name, p in parameters.items() if "norm" not in name}
+    shares = Shares.zeros(parameters, spec, vectors, pairs, N_TOKENS, scales)
+    output = TABLE["language_modelling"].load()
+    method = gradient_method(model, parameters, output, batch)
+    method(model, parameters, output, batch, shares)
+    directions = vectors.double().numpy() @ projection_matrix(spec).T
+    factors = [scales.get(name, torch.ones(p.shape)).flatten() for name, p in parameters.items()]
+    directions *= torch.cat(factors).double().numpy()
+    names = list(parameters)
+    sizes = [p.numel() for p in parameters.values()]
+    ends = np.cumsum(sizes)
+    for row, (text, vector) in enumerate(zip(*pairs_of(pairs), strict=True)):
+        products = oracle(model, texts[text], parameters) * directions[vector]
+        by_parameter = np.add.reduceat(products.sum(0), ends - sizes)
+        size = np.abs(products.sum(1)).max()
+        assert np.abs(shares.by_parameter[row].numpy() - by_parameter).max() < 1e-5 * size
+        # A table of positions is no token's, whatever its rows are.
+        elsewhere = np.array([name.endswith("wpe.weight") for name in names]).repeat(sizes)
+        by_token = np.append(products[:, ~elsewhere].sum(1), products[:, elsewhere].sum())
+        assert np.abs(shares.by_token[row].numpy() - by_token).max() < 1e-5 * size
+        total = float(shares.by_token[row].sum())
+        assert abs(total - float(shares.by_parameter[row].sum())) < 1e-12 * size
+
+
+def pairs_of(pairs):
+    return pairs.samples.tolist(), pairs.directions.tolist()
+
+
+def test_logits_in_pieces_have_the_same_shares(monkeypatch):
+    torch.manual_seed(0)
+    model, output = llama().eval(), TABLE["language_modelling"].load()
+    parameters = select_parameters(model, None)
+    n_params = sum(p.numel() for p in parameters.values())
+    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
+    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))
+    vectors = torch.randn(2, 32)
+    # Some tokens at a time.
+    monkeypatch.setattr("trak_core.autograd.token_margins.PIECE", 3 * N_TEXTS * N_WORDS)
+    in_pieces = MarginsOfTokens(model, output)
+    found = []
+    for given, of, rows in (
+        (model, output, batch),
+        (in_pieces, in_pieces.output, replace(batch, gives_labels=True)),
+    ):
+        shares = Shares.zeros(parameters, spec, vectors, pairs, N_TOKENS)
+        gradient_method(given, parameters, of, rows)(given, parameters, of, rows, shares)
+        found.append(shares)
+    for name in ("by_token", "by_parameter"):
+        whole, cut = (getattr(shares, name) for shares in found)
+        assert (whole - cut).abs().max() < 1e-5 * whole.abs().max()
+    assert found[1].by_token[:, :-2].abs().min() > 0

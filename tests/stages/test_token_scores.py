@@ -1,0 +1,114 @@
+"""Scores of tokens and layers add up to the scores, whatever these are made of."""
+
+import pandas as pd
+import pytest
+import torch
+from pipeline import ON_CPU, run_stages, scores_spec
+
+from trak_core.artifacts import verify
+from trak_core.stages.compute_token_scores import compute_token_scores
+
+pytest.importorskip("transformers")
+STUDY = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+N = 14
+drawn = torch.Generator().manual_seed(0)
+sizes = torch.randint(3, 9, (N,), generator=drawn).tolist()
+texts = [torch.randint(9, (size,), generator=drawn) for size in sizes]
+
+def make_model():
+    torch.manual_seed(0)
+    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    return GPT2LMHeadModel(GPT2Config(**size, **tokens))
+
+def samples(chosen):
+    return [{"input_ids": one, "labels": one} for one in chosen]
+
+def train_data():
+    return samples(texts[:10])
+
+def train_ids():
+    return [f"t{i}" for i in range(10)]
+
+def target_data():
+    return samples(texts[10:])
+"""
+TARGETS = [0, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A study of texts of different lengths, and two checkpoints."""
+    folder = tmp_path_factory.mktemp("texts")
+    study = folder / "texts_study.py"
+    study.write_text(STUDY)
+    scope = {}
+    exec(STUDY, scope)
+    paths = {}
+    for seed in range(2):
+        model = scope["make_model"]()
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.4)
+        paths[f"c{seed}"] = folder / f"c{seed}.pt"
+        torch.save(model.state_dict(), paths[f"c{seed}"])
+    return study, paths, [text.tolist() for text in scope["texts"]]
+
+
+WAYS = {
+    "plain": {},
+    "unit": {"combine": "unit_average", "power": 0.5, "runs": {"c0": ["c0"], "c1": ["c1"]}},
+    "normalized": {"normalize": True, "combine": "average_of_products"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("rademacher", "plain"), ("tensor_sketch", "unit"), ("hadamard", "normalized")],
+)
+def test_rows_add_up_to_the_scores(given, tmp_path, kind, way):
+    study, checkpoints, texts = given
+    settings = {"model_output": "language_modelling", "damping": 0.5, **WAYS[way]}
+    scores = run_stages(tmp_path, study, checkpoints, TARGETS, proj_dim=16, kind=kind, **settings)
+    projection = {"kind": kind, "proj_dim": 16, "seed": 0}
+    spec = scores_spec(checkpoints, TARGETS, projection=projection, **settings)
+    folders = [tmp_path / "features" / name for name in checkpoints]
+    path = tmp_path / "token_scores/mine.h5"
+    compute_token_scores(
+        token_scores=path,
+        scores=scores,
+        checkpoints=list(checkpoints.values()),
+        train_paths=[folder / "train.h5" for folder in folders],
+        targets_paths=[folder / "mine.h5" for folder in folders],
+        normal_matrices=[tmp_path / f"normal_matrix/{name}.h5" for name in checkpoints],
+        spec=spec,
+        study_file=study,
+        **ON_CPU | {"batch_size": 3},
+    )
+    verify(path)
+    top = pd.read_hdf(scores, "top_influences").set_index(["target_id", "train_id"])["score"]
+    tokens, layers = (pd.read_hdf(path, key) for key in ("tokens", "layers"))
+    bound = 1e-5 * top.abs().max()
+    sides = [tokens[tokens.side == side] for side in ("train", "target")]
+    for rows in (*sides, layers):
+        sums = rows.groupby(["target_id", "train_id"])["score"].sum()
+        assert set(sums.index) == set(top.index)
+        assert (sums - top.loc[sums.index]).abs().max() < bound
+    # A row for each token, and one for the rest.
+    for rows, of in zip(sides, ("train", "target"), strict=True):
+        for pair, mine in rows.groupby(["target_id", "train_id"]):
+            text = texts[int(pair[1][1:])] if of == "train" else texts[10 + pair[0]]
+            assert mine["token"].tolist() == [*range(len(text)), -1]
+            # A text's last token is read for nothing.
+            *scores, last, _ = mine["score"].abs()
+            assert min(scores) > last == 0
+    assert set(layers["layer"]) == {
+        *("transformer.wte", "transformer.wpe", "transformer.ln_f"),
+        *(f"transformer.h.0.{name}" for name in ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj")),
+        *(f"transformer.h.0.mlp.{name}" for name in ("c_fc", "c_proj")),
+    }
+    where = "target_id == 2 & train_id == 't3'"
+    assert set(pd.read_hdf(path, "tokens", where=where)["train_id"]) <= {"t3"}
