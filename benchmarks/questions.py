@@ -6,9 +6,10 @@ A Llama of 722,048 parameters is trained by transformers' Trainer on 300 texts o
 epochs, with three checkpoints, and scored as `study: language_model`. Then 12 held-out texts go
 into the standard input of `trak ask`, one after the other. The first counts from the start of the
 command, imports included, each further one from when it was typed until its answer was read. Beside
-them stands what one of these texts costs as an experiment of its own, by `trak run`. CPU seconds are those of all processes that a command starts;
-on a busy machine they are what counts. The scores of both ways are compared first. With
-``--folder`` what is there is taken: the checkpoints, and the run.
+them stands what one of these texts costs as an experiment of its own, by `trak run`. CPU seconds
+are those of all processes that a command starts; on a busy machine they are what counts. The scores
+of both ways are compared first. With ``--folder`` what is there is taken: the checkpoints, and the
+run.
 """
 
 import argparse
