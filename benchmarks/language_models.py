@@ -13,11 +13,12 @@ TOKENS = 128
 SIZES = {"7M": (256, 6, 4, 8192, 8), "30M": (512, 8, 8, 8192, 4), "124M": (768, 12, 12, 50257, 2)}
 
 
-def language_model(name: str) -> tuple[nn.Module, Tensor]:
+def language_model(name: str, n_samples: int | None = None) -> tuple[nn.Module, Tensor]:
     """Return a GPT-2 or Llama of random weights and a batch of tokens, shape (samples, TOKENS).
 
     Args:
         name: One of ``SIZES``, or "llama".
+        n_samples: Texts of the batch; None for the model's own number.
     """
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -35,9 +36,9 @@ def language_model(name: str) -> tuple[nn.Module, Tensor]:
             **quiet,
         )
         model = LlamaForCausalLM(config)
-        vocabulary, n_samples = 16384, 4
+        vocabulary, usual = 16384, 4
     else:
-        width, layers, heads, vocabulary, n_samples = SIZES[name]
+        width, layers, heads, vocabulary, usual = SIZES[name]
         config = GPT2Config(
             n_embd=width,
             n_layer=layers,
@@ -48,4 +49,4 @@ def language_model(name: str) -> tuple[nn.Module, Tensor]:
         )
         config.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
         model = GPT2LMHeadModel(config)
-    return model, torch.randint(0, vocabulary, (n_samples, TOKENS))
+    return model, torch.randint(0, vocabulary, (n_samples or usual, TOKENS))

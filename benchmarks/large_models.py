@@ -2,6 +2,7 @@
 
     python benchmarks/large_models.py digits resnet 7M 30M llama 124M --csv large_models.csv
     python benchmarks/large_models.py 124M --linear
+    python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
 each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
@@ -114,13 +115,14 @@ class Case:
         )
 
 
-def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
+def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = None) -> Case:
     """Return a model and random samples for it.
 
     Args:
         name: A row's first word, such as ``124M``.
         linear: Whether only the matrices of transformers' layers are differentiated.
         proj_dim: k; None for the model's own.
+        texts: The number of texts of a language model's batch; None for the model's own.
     """
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:
@@ -134,7 +136,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None) -> Case:
         samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
         output = CLASSIFICATION
     else:
-        model, ids = language_model(name)
+        model, ids = language_model(name, texts)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
     model.eval()
     patterns = None
@@ -231,6 +233,7 @@ def main() -> None:
     parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--proj-dim", type=int)
+    parser.add_argument("--samples", type=int, help="texts of a batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-vmap", action="store_true")
     parser.add_argument("--csv", type=Path)
@@ -242,7 +245,7 @@ def main() -> None:
     if not arguments.peak:
         print(HEADER, flush=True)
     for name in arguments.models:
-        case = case_of(name, arguments.linear, arguments.proj_dim)
+        case = case_of(name, arguments.linear, arguments.proj_dim, arguments.samples)
         sides = sides_of(case, arguments.kinds, not arguments.no_vmap)
         if arguments.peak:
             warm_up(arguments.kinds, case.proj_dim)

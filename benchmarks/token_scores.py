@@ -18,7 +18,7 @@ from trak_core.gradients import gradient_method, select_parameters
 from trak_core.model.features import Features
 from trak_core.model.shares import Pairs, Shares
 from trak_core.model_outputs.table import TABLE
-from trak_core.spec import ProjectionSpec, matrix_shape
+from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 
 N_TEXTS, BATCH, N_TOKENS, N_WORDS, PROJ_DIM, REPEATS = 40, 8, 128, 4096, 1024, 3
 
@@ -38,9 +38,9 @@ def main() -> None:
     print(environment("cpu", ["torch", "transformers", "numpy"]))
     vectors = torch.randn(4, PROJ_DIM)
     print(f"{n_params} parameters, texts of {N_TOKENS} tokens")
-    for kind in ("tensor_sketch", "hadamard"):
+    for kind in (ProjectionKind.TENSOR_SKETCH, ProjectionKind.HADAMARD):
         shapes = [matrix_shape(p.shape) for p in parameters.values()]
-        shapes = shapes if kind == "tensor_sketch" else None
+        shapes = shapes if kind.about.of_matrices else None
         own = {"n_params": n_params, "proj_dim": PROJ_DIM, "seed": 0, "stream": 0}
         spec = ProjectionSpec(kind=kind, shapes=shapes, **own)
 

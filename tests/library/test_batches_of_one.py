@@ -167,7 +167,7 @@ DISAGREEING = {
     ),
     "rounding": (
         *(kinked, {}),
-        *(gradients_one_by_one, "in float64 by 0, so that it is a matter of rounding.", "slower."),
+        *(gradients_at_once, "in float64 by 0, so that it is a matter of rounding."),
     ),
     "no copy": (
         *(scaled(lambda n: 1 + (n == 1)), {"head": lambda: Opaque(4, 3)}),

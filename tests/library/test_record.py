@@ -1,7 +1,11 @@
+import subprocess
+import sys
+
 import pytest
+from refused import refused
 
 from trak_core.errors import InputError
-from trak_core.system.files import read_record, write_record
+from trak_core.system.files import hold_results, read_record, write_record
 
 KNOWN = {"n_params": 3, "splits": {"train": {"key": "a", "n_samples": 2}}}
 
@@ -30,3 +34,15 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file: the results folder must .* Found File exists"):
         write_record(tmp_path / "file/study.json", KNOWN)
+
+
+def test_a_results_folder_is_one_runs(tmp_path):
+    code = "import sys; from pathlib import Path; from trak_core.system.files import hold_results\n"
+    code += f"hold_results(Path({str(tmp_path / 'results')!r})); print(1, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.read(1) == b"1"
+        with refused("config.results_in_use", tmp_path / "results"):
+            hold_results(tmp_path / "results")
+        other.kill()
+    hold_results(tmp_path / "results")

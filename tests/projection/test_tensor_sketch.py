@@ -6,7 +6,7 @@ import torch
 
 from trak_core.projection import OuterProducts, project
 from trak_core.projection.reference import project_reference
-from trak_core.projection.tensor_sketch import add_rows
+from trak_core.projection.tensor_sketch import _add_squares, _pairs, add_rows
 from trak_core.spec import ProjectionSpec
 
 CPU = torch.device("cpu")
@@ -46,6 +46,55 @@ def test_factors_give_the_sketch_of_what_they_stand_for(proj_dim, n_samples, n_t
         for number, (a, b) in enumerate(pairs):
             sums.add_products(number, a, b)
         assert (np.abs(sums.total().numpy() - expected) <= 1e-6 * size).all()
+
+
+def sketches(pairs, spec):
+    sums = OuterProducts(spec, len(pairs[0][0]), CPU)
+    for number, (a, b) in enumerate(pairs):
+        sums.add_products(number, a, b)
+    return sums.total().double()
+
+
+@pytest.mark.parametrize("exponents", [(0, 0), (-26, 20), (25, -30), (30, 4)])
+def test_factors_of_any_size_are_sketched_as_exactly(exponents):
+    """Powers of ten whose squares float32 doesn't hold; other tokens keep their own precision."""
+    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 2, 6)
+    scaled = [tuple(side.double() for side in pair) for pair in pairs]
+    for sides in scaled:
+        for side, exponent in zip(sides, exponents, strict=True):
+            side[:, ::2] *= 10.0**exponent
+    formed = torch.cat([(a.mT @ b).flatten(1) for a, b in scaled], dim=1)
+    expected = project_reference(formed.numpy(), spec)
+    size = sum((a.norm(dim=2) * b.norm(dim=2)).sum(1, keepdim=True) for a, b in scaled).numpy()
+    found = sketches([tuple(side.float() for side in sides) for sides in scaled], spec)
+    assert (np.abs(found.numpy() - expected) <= 1e-6 * size).all()
+
+
+def test_a_factor_beside_zeros_adds_nothing_unless_it_is_not_finite():
+    spec, pairs = spec_of(SHAPES, 64), factors(SHAPES, 3, 2)
+    expected = sketches([(a[:, :1], b[:, :1]) for a, b in pairs], spec)
+    for a, b in pairs:
+        a[:, 1] *= 1e6
+        b[:, 1] = 0
+    assert torch.equal(sketches(pairs, spec), expected)
+    pairs[0][0][0, 1, 0], pairs[0][0][1, 1, 0] = torch.inf, torch.nan
+    found = sketches(pairs, spec)
+    assert found[:2].isnan().all()
+    assert torch.equal(found[2], expected[2])
+
+
+def test_pairs_are_counted_and_squared_by_torch_as_by_the_kernels():
+    """What runs on a GPU: exactly, with sums of small integers and no scale."""
+    spec, generator = spec_of(SHAPES, 64), torch.Generator().manual_seed(1)
+    for number, (n0, n1) in enumerate(SHAPES):
+        a, b = (torch.randint(-3, 4, (5, n), generator=generator).float() for n in (n0, n1))
+        scales = torch.ones(5, 2)
+        counted = [_pairs(spec, number, a, b, scales, kernel) for kernel in (True, False)]
+        assert torch.equal(*counted)
+        sums = [torch.zeros(1, 64, dtype=torch.complex128) for _ in counted]
+        for into, kernel in zip(sums, (True, False), strict=True):
+            _add_squares(into, counted[0].unsqueeze(0), kernel)
+        assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("proj_dim", [37, 256])

@@ -1,8 +1,10 @@
 """A bad checkpoint stops the job that reads it, with one message; none of its code runs."""
 
 import argparse
+import os
 import pickle
 import re
+import time
 import zipfile
 from functools import partial
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 import yaml
 from pipeline import features_spec
-from refusals import GOOD, STUDY, message, refuse, save_weights
+from refusals import GOOD, STUDY, check, message, refuse, save_weights
+from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
@@ -269,3 +272,14 @@ def test_a_malicious_checkpoint_is_refused_without_running(workspace, tmp_path):
     output = workspace.fail("scores", text=text)
     assert re.search(r"Error: evil\.pt: a checkpoint must be a state dict", output)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_checkpoint_from_the_future(workspace):
+    """Snakemake would compute, and then delete the output for its older time."""
+    path = workspace.path("c0.pt")
+    ahead = time.time() + 1000
+    os.utime(path, (ahead, ahead))
+    with refused("config.future", "c0.pt", re.compile(r"(?<=that is )(1000|999)")):
+        check(workspace, {})
+    os.utime(path)
+    check(workspace, {})

@@ -179,3 +179,21 @@ def test_a_second_snakemake_in_the_folder_is_refused(study):
     assert study.run("results/features/c0/few.h5") == {}
     with open_artifact(study.path("results/features/c0/few.h5"), FEATURES) as features:
         assert features.spec["projection"]["seed"] == 1
+
+
+def test_two_runs_with_one_results_folder(study, tmp_path):
+    """Each in a folder of its own, so that Snakemake's own lock is not in the way."""
+    study.config["projection"]["seed"] = 1
+    other = study.copy(tmp_path / "other")
+    other.config["results"] = str(study.path("results"))
+    first = Running(study, "results/features/c0/few.h5")
+    job = first.next_job("compute_features")
+    job.suspend()
+    target = f"{other.config['results']}/features/c0/few.h5"
+    output = other.fail(target)
+    assert re.search(r"Error: /.*/study/results: a results folder must be written", output)
+    assert "Traceback" not in output
+    other.would_run(target)  # which writes nothing
+    job.resume()
+    assert first.finish() == 0, first.output
+    assert other.run(target) == {}

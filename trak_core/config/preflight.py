@@ -10,6 +10,7 @@ import os
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from trak_core.system.files import read_record, write_record
 _RECORD = "study.json"
 # What the record keeps of the model: entries to differentiate, and size of all that it holds.
 _MODEL = ("n_params", "model_bytes")
+# Clocks of this machine and of a file server differ by so much without harm.
+_SKEW_SECONDS = 2
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
@@ -81,6 +84,20 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
             code="config.missing_ground_truth",
+        )
+    for path in [*own, *([truth] if truth is not None and "://" not in truth else [])]:
+        _refuse_future(Path(path))
+
+
+def _refuse_future(file: Path) -> None:
+    """Refuse a file that was written later than now: Snakemake would delete what is made of it."""
+    ahead = file.stat().st_mtime - time.time()
+    if ahead > _SKEW_SECONDS:
+        raise InputError(
+            f"{file}: a file must have been written in the past. Found a time that is {ahead:.0f} "
+            "s from now: Snakemake would delete what a job makes of it. Mend the clock of the "
+            f"machine that wrote it, or of this one; or call `touch {file}`.",
+            code="config.future",
         )
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,8 @@ def choose_method(
 
     One pass for all samples is compared with plain autograd, a sample at a time. Where one pass
     cannot take the model, a sample alone is compared with a sample beside a copy of itself. If two
-    ways disagree, finite differences in float64 say which is right.
+    ways disagree, finite differences in float64 say which is right. If they agree in float64, both
+    are: float32 rounded a number to the other side of a ReLU's 0, say.
 
     Returns:
         ``gradients_at_once``; ``gradients_in_turn`` where it cannot tell samples apart, or there is
@@ -100,15 +102,18 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
         difference = _difference((*given[:3], given[3].rows(slice(0, 1))), gradients_at_once)
     if difference is None:
         return gradients_at_once, None
+    slower = "with the same numbers but slower"
     if difference == math.inf:
-        reason, is_alone_right = "gives NaN or infinity where autograd doesn't", True
+        reason = "gives NaN or infinity where autograd doesn't"
     else:
-        is_alone_right, why = _is_alone_right(given, gradients_at_once)
-        if is_alone_right is False:
+        right, why = _which_is_right(given, gradients_at_once)
+        if right is _Right.METHOD:
             notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
             return gradients_at_once_or_with_copies, notice
         reason = f"differs from autograd by {difference:.1g} of the largest entry; {why}"
-    slower = "with the same numbers but slower" if is_alone_right else "which is slower"
+        if right is _Right.BOTH:
+            return gradients_at_once, f"one backward pass for all samples {reason}."
+        slower = slower if right is _Right.AUTOGRAD else "which is slower"
     notice = f"{_CANNOT_TAKE} {reason}. Gradients are computed one sample at a time, {slower}."
     return gradients_one_by_one, notice
 
@@ -121,7 +126,7 @@ def _alone_or_beside_copies(given: _Given, reason: str) -> tuple[GradientMethod,
     except Exception:
         # A model that takes no batch is compared with nothing.
         difference = None
-    if difference is not None and _is_alone_right(given, gradients_with_copies)[0] is False:
+    if difference is not None and _which_is_right(given, gradients_with_copies)[0] is _Right.METHOD:
         wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
         return gradients_with_copies, f"{notice} which is slower. And {wrong}."
     return _in_turn_or_plain(given), f"{notice} with the same numbers but slower."
@@ -158,25 +163,34 @@ def _digest(given: _Given, method: GradientMethod) -> Digest:
     return digest
 
 
-def _is_alone_right(given: _Given, method: GradientMethod) -> tuple[bool | None, str]:
-    """Say whether autograd is right for a sample alone, rather than a method that disagrees.
+class _Right(Enum):
+    """Which of two ways that disagree is right: autograd for a sample alone, or another method."""
 
-    Returns:
-        True or False, None if that can't be said; and why, in words.
-    """
+    AUTOGRAD = auto()
+    METHOD = auto()
+    BOTH = auto()  # up to rounding
+    UNKNOWN = auto()
+
+
+def _which_is_right(given: _Given, method: GradientMethod) -> tuple[_Right, str]:
+    """Return which is right, autograd for a sample alone or a method, and why, in words."""
     try:
         twin = Twin.of(*given)
         in_float64 = twin.model, twin.parameters, twin.output, twin.pair
         digests = [_digest(in_float64, one) for one in (method, gradients_one_by_one)]
         difference = digests[0].difference(digests[1])
         if not difference > twin.allowed():
-            return None, f"in float64 by {difference:.1g}, so that it is a matter of rounding"
+            # A formula that loses digits would lose as many of float64's.
+            why = f"in float64 by {difference:.1g}, so that it is a matter of rounding"
+            return (_Right.UNKNOWN if math.isnan(difference) else _Right.BOTH), why
         number = twin.which_is_right(*digests)
     except Exception as error:
-        return None, f"finite differences could not say which is right ({_in_short(error)})"
+        why = f"finite differences could not say which is right ({_in_short(error)})"
+        return _Right.UNKNOWN, why
     if number is None:
-        return None, "finite differences in float64 agree with neither"
-    return number == 1, "finite differences in float64 agree with autograd"
+        return _Right.UNKNOWN, "finite differences in float64 agree with neither"
+    right = _Right.AUTOGRAD if number == 1 else _Right.METHOD
+    return right, "finite differences in float64 agree with autograd"
 
 
 def _remedy(model: nn.Module) -> str:
@@ -247,8 +261,8 @@ def gradients_at_once(
     def one_pass(keep_graph: bool) -> list[Tensor]:
         with differentiating(model, parameters.values()):
             outputs = output.read(batch.given_to(model))
-            beside = beside_gradients(output, outputs, batch.labels)
             values = over_samples(output.value, outputs, batch.labels)
+            beside = beside_gradients(output, outputs, batch.labels, values)
         del outputs
         check_graph(values)
         with torch.no_grad(), memory_formats_kept_apart(values):
@@ -364,7 +378,7 @@ def _in_turn(
             stack.enter_context(memory_formats_kept_apart(f))
             torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
             taker.finish()
-        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0])))
+        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 

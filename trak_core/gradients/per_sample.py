@@ -4,7 +4,6 @@ import contextlib
 import fnmatch
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.model_outputs.model_output import ModelOutput, detached, over_samples
+from trak_core.model_outputs.model_output import ModelOutput, OfValue, detached, over_samples
 
 
 def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
@@ -51,18 +50,34 @@ class PerSample:
         return as_blocks(self.gradients.values())
 
 
-def beside_gradient(output: ModelOutput, outputs: Any, label: Tensor) -> tuple[Tensor, ...]:
-    """Return prediction, loss weight and, if there is one, curvature of one sample."""
+def beside_gradient(
+    output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
+) -> tuple[Tensor, ...]:
+    """Return prediction, loss weight and, if there is one, curvature of one sample.
+
+    ``value`` is f, which need not be computed again for functions of it.
+    """
     functions = [output.prediction or output.value, output.loss_weight]
     if output.curvature is not None:
         functions.append(output.curvature)
-    return tuple(function(detached(outputs), label) for function in functions)
+    return tuple(
+        function.function(value.detach())
+        if isinstance(function, OfValue) and function.value is output.value
+        else function(detached(outputs), label)
+        for function in functions
+    )
 
 
-def beside_gradients(output: ModelOutput, outputs: Any, labels: Tensor) -> tuple[Tensor, ...]:
+def beside_gradients(
+    output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
+) -> tuple[Tensor, ...]:
     """Return ``beside_gradient`` of all samples, shape (batch,) each."""
+
+    def beside(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
+        return beside_gradient(output, pair[0], label, pair[1])
+
     with torch.no_grad():
-        return over_samples(partial(beside_gradient, output), detached(outputs), labels)
+        return over_samples(beside, (detached(outputs), values.detach()), labels)
 
 
 def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
@@ -191,4 +206,4 @@ def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[
     with in_evaluation_mode(model), torch.no_grad():
         outputs = output.read(batch.given_to(model))
         values = over_samples(output.value, outputs, batch.labels)
-        return [values, *beside_gradients(output, outputs, batch.labels)]
+        return [values, *beside_gradients(output, outputs, batch.labels, values)]

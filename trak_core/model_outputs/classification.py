@@ -15,10 +15,9 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
 
     Source: Park et al., "TRAK", ICML 2023, section 3.1.
     """
-    logits = at_least_float32(logits)
-    is_label = torch.arange(logits.shape[-1], device=logits.device) == label.unsqueeze(-1)
-    own = torch.where(is_label, logits, 0).sum(-1)
-    others = torch.where(is_label, -torch.inf, logits)
+    logits, place = at_least_float32(logits), label.long().unsqueeze(-1)
+    own = logits.gather(-1, place).squeeze(-1)
+    others = logits.scatter(-1, place, -torch.inf)
     return own - torch.logsumexp(others, dim=-1)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from trak_core.model_outputs.classification import margin
-from trak_core.model_outputs.model_output import IGNORED, ModelOutput, read_logits
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
 
 # Margins above it: log(1 + e) for e = exp(-margin) by its series, exact to float64's rounding.
 _CONFIDENT = 15.0
@@ -76,20 +76,16 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
     def value(logits: Tensor, labels: Tensor) -> Tensor:
         return labelled_log_odds(logits[: len(logits) - ahead], labels[ahead:])
 
-    def curvature(logits: Tensor, labels: Tensor) -> Tensor:
-        f = value(logits, labels)
-        return torch.sigmoid(f) * torch.sigmoid(-f)
-
     def tokens_right(logits: Tensor, labels: Tensor) -> Tensor:
-        predicted = logits[: len(logits) - ahead].argmax(-1)
+        predicted = logits[: len(logits) - ahead].max(-1).indices  # faster than argmax
         counted = labels[ahead:] != IGNORED
         return (counted & (predicted == labels[ahead:])).sum().float()
 
     return ModelOutput(
         read=read_logits,
         value=value,
-        loss_weight=lambda logits, labels: torch.sigmoid(-value(logits, labels)),
-        curvature=curvature,
+        loss_weight=OfValue(value, lambda f: torch.sigmoid(-f)),
+        curvature=OfValue(value, lambda f: torch.sigmoid(f) * torch.sigmoid(-f)),
         prediction=tokens_right,
         label_number=lambda labels: (labels[ahead:] != IGNORED).sum(),
         label_ndim=1,

@@ -144,6 +144,25 @@ def detached(returned: Any) -> Any:
     return pytree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, returned)
 
 
+@dataclass(frozen=True, slots=True)
+class OfValue:
+    """A function of f alone, as a function of outputs and label, for a ``ModelOutput``.
+
+    Where f of a sample is known already, it is not computed again.
+
+    Attributes:
+        value: f of outputs and label.
+        function: What this is of f, such as Q.
+    """
+
+    value: Callable[[Tensor, Tensor], Tensor]
+    function: Callable[[Tensor], Tensor]
+
+    def __call__(self, outputs: Tensor, label: Tensor) -> Tensor:
+        """Return ``function`` of f."""
+        return self.function(self.value(outputs, label))
+
+
 def read_logits(returned: object) -> Tensor:
     """Return the tensor that counts in what a model returned.
 

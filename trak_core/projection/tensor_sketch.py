@@ -2,9 +2,12 @@
 
 A gradient of a matrix that is a sum of outer products, sum_t a_t b_t^T, need not be formed to be
 sketched. Entry (i, j) goes to column bucket0[i] + bucket1[j] mod k: so the sketch of a b^T is the
-circular convolution of two count sketches, of a by the rows' buckets and signs and of b by the
-columns', and Fourier transforms turn it into a product. All products of all parameters are added up
-in the frequency domain, and one inverse transform a sample ends it.
+circular convolution of two count sketches, x of a by the rows' buckets and signs and y of b by the
+columns', and Fourier transforms turn it into a product. One transform serves both, because the
+imaginary part of (x + i y)^2, convolved with itself, is twice the convolution of x and y. The
+squares of all tokens and parameters are added up in the frequency domain, and one inverse transform
+a sample ends it. Each pair is scaled to equal norms first, so that the real part, which isn't
+wanted, is no larger than what is and brings no rounding of its own.
 
 Source: Pham and Pagh, "Fast and scalable polynomial kernels via explicit feature maps", KDD 2013.
 The buckets are balanced here (``reference.py``): entries of a row or a column shorter than k never
@@ -12,12 +15,13 @@ collide.
 """
 
 from functools import lru_cache
+from itertools import chain
 from math import log2
 
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.tensor_sketch import sides_of
+from trak_core.projection.cpu.tensor_sketch import add_squares_cpu, fill_pairs_cpu, sides_of
 from trak_core.spec import ProjectionSpec
 
 # Entries of a piece of count sketches: 2 MiB of float32, a core's own cache.
@@ -78,6 +82,55 @@ def _counted(rows: Tensor, buckets: Tensor, signs: Tensor, proj_dim: int) -> Ten
     return found
 
 
+def _scales(left: Tensor, right: Tensor) -> Tensor:
+    """Return factors, shape (b, tokens, 2), that make the norms of each pair of rows equal.
+
+    Both are zero where a row is, so that the other doesn't count, unless it isn't finite.
+    """
+    roots = torch.stack([_norms(left), _norms(right)], dim=2).sqrt_()
+    scales = roots.flip(2).div_(roots)
+    return scales.masked_fill_((roots == 0).any(2, keepdim=True), 0)
+
+
+def _norms(rows: Tensor) -> Tensor:
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(rows, dim=2, dtype=dtype).float()
+    unusual = ~((norms > 1e-18) & (norms < 1e18))  # squares that float32 doesn't hold
+    if unusual.any():
+        exact = torch.linalg.vector_norm(rows[unusual], dim=1, dtype=torch.float64)
+        norms[unusual] = exact.float()
+    return norms
+
+
+def _pairs(
+    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, scales: Tensor, by_kernel: bool
+) -> Tensor:
+    """Return x + i y of each pair of rows, shape (tokens, k), complex64, where x and y are scaled.
+
+    The kernel is for CPUs.
+    """
+    k = spec.proj_dim
+    if not by_kernel:
+        sides = zip((left, right), scales.T, sides_on(spec, left.device)[number], strict=True)
+        return torch.complex(*(_counted(x * scale[:, None], *own, k) for x, scale, own in sides))
+    assert spec.shapes is not None
+    sides = sides_of(spec)
+    own = (sides.side(number, which, n) for which, n in enumerate(spec.shapes[number]))
+    pairs = torch.empty(len(left), k, 2)
+    arrays = (tensor.detach().contiguous().numpy() for tensor in (left, right, scales))
+    fill_pairs_cpu(*arrays, *chain(*own), pairs.view(-1, 2 * k).numpy())
+    return torch.view_as_complex(pairs)
+
+
+def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
+    """Add the squares of transforms, shape (samples, tokens, k), over the tokens."""
+    if not by_kernel:
+        into += transformed.square().sum(1)
+        return
+    parts = (torch.view_as_real(tensor).flatten(-2) for tensor in (transformed, into))
+    add_squares_cpu(*(part.numpy() for part in parts))
+
+
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
     """Add values (b, m) to columns (b, m) or (m,) of rows, in an order that is always the same."""
     columns = columns.expand_as(values)
@@ -122,16 +175,14 @@ class OuterProducts:
     Attributes:
         spec: A ``tensor_sketch``.
         rows: Shape (b, k), float32: what was added outside the frequency domain.
-        spectrum: Shape (b, k // 2 + 1), complex64.
+        spectrum: Shape (b, k), complex128: sums of squares of transforms.
     """
 
     def __init__(self, spec: ProjectionSpec, n_samples: int, device: torch.device):
         """Begin with zeros."""
         self.spec = spec
         self.rows = torch.zeros(n_samples, spec.proj_dim, device=device)
-        self.spectrum = torch.zeros(
-            n_samples, spec.proj_dim // 2 + 1, dtype=torch.complex64, device=device
-        )
+        self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
         """Add sum_t left[b, t] right[b, t]^T.
@@ -141,10 +192,8 @@ class OuterProducts:
             left: Shape (b, tokens, n0).
             right: Shape (b, tokens, n1).
         """
-        k = self.spec.proj_dim
-        sides = sides_on(self.spec, left.device)[number]
         n_samples, n_tokens = left.shape[:2]
-        most = max(1, _PIECE // k)
+        most = max(1, _PIECE // self.spec.proj_dim)
         if n_tokens > most:  # of a sample some tokens at a time
             pieces = [
                 (slice(b, b + 1), slice(t, t + most))
@@ -154,13 +203,13 @@ class OuterProducts:
         else:
             step = max(1, most // max(1, n_tokens))
             pieces = [(slice(b, b + step), slice(None)) for b in range(0, n_samples, step)]
-        for samples, tokens in pieces:
-            one, other = (
-                torch.fft.rfft(_counted(side[samples, tokens].flatten(0, 1), *own, k))
-                for side, own in zip((left, right), sides, strict=True)
-            )
-            into = self.spectrum[samples]
-            into += one.mul_(other).unflatten(0, (len(into), -1)).sum(1)
+        scales, by_kernel = _scales(left, right), left.device.type == "cpu"
+        for part in pieces:
+            a, b = (side[part].flatten(0, 1).float() for side in (left, right))
+            own = scales[part]
+            pairs = _pairs(self.spec, number, a, b, own.flatten(0, 1), by_kernel)
+            transformed = torch.fft.fft(pairs).view(*own.shape[:2], -1)
+            _add_squares(self.spectrum[part[0]], transformed, by_kernel)
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
         """Add sum_t e_indices[b, t] right[b, t]^T, e_i the unit vectors.
@@ -177,4 +226,4 @@ class OuterProducts:
 
     def total(self) -> Tensor:
         """Return the sketches, shape (b, k), float32."""
-        return self.rows + torch.fft.irfft(self.spectrum, n=self.spec.proj_dim)
+        return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()

@@ -46,6 +46,30 @@ def _delete_leftovers(path: Path, prefix: str) -> None:
             partial.unlink(missing_ok=True)
 
 
+def hold_results(results: Path) -> None:
+    """Refuse a results folder that another run is writing to; until it ends, it is this process's.
+
+    The system lets go of it however the process ends. Where a disk knows no such locks, as some
+    network disks don't, nothing is refused.
+    """
+    import fcntl  # Only here: Windows has none.
+
+    results.mkdir(parents=True, exist_ok=True)
+    file = os.open(results / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise InputError(
+            f"{results}: a results folder must be written to by one run at a time. Found another "
+            "one, which may have begun in another folder. Wait for it to end, or name another "
+            "folder under `results`.",
+            code="config.results_in_use",
+        ) from error
+    except OSError:
+        os.close(file)
+
+
 def does_not_fit(path: Path, reason: str) -> InputError:
     """Return the error of a file that its disk did not take."""
     free = shutil.disk_usage(path.parent).free // 2**20

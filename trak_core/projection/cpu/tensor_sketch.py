@@ -1,4 +1,4 @@
-"""Tensor sketches on a CPU: buckets and signs of every side, and formed gradients added to them."""
+"""Tensor sketches on a CPU: buckets and signs, count sketches of factors, and formed gradients."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 
 _TAG = ProjectionKind.TENSOR_SKETCH.tag
 _BLOCK = 128  # coordinates put into lanes at once
+_FREQUENCIES = 512  # complex numbers whose squares are summed at once
 _FLUSH = 32  # additions a column, on average, after which the sums go into the total
 
 
@@ -111,3 +112,49 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
             flush(total, sums)
     flush(total, sums)
     fill_from_lanes(out, total)
+
+
+@compiled
+def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out):
+    """Write count sketches of both factors of each token, one beside the other.
+
+    Args:
+        left: Shape (tokens, n0), float32.
+        right: Shape (tokens, n1), float32.
+        scales: What each token's factors are multiplied by first, shape (tokens, 2), float32.
+        bucket0: Buckets of left's columns, as in ``Sides``.
+        sign0: Signs of left's columns.
+        bucket1: Buckets of right's columns.
+        sign1: Signs of right's columns.
+        out: Shape (tokens, 2 k), float32: entries of left's and of right's sketch in turn.
+    """
+    for t in range(len(left)):
+        row = out[t]
+        row[:] = 0
+        scale0, scale1 = scales[t]
+        for i in range(left.shape[1]):
+            row[2 * bucket0[i]] += sign0[i] * (left[t, i] * scale0)
+        for j in range(right.shape[1]):
+            row[2 * bucket1[j] + 1] += sign1[j] * (right[t, j] * scale1)
+
+
+@compiled
+def add_squares_cpu(numbers, out):
+    """Add the squares of complex numbers, real and imaginary parts in turn, over the tokens.
+
+    Args:
+        numbers: Shape (samples, tokens, 2 k), float32.
+        out: Shape (samples, 2 k), float64; added to.
+    """
+    sums = np.empty(2 * _FREQUENCIES, np.float32)
+    for b in range(len(numbers)):
+        for first in range(0, out.shape[1], 2 * _FREQUENCIES):
+            own = out[b, first : first + 2 * _FREQUENCIES]
+            sums[:] = 0
+            for t in range(numbers.shape[1]):
+                part = numbers[b, t, first : first + 2 * _FREQUENCIES]
+                for f in range(len(own) // 2):
+                    real, imaginary = part[2 * f], part[2 * f + 1]
+                    sums[2 * f] += real * real - imaginary * imaginary
+                    sums[2 * f + 1] += np.float32(2) * real * imaginary
+            own += sums[: len(own)]
