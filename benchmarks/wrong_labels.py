@@ -15,8 +15,9 @@ there are wrong ones. Intervals are 95 % bootstrap intervals over draws and samp
 Then, on the first draw: the scores by annotator; accuracy and loss of the test digits where models
 are trained without the first suspects, without as many random digits, and on everything; and of the
 test digits of three classes, 3, 5 and 8, where models are trained on 5 % of the digits alone: those
-with the largest scores for the held-out digits of these classes (`select`), random ones, random
-ones of these classes, and those of the largest mean cosine of embeddings.
+that the held-out digits of these classes take in turn (`select`), those of the largest mean scores
+for them, random ones, random ones of these classes, and those of the largest mean cosine of
+embeddings.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from torch.utils.data import ConcatDataset, Subset
 from trak_core.config.job_specs import specs_of
 from trak_core.evaluation.correlations import auc
 from trak_core.evaluation.retrained_lists import mean_interval
+from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
@@ -312,6 +314,17 @@ def _proof(folder: Path, study: ModuleType) -> None:
         print(_compared(study, chosen, asked).to_string(index=False), flush=True)
 
 
+def _top_influences(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return what a scores file's table has for these targets: each one's 20 largest scores."""
+    tables = [
+        pd.DataFrame({"target_id": name, "train_id": best.index, "score": best.to_numpy()}).assign(
+            rank=range(1, len(best) + 1)
+        )
+        for name, best in ((name, scores[name].nlargest(20)) for name in scores)
+    ]
+    return pd.concat(tables, ignore_index=True)
+
+
 def _selection(folder: Path, study: ModuleType) -> None:
     """Print what models trained on 5 % of the digits make of three classes."""
     data, (images, labels) = study.train_data(), study.target_data().tensors
@@ -319,7 +332,10 @@ def _selection(folder: Path, study: ModuleType) -> None:
     is_few = np.isin(labels.numpy(), _CLASSES)
     held, test = (np.flatnonzero(is_few & (parts == part)) for part in ("held", "test"))
     scores: Any = pd.read_hdf(folder / "results/scores/held.h5", "scores")
-    best = np.argsort(-scores[held.tolist()].mean(axis=1).to_numpy(), kind="stable")
+    scores = scores[held.tolist()]
+    means = scores.mean(axis=1).to_numpy()
+    train = pd.DataFrame({"id": scores.index, "help": means, "harm": 0.0})
+    top = _top_influences(scores)
     both = zip(
         _embeddings(folder, data.tensors[0], study),
         _embeddings(folder, images[held], study),
@@ -329,17 +345,21 @@ def _selection(folder: Path, study: ModuleType) -> None:
     near = np.argsort(-cosines, kind="stable")
     of_classes = np.flatnonzero(np.isin(data.tensors[1].numpy(), _CLASSES))
     size = round(_PART * len(data))
+    in_turn = best_in_turn(train, top, _PART)["id"].to_numpy()
+    largest = np.argsort(-means, kind="stable")[:size]
 
     def drawn(rows: np.ndarray) -> Callable[[int], np.ndarray]:
         return lambda draw: np.random.default_rng([9, draw]).permutation(rows)[:size]
 
     chosen = {
-        "select": lambda draw: best[:size],
+        "select": lambda draw: in_turn,
+        "largest mean scores": lambda draw: largest,
         "random": drawn(np.arange(len(data))),
         "random of these classes": drawn(of_classes),
         "embedding cosine": lambda draw: near[:size],
     }
-    print(f"select: {np.bincount(data.tensors[1].numpy()[best[:size]])} of each label")
+    for name, rows in (("select", in_turn), ("largest mean scores", largest)):
+        print(f"{name}: {np.bincount(data.tensors[1].numpy()[rows])} of each label")
     print(_compared(study, chosen, test).to_string(index=False), flush=True)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trak_core.scoring.lists import by_score, copies, nearest, suspects
+from trak_core.scoring.lists import best_in_turn, copies, most_harmful, nearest, suspects
 from trak_core.scoring.scores import Extremes, harmed_class, help_and_harm
 from trak_core.system.files import write_csv
 
@@ -61,10 +61,21 @@ def test_suspects_are_ordered_by_harm(train):
     assert "suggested_label" not in suspects(train.drop(columns="harmed_label"))
 
 
-def test_the_best_and_those_to_drop(train):
-    best = by_score(train, best=True, fraction=0.3)
-    assert best[["id", "rank", "score"]].to_numpy().tolist() == [["b", 1, 1.0], ["d", 2, 0.0]]
-    assert by_score(train, best=False)["id"].tolist() == ["c", "a"]
+def test_those_to_drop_harm_on_the_whole(train):
+    rows = most_harmful(train)
+    assert rows[["id", "rank", "score"]].to_numpy().tolist() == [["c", 1, -2.5], ["a", 2, -1.0]]
+
+
+def test_targets_take_the_best_in_turn(train):
+    """Target 8 finds b taken and takes d; then nobody's samples are left, and scores decide."""
+    of_seven = [(7, 1, "b", 2.0), (7, 2, "d", 1.0), (7, 1, "c", -3.0)]
+    rows = [*of_seven, (8, 1, "b", 0.5), (8, 2, "d", 0.25), (8, 3, "a", -0.5)]
+    top = pd.DataFrame(rows, columns=["target_id", "rank", "train_id", "score"])
+    table = best_in_turn(train, top.sample(frac=1, random_state=0).sort_values("target_id"), 1.0)
+    assert table[["id", "rank"]].to_numpy().tolist() == [["b", 1], ["d", 2], ["a", 3], ["c", 4]]
+    assert table["score"].tolist() == [1.0, 0.0, -1.0, -2.5]
+    assert best_in_turn(train, top, 0.3)["id"].tolist() == ["b", "d"]
+    assert best_in_turn(train, top, 0.01)["id"].tolist() == ["b"]
 
 
 @pytest.mark.parametrize("block", [1, 4, 100])

@@ -1,6 +1,6 @@
 """Rank training samples for a reader to act on: wrong labels, harm, the best of them, copies."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pandas as pd
@@ -49,22 +49,63 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     return _ranked(table, order, **columns, harm=harm, help=help_)
 
 
-def by_score(train: pd.DataFrame, *, best: bool, fraction: float = 1.0) -> pd.DataFrame:
-    """Return the training samples that push targets up most, or down most, on the whole.
+def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
+    """Return the training samples that push targets down on the whole, most harmful first.
 
     Args:
         train: The table ``train`` of a scores file.
-        best: Whether those come first that push up; if not, only samples whose mean score is below
-            0 are in the list, lowest first.
-        fraction: The part of all samples that is taken of the best, rounded up.
+
+    Returns:
+        Columns id, rank, ``score`` (the mean over targets, below 0 for each sample), and those of
+        ``train``.
+    """
+    score = _mean_score(train)
+    order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
+    return _ranked(train.drop(columns="harmed_label", errors="ignore"), order, score=score)
+
+
+def best_in_turn(
+    train: pd.DataFrame, top_influences: pd.DataFrame, fraction: float
+) -> pd.DataFrame:
+    """Return the training samples that help targets most, for which the targets take turns.
+
+    In their turn, each takes the best of its top influences that nobody has taken, if there is one
+    that pushes it up. So no kind of target is left out, as it would be if the samples with the
+    largest mean scores were taken, which can be much alike. Where all top influences are taken, the
+    largest mean scores follow.
+
+    Args:
+        train: The table ``train`` of a scores file.
+        top_influences: Its table ``top_influences``.
+        fraction: The part of all training samples that is taken, rounded up.
 
     Returns:
         Columns id, rank, ``score`` (the mean over targets), and those of ``train``.
     """
-    score = train["help"].to_numpy(dtype=np.float64) - train["harm"].to_numpy(dtype=np.float64)
-    order = np.argsort(-score if best else score, kind="stable")
-    kept = int(np.ceil(fraction * len(train))) if best else int((score < 0).sum())
-    return _ranked(train.drop(columns="harmed_label", errors="ignore"), order[:kept], score=score)
+    score = _mean_score(train)
+    row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
+    is_up = top_influences["score"] > 0
+    ups = top_influences.loc[is_up, ["target_id", "rank", "train_id"]]
+    choices = ups.sort_values("rank", kind="stable").groupby("target_id", sort=False)["train_id"]
+    queues = [iter([row_of[i] for i in own]) for _, own in choices]
+    taken: dict[int, None] = {}
+    while queues:
+        # A target that has found nothing left takes no further turn.
+        queues = [queue for queue in queues if _take_next(queue, taken)]
+    order = [*taken, *(row for row in np.argsort(-score, kind="stable") if row not in taken)]
+    kept = np.array(order[: int(np.ceil(fraction * len(train)))])
+    return _ranked(train.drop(columns="harmed_label", errors="ignore"), kept, score=score)
+
+
+def _take_next(queue: Iterator[int], taken: dict[int, None]) -> bool:
+    row = next((row for row in queue if row not in taken), None)
+    if row is not None:
+        taken[row] = None
+    return row is not None
+
+
+def _mean_score(train: pd.DataFrame) -> np.ndarray:
+    return train["help"].to_numpy(dtype=np.float64) - train["harm"].to_numpy(dtype=np.float64)
 
 
 def nearest(

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import pandas as pd
-
 from trak_core.artifacts import SCORES, SELF_INFLUENCE, check_same, open_artifact
-from trak_core.scoring.lists import by_score, suspects
+from trak_core.scoring.lists import best_in_turn, most_harmful, suspects
 from trak_core.system.files import write_csv
 
 
@@ -25,26 +23,22 @@ def write_list(
     a file with one more column for ``suspects``.
     """
     with open_artifact(scores, SCORES) as file:
-        train = file.table("train")
+        train, top_influences = file.table("train"), file.table("top_influences")
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
             own = file.table("train")
         ids = train["id"].tolist(), own["id"].tolist()
         check_same("training samples", *ids, path, SELF_INFLUENCE.rule)
         train["self_influence"] = own["self_influence"]
-    rows = suspects(train) if kind == "suspects" else _by_score(train, kind, fraction)
-    write_csv(listed, rows)
     if kind == "suspects":
+        rows = suspects(train)
         n_looks = rows["worth_a_look"].to_numpy().sum()
-        print(
-            f"{n_looks} of {len(rows)} training samples push targets down more than up: look at "
-            "these first, in their order."
-        )
-
-
-def _by_score(train: pd.DataFrame, kind: str, fraction: float) -> pd.DataFrame:
-    is_select = kind == "select"
-    rows = by_score(train, best=is_select, fraction=fraction)
-    of = "push targets up most" if is_select else "push targets down on the whole"
-    print(f"{len(rows)} of {len(train)} training samples {of}.")
-    return rows
+        said = "push targets down more than up: look at these first, in their order"
+    elif kind == "select":
+        rows = best_in_turn(train, top_influences, fraction)
+        n_looks, said = len(rows), "are what targets take in turn"
+    else:
+        rows = most_harmful(train)
+        n_looks, said = len(rows), "push targets down on the whole"
+    write_csv(listed, rows)
+    print(f"{n_looks} of {len(train)} training samples {said}.")
