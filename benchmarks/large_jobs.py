@@ -3,11 +3,11 @@
     python benchmarks/large_jobs.py 471M long --rounds 3
 
 `471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
-the look before any job (`trak run -n`), and the features of the text, from the start of Python to
-its end. `long` is a Llama of width 256 and two layers in float32 with a vocabulary of 128,256, and
-one text of 1,024 tokens. `loads` is a process that imports torch and transformers and ends, to
-compare with. Times are CPU seconds of a process and all that it started; memory is the largest
-resident size of any of them. Prints a Markdown table.
+the look before any job (`trak run -n`), the model with its weights alone (`load`), and the features
+of the text, from the start of Python to its end. `long` is a Llama of width 256 and two layers in
+float32 with a vocabulary of 128,256, and one text of 1,024 tokens. `loads` is a process that
+imports torch and transformers and ends, to compare with. Times are CPU seconds of a process and all
+that it started; memory is the largest resident size of any of them. Prints a Markdown table.
 
 It runs on the package that it is started with, so that two checkouts can be measured in turn.
 """
@@ -87,6 +87,19 @@ compute_features(
 )
 """
 
+LOAD = """\
+import json, sys
+from pathlib import Path
+import torch
+from trak_core.system.job import keep_freed, quiet_libraries
+quiet_libraries()
+keep_freed()
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.spec import FeaturesSpec
+spec = FeaturesSpec(**json.loads(sys.argv[1]))
+LoadedModel.load(Path("study.py"), Path("model"), spec, torch.device("cpu"))
+"""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -134,7 +147,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--memory-mb", type=int, default=1000, help="compute.memory_mb")
     parser.add_argument("--folder", type=Path, help="keep models and results here")
-    parser.add_argument("--jobs", nargs="+", default=["loads", "start", "features"])
+    parser.add_argument("--jobs", nargs="+", default=["loads", "start", "load", "features"])
     arguments = parser.parse_args()
     spec = {
         "model_output": "language_modelling",
@@ -157,6 +170,7 @@ def main() -> None:
             jobs = {
                 "loads": [sys.executable, "-c", "import torch, transformers.models.llama"],
                 "start": [here, "run", "config.yaml", "-n"],
+                "load": [sys.executable, "-c", LOAD, json.dumps(spec)],
                 "features": [
                     *(sys.executable, "-c", JOB, json.dumps(spec), str(arguments.memory_mb))
                 ],

@@ -20,17 +20,18 @@ ones of these classes, and those of the largest mean cosine of embeddings.
 """
 
 import argparse
+import importlib
 import importlib.util
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from cleanlab.rank import get_label_quality_scores
 from machine import environment, write_csv
 from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
@@ -198,7 +199,8 @@ def _cleanlab(study: ModuleType, *, with_held_out: bool) -> np.ndarray:
         )
         with torch.no_grad():
             probabilities[own] = model(images[own]).softmax(1).double().numpy()
-    return -get_label_quality_scores(labels.numpy(), probabilities, method="normalized_margin")
+    quality = importlib.import_module("cleanlab.rank").get_label_quality_scores
+    return -quality(labels.numpy(), probabilities, method="normalized_margin")
 
 
 def _rankings(folder: Path, study: ModuleType) -> Draw:
@@ -243,9 +245,8 @@ def _rows(draws: list[Draw]) -> list[Row]:
         Row(
             name,
             trainings[j],
-            *whole[:, j],
-            *(ours[0, j], low[0, j], high[0, j]),
-            *(ours[1, j], low[1, j], high[1, j]),
+            *(float(whole[i, j]) for i in range(2)),
+            *(float(part[i, j]) for i in range(2) for part in (ours, low, high)),
         )
         for j, name in enumerate(names)
     ]
@@ -317,7 +318,7 @@ def _selection(folder: Path, study: ModuleType) -> None:
     parts = np.array(study.target_columns()["part"])
     is_few = np.isin(labels.numpy(), _CLASSES)
     held, test = (np.flatnonzero(is_few & (parts == part)) for part in ("held", "test"))
-    scores = pd.read_hdf(folder / "results/scores/held.h5", "scores")
+    scores: Any = pd.read_hdf(folder / "results/scores/held.h5", "scores")
     best = np.argsort(-scores[held.tolist()].mean(axis=1).to_numpy(), kind="stable")
     both = zip(
         _embeddings(folder, data.tensors[0], study),
@@ -338,6 +339,7 @@ def _selection(folder: Path, study: ModuleType) -> None:
         "random of these classes": drawn(of_classes),
         "embedding cosine": lambda draw: near[:size],
     }
+    print(f"select: {np.bincount(data.tensors[1].numpy()[best[:size]])} of each label")
     print(_compared(study, chosen, test).to_string(index=False), flush=True)
 
 
@@ -359,7 +361,7 @@ def main() -> None:
             print(f"draw {number}: {one.is_wrong.sum()} wrong labels, AUC {aucs}")
             if number == 0:
                 for table in ("groups", "differences"):
-                    shown = pd.read_hdf(folder / "results/groups/held.h5", table)
+                    shown: Any = pd.read_hdf(folder / "results/groups/held.h5", table)
                     print(shown.to_string(index=False), flush=True)
         rows = _rows(draws)
         print(pd.DataFrame(rows).to_string(index=False), flush=True)

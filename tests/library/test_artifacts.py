@@ -71,6 +71,17 @@ def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
         assert file.attrs["encoding-version"] == 1
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1025, 65), (3000, 64), (2049, 129), (10, 1000)])
+def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
+    """65 columns took the room of 128."""
+    with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
+        values = file.matrix("features", range(n), range(m), chunks=(1024, 64))
+        values[:] = 1
+        assert all(chunk <= most for chunk, most in zip(values.chunks, (1024, 64), strict=True))
+        stored, most = values.id.get_storage_size(), 1.05 * values.nbytes
+        assert stored <= most + 8 * np.prod(np.ceil(np.divide((n, m), values.chunks)))
+
+
 LISTS = {
     "checkpoints": [{"id": f"checkpoint-{i}", "sha256": f"{i:064x}"} for i in range(5000)],
     "targets": [*range(4000), "a", "bb", "ccé"],

@@ -280,6 +280,12 @@ def test_loss_is_minus_what_the_model_returns_and_its_weight_is_one():
     assert LOSS.loss_weight(torch.tensor([2.5]), torch.tensor(1)) == 1
 
 
+def test_logits_in_pieces_serve_what_joins_tokens_alone():
+    """A sum of log-odds is no function of the joint log-odds that such a model returns."""
+    joining = {name for name in CASES if CASES[name][0].joins_tokens}
+    assert joining == {"language", "masked", "from a source"}
+
+
 def test_labels_of_another_number_than_the_logits_are_refused():
     with refused("model_outputs.labels", "(3,)", "(5,)"):
         MULTI_LABEL.value(torch.zeros(3), LABELS)

@@ -11,6 +11,7 @@ from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
+from trak_core.model.loaded_model import _move
 from trak_core.model.unset_weights import without_drawing
 from trak_core.study.checkpoints import load_checkpoint, read_state_dict
 from trak_core.study.read_tensors import read_shapes, stream_tensors
@@ -176,6 +177,18 @@ def test_a_model_that_uses_what_it_draws_has_it(quirk):
         assert torch.equal(value, other), name
     for value, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert torch.equal(value, other)
+
+
+class TooLarge(nn.Linear):
+    """What a GPU says that has less memory."""
+
+    def _apply(self, fn, recurse=True):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 MiB.")
+
+
+def test_a_model_larger_than_its_device_is_refused():
+    with refused("study.model_size", 2, "cuda:0"):
+        _move(TooLarge(1024, 512, bias=False), torch.device("cuda:0"))
 
 
 JOB = """

@@ -216,7 +216,10 @@ def test_words_that_nobody_gave(trained, tmp_path):
         study_file=study.path,
         code="code",
     )
-    assert f"the number that {name} returns" in (tmp_path / "a.html").read_text()
+    answer = (tmp_path / "a.html").read_text()
+    assert f"the number that {name} returns" in answer
+    assert re.findall(r'"also": ?"([^"]*)"', answer) != []
+    assert set(re.findall(r'"also": ?"([^"]*)"', answer)) == {""}
 
 
 class Pair(nn.Module):

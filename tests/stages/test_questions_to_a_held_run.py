@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from few_words import write
+from PIL import Image
 from pipeline import read_scores, run_config
 from refused import refused
 from workspace import REPOSITORY
@@ -238,6 +239,16 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     assert "line 2: A line must have the fields" in err
 
 
+def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HeldRun, "load", stopped)
+    with pytest.raises(SystemExit) as ended:
+        main(["ask", "mine.yaml", "--target", "2"])
+    assert ended.value.code == 130
+
+
 def test_a_reader_that_goes_away_is_no_error(here):
     reading, writing = os.pipe()
     os.close(reading)
@@ -283,6 +294,59 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     (results / "normal_matrix/other.h5").unlink()
     with refused("queries.not_finished", "other.h5"):
         check()
+
+
+NETS = """
+from torch import nn
+
+def net(n=1):
+    return nn.Sequential(nn.Flatten(), nn.Linear({0}, n))
+"""
+
+
+def make_table(folder):
+    """Rows of two numbers, whose sum was learned."""
+    rows = [{"id": f"r{i}", "a": i / 10, "b": i % 7, "price": i + 0.5} for i in range(20)]
+    pd.DataFrame(rows).to_csv(folder / "train.csv", index=False)
+    write(folder / "asked.jsonl", [{"a": 0.3, "b": 2, "price": 4.5}])
+    arguments = {"table": "train.csv", "label": "price"}
+    return {"study": "tabular", "model_output": "regression"}, arguments, 2, 1
+
+
+def make_images(folder):
+    """Small pictures of two kinds; one more to ask about."""
+    pixels = np.random.default_rng(0).integers(0, 256, (13, 4, 4, 3), dtype=np.uint8)
+    for i, image in enumerate(pixels):
+        path = folder / (f"train/{'cat' if i % 2 else 'dog'}/{i}.png" if i < 12 else "new.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    write(folder / "asked.jsonl", [{"path": "new.png", "label": "cat", "id": "new"}])
+    return {"study": "image_folder"}, {"images": "train"}, 48, 2
+
+
+@pytest.mark.parametrize("make", [make_table, make_images])
+def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatch, capsys, make):
+    config, arguments, n_inputs, n_outputs = make(tmp_path)
+    (tmp_path / "nets.py").write_text(NETS.format(n_inputs))
+    weights = {"1.weight": torch.randn(n_outputs, n_inputs), "1.bias": torch.zeros(n_outputs)}
+    torch.save(weights, tmp_path / "c0.pt")
+    config |= {
+        "study_arguments": {**arguments, "model": "nets.py:net"},
+        "checkpoints": {"c0": "c0.pt"},
+        "experiments": {"asked": {"data": "asked.jsonl"}},
+        "projection": {"proj_dim": 16},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    results = run_config(tmp_path / "mine.yaml")
+    scores = read_scores(results / "scores/asked.h5").iloc[:, 0]
+    monkeypatch.chdir(tmp_path)
+    line = json.loads((tmp_path / "asked.jsonl").read_text())
+    assert close(trak_core.open("results").ask(line), scores)
+    main(["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html", "--top", "1"])
+    assert f"train {scores.idxmax()}" in capsys.readouterr().out
+    page = (tmp_path / "out.html").read_text()
+    assert ("data:image/png" in page) == (make is make_images)
+    sys.modules.pop("nets")
 
 
 def test_what_the_command_does_not_take(here):

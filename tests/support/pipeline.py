@@ -5,10 +5,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pandas as pd
+import yaml
 from workspace import REPOSITORY
 
 from trak_core.config.job_specs import specs_of, targets_digest
 from trak_core.config.read_config import read_config, record_config
+from trak_core.config.ready_made import with_ready_study
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import EXACT, TRAIN, FeaturesSpec, ScoresSpec, curvature_power
 from trak_core.stages.average_scores import average_scores
@@ -178,6 +180,7 @@ def run_config(config_file: Path) -> Path:
     """
     schema = REPOSITORY / "workflow/schemas/config.schema.yaml"
     with chdir(config_file.parent):
+        with_ready_study(yaml.safe_load(config_file.read_text()))  # which writes its file
         config = read_config(config_file, schema)
         results = Path(config["results"])
         specs = specs_of(config, results)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from refusals import as_text, check, message, refuse
 from refused import refused
-from workspace import Workspace, as_a_module
+from workspace import REPOSITORY, Workspace, as_a_module, snakemake
 
 from trak_core.system.files import read_record
 
@@ -331,3 +331,20 @@ def test_a_good_config_alone_decides_what_runs(workspace):
     assert "out/scores/mine.h5" in output
     assert "./out" not in output
     assert "mix" not in output
+
+
+def test_what_snakemake_says_before_it_reads_the_workflow(workspace):
+    """As docs/how-to/faults.md has it, and that the ways out are some."""
+    workspace.path("study.yaml").write_bytes(as_text({}))
+    there = ("--snakefile", str(REPOSITORY / "Snakefile"), "--cores", "1", "-n")
+    status, output = snakemake(workspace.folder, "--cores", "1")
+    assert status
+    assert "No Snakefile found" in output
+    status, output = snakemake(workspace.folder, *there, "--configfile", "study.yaml", "scores")
+    assert status
+    assert re.search(r"FileNotFoundError: .*'scores'", output)
+    status, output = snakemake(workspace.folder, *there, "--configfile=study.yaml", "scors")
+    assert status
+    assert re.search(r"MissingRuleException:\s*No rule to produce scors", output)
+    status, output = snakemake(workspace.folder, *there, "--configfile=study.yaml", "scores")
+    assert status == 0, output

@@ -2,6 +2,7 @@
 
 import inspect
 import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,9 @@ import texts
 import yaml
 from few_words import ids, tokenizer, write
 from pages import blocks, run_code
+from pipeline import run_config
 from refused import refused
-from workspace import Workspace
+from workspace import REPOSITORY, Workspace
 
 import trak_core
 from trak_core.command.main import main
@@ -216,3 +218,20 @@ def test_a_study_of_one_s_own_takes_arguments(study, monkeypatch):
             with_ready_study({**given, "study_arguments": wrong})
     with pytest.raises(InputError, match=r"gone.py: the study's Python file must exist"):
         with_ready_study({**given, "study": "gone.py"})
+
+
+@pytest.mark.parametrize("name", ["images", "tables"])
+def test_an_example_runs_and_mostly_finds_the_own_class(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(REPOSITORY / "examples", "examples")
+    shutil.copy(f"examples/{name}.yaml", "study.yaml")
+    Path("ready-made").mkdir()
+    Study.load(Path("examples/ready_made.py")).function("make")(Path("ready-made"))
+    with_ready_study(yaml.safe_load(Path("study.yaml").read_text()))  # as a start does
+    results = run_config(Path("study.yaml"))
+    top, targets = (
+        pd.read_hdf(results / "scores/some.h5", key) for key in ("top_influences", "targets")
+    )
+    first = top[(top["rank"] == 1) & (top["score"] > 0)].set_index("target_id")["train_label"]
+    labels = targets.set_index("id")["label"]
+    assert (first == labels.loc[first.index]).sum() > len(labels) / 2

@@ -107,6 +107,15 @@ class Artifact:
             raise _refused(self.path, self.kind, must, "No such dataset")
         return dataset
 
+    def _read(self, key: str, rows: Any) -> np.ndarray:
+        dataset = self._dataset(key)
+        try:
+            return dataset[rows]
+        except OSError as error:  # of the disk, or a checksum of HDF5's
+            must = f"a {self.kind.encoding_type} file must be whole"
+            reason = f"Reading {key!r} failed: {_first_line(error)}"
+            raise _refused(self.path, self.kind, must, reason) from error
+
     def matrix(self, key: str) -> "Rows":
         """Return the values of a frame, to read by blocks."""
         dataset = self._dataset(f"{key}/block0_values")
@@ -126,7 +135,7 @@ class Artifact:
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return one value a sample, of all samples or those from ``start`` to ``stop``."""
-        return np.asarray(self._dataset(key)[start:stop])
+        return np.asarray(self._read(key, slice(start, stop)))
 
     def ids(self, key: str) -> list[Any]:
         """Return ids stored as a vector."""
@@ -134,7 +143,7 @@ class Artifact:
 
     def scalar(self, key: str) -> float:
         """Return one number."""
-        return float(np.asarray(self._dataset(key)[()]))
+        return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
         """Return a table, as pandas reads it but without unpickling anything.
@@ -168,7 +177,7 @@ class Rows:
 
     def __getitem__(self, rows: Any) -> np.ndarray:
         """Read some rows."""
-        return self.artifact._dataset(self.key)[rows]
+        return self.artifact._read(self.key, rows)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read all rows."""

@@ -47,6 +47,11 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
     put_attributes(dataset, **_AXIS, kind=kind, name=np.bytes_(b"N."), transposed=np.uint8(1))
 
 
+def _even(length: int, most: int) -> int:
+    """Return the length of chunks of at most ``most``: HDF5 stores the last one as a whole."""
+    return -(-length // max(1, -(-length // most)))
+
+
 @dataclass(slots=True)
 class Writer:
     """An artifact being written; see ``create``."""
@@ -73,7 +78,7 @@ class Writer:
         for name, ids in (("axis0", columns), ("axis1", index), ("block0_items", columns)):
             _axis(group, name, ids)
         shape = (len(index), len(columns))
-        chunks = (min(shape[0], chunks[0]), min(shape[1], chunks[1]))
+        chunks = (_even(shape[0], chunks[0]), _even(shape[1], chunks[1]))
         values = group.create_dataset(
             "block0_values", shape=shape, dtype=dtype, chunks=chunks, fletcher32=True
         )

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,7 +60,14 @@ def ask(words: Sequence[str]) -> None:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
     # OpenBLAS reads it once; more threads than one crash in it from 16,384 dimensions on.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    session = _Session(asked)
+    try:
+        _answer(_Session(asked))
+    except KeyboardInterrupt:  # before the first line, or once more
+        sys.exit(128 + signal.SIGINT)
+
+
+def _answer(session: "_Session") -> None:
+    """Answer all lines, and write what is wanted of the answers, however the lines end."""
     try:
         with contextlib.suppress(KeyboardInterrupt):
             session.answer_all()

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
@@ -32,6 +33,7 @@ from trak_core.study.checkpoints import holds_large_model, load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
+from trak_core.system.out_of_memory import is_out_of_memory
 
 _FEW = 8  # samples that are checked before the expensive work
 # Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
@@ -75,7 +77,7 @@ class LoadedModel:
         is_large = holds_large_model(checkpoint)
         model = without_drawing(study.make_model) if is_large else study.make_model()
         # Before its weights come, which are never beside it then.
-        model.to(device)
+        _move(model, device)
         digests = load_checkpoint(model, checkpoint)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         parameters = select_parameters(model, spec.parameter_patterns)
@@ -159,3 +161,19 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move a model to a device, whose memory must hold all of it."""
+    try:
+        model.to(device)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        n_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+        raise InputError(
+            f"The memory of {device} must hold the model: {-(-n_bytes // 2**20)} MiB. It ran out. "
+            "A job splits samples over devices, never a model. Use a larger GPU, a dtype of fewer "
+            "bytes in make_model(), or `compute: {device: cpu}`.",
+            code="study.model_size",
+        ) from error

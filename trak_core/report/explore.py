@@ -191,7 +191,8 @@ def _train(
     entries = _entries(table, values)
     for entry, row in zip(entries, rows_with(table), strict=True):
         entry["words"] = f"{output.label} {label(row.label)}" if output.label else ""
-        entry["also"] = f"{output.prediction} {label(row.prediction)}"
+        also = f"{output.prediction} {label(row.prediction)}"
+        entry["also"] = also if output.prediction else ""
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
     if own is not None:
         numbers["self-influence"] = own.loc[list(ids)]

@@ -1,0 +1,83 @@
+"""What it costs to cut scores by tokens and layers, beside making the same texts' features.
+
+Texts of a GPT-2 with random weights: 40 texts, each the training sample of one score, of two or of
+four, for targets of as many directions. Both sides run in turn; their sums are compared first.
+
+    python benchmarks/token_scores.py
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from machine import environment
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from trak_core.gradients import gradient_method, select_parameters
+from trak_core.model.features import Features
+from trak_core.model.shares import Pairs, Shares
+from trak_core.model_outputs.table import TABLE
+from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+
+N_TEXTS, BATCH, N_TOKENS, N_WORDS, PROJ_DIM, REPEATS = 40, 8, 128, 4096, 1024, 3
+
+
+def main() -> None:
+    """Print CPU seconds a text and ratios."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    size = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": N_TOKENS}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    model: Any = GPT2LMHeadModel(GPT2Config(**size, **tokens, vocab_size=N_WORDS)).eval()
+    parameters, output = select_parameters(model, None), TABLE["language_modelling"].load()
+    n_params = sum(p.numel() for p in parameters.values())
+    texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
+    batches = [{"input_ids": part, "labels": part} for part in texts.split(BATCH)]
+    method = gradient_method(model, parameters, output, batches[0])
+    print(environment("cpu", ["torch", "transformers", "numpy"]))
+    vectors = torch.randn(4, PROJ_DIM)
+    print(f"{n_params} parameters, texts of {N_TOKENS} tokens")
+    for kind in (ProjectionKind.TENSOR_SKETCH, ProjectionKind.HADAMARD):
+        shapes = [matrix_shape(p.shape) for p in parameters.values()]
+        shapes = shapes if kind.about.of_matrices else None
+        own = {"n_params": n_params, "proj_dim": PROJ_DIM, "seed": 0, "stream": 0}
+        spec = ProjectionSpec(kind=kind, shapes=shapes, **own)
+
+        def features(batch: dict[str, torch.Tensor], spec: ProjectionSpec) -> torch.Tensor:
+            sums = Features.zeros(parameters, [spec], BATCH, 1)
+            method(model, parameters, output, batch, sums)
+            return sums.rows[0]
+
+        def shares(batch: dict[str, torch.Tensor], n_directions: int, spec: Any) -> torch.Tensor:
+            pairs = Pairs(
+                torch.arange(BATCH).repeat_interleave(n_directions),
+                torch.arange(n_directions).repeat(BATCH),
+            )
+            cut = Shares.zeros(parameters, spec, vectors, pairs, N_TOKENS)
+            method(model, parameters, output, batch, cut)
+            return cut.by_token.sum(1).view(BATCH, n_directions)
+
+        expected = features(batches[0], spec).double() @ vectors.double().T
+        off = (shares(batches[0], 4, spec) - expected).abs().max() / expected.abs().max()
+        assert off < 1e-5, off
+        by_way: dict[str, Callable[[Any], Any]] = {
+            "features": lambda batch, spec=spec: features(batch, spec)
+        }
+        for n in (1, 2, 4):
+            by_way[f"{n} scores a text"] = lambda batch, n=n, spec=spec: shares(batch, n, spec)
+        best = dict.fromkeys(by_way, float("inf"))
+        for _ in range(REPEATS):
+            for name, way in by_way.items():
+                began = time.process_time()
+                for batch in batches:
+                    way(batch)
+                best[name] = min(best[name], (time.process_time() - began) / N_TEXTS)
+        for name, seconds in best.items():
+            ratio = seconds / best["features"]
+            print(f"{kind:14} {name:16} {seconds:.3f} s a text, {ratio:.2f} of features")
+        print(f"{kind:14} sums are off by {off:.1g} of the largest")
+
+
+if __name__ == "__main__":
+    main()
