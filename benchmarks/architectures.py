@@ -322,7 +322,8 @@ def truth(case: Case) -> list[Tensor]:
         twice = case.batch.rows(torch.tensor([i, i]))
         outputs = case.output.read(twice.given_to(case.model))
         f = torch.stack([case.output.value(x, twice.labels[0]) for x in outputs]).mean()
-        found = torch.autograd.grad(f, parameters, materialize_grads=True)
+        # Some models keep what they made of their parameters from call to call.
+        found = torch.autograd.grad(f, parameters, retain_graph=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten() for g in found]))
     return rows
 
