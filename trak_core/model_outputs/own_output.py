@@ -41,6 +41,8 @@ def own_output(made: object, name: str) -> ModelOutput:
         prediction=(
             prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
         ),
+        # Logits in pieces would give the joint log-odds, whatever the user's f is.
+        joins_tokens=False,
     )
 
 
