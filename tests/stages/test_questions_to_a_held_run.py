@@ -15,7 +15,7 @@ import yaml
 from few_words import write
 from PIL import Image
 from pipeline import read_scores, run_config
-from refused import refused
+from refused import FOLDER, refused, wordings
 from workspace import REPOSITORY
 
 import trak_core
@@ -255,7 +255,8 @@ def test_an_id_is_that_of_one_target_or_line(here, capsys):
     with pytest.raises(SystemExit):
         main([*words, "--csv", "same.csv", "--top", "1"])
     assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]
-    assert capsys.readouterr().err.count("must have an id of its own. Found 2 again.") == 2
+    (words,) = wordings(FOLDER / "command.txt")["command.id_again"]
+    assert capsys.readouterr().err.count(words.replace("<value>", "2")) == 2
 
 
 def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
