@@ -18,6 +18,7 @@ from trak_core.scoring.groups import (
 )
 from trak_core.scoring.scores import combined
 from trak_core.spec import Combine
+from trak_core.stages.preflight_study import preflight_study
 
 N, M, RUNS = 37, 5, [0, 0, 1, 2, 2]
 C = len(RUNS)
@@ -124,3 +125,30 @@ def test_groups_are_in_order_and_few():
     check_groups(["annotator", "label"], own)
     with refused("scoring.no_group_column", "annotatr", "annotator"):
         check_groups(["annotatr"], own)
+
+
+MANY_CLASSES = """
+import torch
+from torch.utils.data import TensorDataset
+
+def make_model():
+    return torch.nn.Linear(2, 120)
+
+def train_data():
+    return TensorDataset(torch.randn(240, 2), torch.arange(240) % N)
+"""
+
+
+def test_labels_that_make_too_many_groups_are_known_before_any_job(tmp_path):
+    """By the labels that are there, not by the classes that there could be."""
+
+    def look(n):
+        study = tmp_path / f"study_{n}.py"
+        study.write_text(MANY_CLASSES.replace("N)", f"{n})"))
+        about = {"model_output": "image_classification", "weighting": "plain", "training": None}
+        given = {"splits": {"train": None}, "shards": {"train": 1}, "parameter_patterns": None}
+        preflight_study(study_file=study, **about, **given, group_by=["label", "prediction"])
+
+    look(100)
+    with refused("scoring.many_groups", "101", tmp_path / "study_101.py"):
+        look(101)

@@ -150,6 +150,19 @@ def test_two_modules_of_one_name_are_refused(made, question, beside, found):
         made(experiments__asked={"data": question, "shards": 1})
 
 
+def test_columns_decide_targets_whose_description_names_them(made):
+    made()  # and now we are where the study is
+    study = Path("study.py")
+    before, digests = study.read_text(), {}
+    for value in (1, 2):
+        study.write_text(f"{before}\ndef target_columns():\n    return {{'size': [{value}]}}\n")
+        for where in ("label != prediction and output > 0", "label == 1 and size > 2"):
+            specs = made(experiments__asked={"where": where, "shards": 1})
+            digests.setdefault(where, set()).add(specs.targets_digest("asked"))
+        study.write_text(before)
+    assert list(map(len, digests.values())) == [1, 2]
+
+
 def test_what_a_question_imports_beside_the_study_decides_it(made):
     made()  # and now we are where the study is
     Path("apart").mkdir()

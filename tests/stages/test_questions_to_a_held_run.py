@@ -356,6 +356,11 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     with pytest.raises(SystemExit, match="of another projection"):
         main(["ask", "mine.yaml", "--target", "patient-342"])
     restore()
+    for key, value in (("damping", "3"), ("loss_weight_power", "0.25")):
+        change("mine.yaml", b"study:", f"scoring: {{{key}: {value}}}\nstudy:".encode())
+        with pytest.raises(SystemExit, match=rf"scores/\w+.h5 of another {key}"):
+            main(["ask", "mine.yaml", "--target", "patient-342"])
+        restore()
     (results / "normal_matrix/other.h5").unlink()
     with refused("queries.not_finished", "other.h5"):
         check()

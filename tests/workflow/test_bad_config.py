@@ -207,6 +207,8 @@ REFUSALS = {
             "speaker",
         ),
         "groups of a column that nobody brings": ({"groups": ["annotater"]}, "annotater"),
+        "groups of fractions": ({"groups": ["label"]}, "label", "fractions"),
+        "groups of predicted numbers": ({"groups": ["prediction"]}, "prediction", "regression"),
         "too many shards": ({"compute": {"shards": 1000}}, "train_data()", 1000, 342),
     },
     "config.results_folder": {

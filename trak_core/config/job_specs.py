@@ -40,6 +40,7 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
+from trak_core.spec.condition import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
 # Halves, and targets with their removals, that one job trains for.
@@ -246,7 +247,10 @@ class Specs:
         if split not in self.experiments:
             return None
         if split in self.conditions:
-            return content_digest(["where", self.conditions[split]], self.digests["columns"])
+            where = self.conditions[split]
+            is_plain = set(Condition.parse(where).columns) <= set(TARGET_COLUMNS)
+            code = self.digests["targets" if is_plain else "columns"]
+            return content_digest(["where", where], code)
         question = Path(self.questions[split]) if split in self.questions else None
         study = Path(self.config["study"])
         return targets_digest(self.experiments[split], question, self.digests, study)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from trak_core.artifacts import SCORES, open_artifact
 from trak_core.config.job_specs import Specs, specs_of
 from trak_core.config.read_config import recorded_config
 from trak_core.errors import InputError
@@ -19,6 +20,8 @@ _WORDS = {
     "parameters_digest": "model",
     "study_digest": "study or data files",
 }
+
+_OF_SCORES = ("damping", "combine", "loss_weight_power")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,18 @@ class FinishedRun:
         """Return all that answers need of a checkpoint."""
         matrix = [] if self.specs.is_exact else [self.normal_matrix(name)]
         return [self.checkpoint(name), self.train_file(name), *matrix]
+
+    def check_scores(self) -> None:
+        """Refuse scores of another scoring than today's, wherever the run has made some.
+
+        What other files don't show is in them alone.
+        """
+        for name in self.specs.experiments:
+            path = self.results / "scores" / f"{name}.h5"
+            if path.exists():
+                today = self.specs.scores(name).as_dict()
+                with open_artifact(path, SCORES) as file:
+                    self.check_today(path, {key: today[key] for key in _OF_SCORES}, file.spec)
 
     def check_today(self, path: Path, expected: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         """Refuse a file that was made for something else than today's config, study and data."""

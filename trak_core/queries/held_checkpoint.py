@@ -157,6 +157,7 @@ def held_checkpoint(
     """
     spec = run.specs.self_influence.under(name)
     is_exact = run.specs.is_exact
+    run.check_scores()
     with open_artifact(run.train_file(name), GRAMIAN if is_exact else FEATURES) as file:
         run.check_today(file.path, *made_for(file, spec.of_train()))
         if file.ids("sample_ids") != train.ids:

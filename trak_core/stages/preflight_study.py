@@ -31,7 +31,8 @@ from trak_core.model.length_order import naming_text
 from trak_core.model.named_output import model_output as named_output
 from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.scoring.groups import check_groups
+from trak_core.model_outputs.table import TABLE
+from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
 from trak_core.spec.condition import Condition
 from trak_core.study.checkpoints import check_checkpoint
@@ -47,11 +48,15 @@ _SHOWN = 8  # bad checkpoints whose messages are shown in full
 
 def _check_split(
     split: Split, model: StudyModel, output: ModelOutput, n_classes: int | None
-) -> None:
+) -> list[int | float]:
     """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
 
     Where texts differ in length, the longest that was read goes through the model.
+
+    Returns:
+        The labels that were read, as the numbers that tables have of them.
     """
+    numbers: list[int | float] = []
     longest: tuple[object, Batch] | None = None
 
     def checked_samples() -> Iterator[tuple[object, Batch]]:
@@ -62,6 +67,7 @@ def _check_split(
             sample = as_batch(split.batch(i, i + 1), output)
             yield split.ids[i], sample
             check_labels(sample.labels, output, n_classes, split.ids[i : i + 1])
+            numbers.append(output.label_number(sample.labels[0]).item())
             if longest is None or sample.labels.numel() > longest[1].labels.numel():
                 longest = split.ids[i], sample
             if time.monotonic() - began > _LABEL_SECONDS:
@@ -72,6 +78,24 @@ def _check_split(
         sample_id, sample = longest
         with naming_text(sample_id, sample.labels.shape[1]):
             model.count_classes(output, sample)
+    return numbers
+
+
+def _check_known_groups(
+    group_by: Sequence[str], name: str, output: ModelOutput, labels: Sequence[int | float]
+) -> None:
+    """Refuse ``label`` or ``prediction`` as groups where they are known to make none."""
+    if "label" in group_by:
+        Grouping.of("label", labels)
+    is_number = name in TABLE and not TABLE[name].labels_are_classes
+    if "prediction" in group_by and (
+        is_number or output.prediction is None or output.prediction is output.value
+    ):
+        raise InputError(
+            "groups: prediction must be a class to group by. Found that of model_output "
+            f"{name}, a number. Let the study return a column of classes.",
+            code="stages.prediction_groups",
+        )
 
 
 def _check_repeatable(split: Split, output: ModelOutput, first: Batch) -> None:
@@ -221,7 +245,9 @@ def preflight_study(
             is_text = first.labels.ndim == 2 and first.labels.shape[1] > 1
             with naming_text(split.ids[0], first.labels.numel()) if is_text else nullcontext():
                 n_classes = model.count_classes(output, first)
-            _check_split(split, model, output, n_classes)
+            labels = _check_split(split, model, output, n_classes)
+            if name == TRAIN:
+                _check_known_groups(group_by, model_output, output, labels)
             if study.has("describe"):
                 with users_code(f"reading sample {split.ids[0]}"):
                     sample = split.samples[0]
