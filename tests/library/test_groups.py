@@ -132,23 +132,26 @@ import torch
 from torch.utils.data import TensorDataset
 
 def make_model():
-    return torch.nn.Linear(2, 120)
+    return torch.nn.Linear(2, N_OUTPUTS)
 
 def train_data():
-    return TensorDataset(torch.randn(240, 2), torch.arange(240) % N)
+    return TensorDataset(torch.randn(240, 2), torch.arange(240) % N_LABELS)
 """
 
 
 def test_labels_that_make_too_many_groups_are_known_before_any_job(tmp_path):
     """By the labels that are there, not by the classes that there could be."""
 
-    def look(n):
+    def look(n, output="image_classification", n_outputs=120):
         study = tmp_path / f"study_{n}.py"
-        study.write_text(MANY_CLASSES.replace("N)", f"{n})"))
-        about = {"model_output": "image_classification", "weighting": "plain", "training": None}
+        code = MANY_CLASSES.replace("N_OUTPUTS", f"{n_outputs}").replace("N_LABELS", f"{n}")
+        study.write_text(code)
+        about = {"model_output": output, "weighting": "plain", "training": None}
         given = {"splits": {"train": None}, "shards": {"train": 1}, "parameter_patterns": None}
         preflight_study(study_file=study, **about, **given, group_by=["label", "prediction"])
 
     look(100)
     with refused("scoring.many_groups", "101", tmp_path / "study_101.py"):
         look(101)
+    with refused("stages.prediction_groups", "regression", tmp_path / "study_2.py"):
+        look(2, "regression", n_outputs=1)
