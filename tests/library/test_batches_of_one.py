@@ -135,6 +135,14 @@ def kinked(m, x):
     )
 
 
+def lossy(m, x):
+    """Differentiates a batch by a formula that loses five digits, in float64 too."""
+    y = m.linear(x)
+    if y.requires_grad and len(y) > 1:
+        y.register_hook(lambda gradient: (gradient + 1e5) - 1e5)
+    return m.head(y)
+
+
 class Opaque(nn.Linear):
     """Can be copied by nobody."""
 
@@ -168,6 +176,10 @@ DISAGREEING = {
     "rounding": (
         *(kinked, {}),
         *(gradients_at_once, "in float64 by 0, so that it is a matter of rounding."),
+    ),
+    "lost digits": (
+        *(lossy, {}),
+        *(gradients_one_by_one, "in float64 by ", "so that one pass loses digits. Gradients are"),
     ),
     "no copy": (
         *(scaled(lambda n: 1 + (n == 1)), {"head": lambda: Opaque(4, 3)}),

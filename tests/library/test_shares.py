@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from trak_core.gradients import gradient_method, select_parameters
+from trak_core.autograd.contributions import Dense
+from trak_core.gradients import (
+    gradient_method,
+    gradients_at_once,
+    gradients_in_turn,
+    select_parameters,
+)
+from trak_core.gradients.consumers import Formed
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.logits_in_pieces import MarginsOfTokens
 from trak_core.model.shares import Pairs, Shares
@@ -132,9 +139,25 @@ def pairs_of(pairs):
     return pairs.samples.tolist(), pairs.directions.tolist()
 
 
-def test_logits_in_pieces_have_the_same_shares(monkeypatch):
+class WithBias(nn.Module):
+    """A Llama whose head has a bias, and a scale of its logits' input without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.head = llama(), nn.Linear(8, N_WORDS)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        # One group of all that a text's mean has.
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, input_ids, labels=None):
+        x = self.base.model(input_ids).last_hidden_state * self.scale
+        return {"logits": self.head(x + self.norm(x.mean(1))[:, None])}
+
+
+@pytest.mark.parametrize("make", [llama, WithBias])
+def test_logits_in_pieces_have_the_same_shares(make, monkeypatch):
     torch.manual_seed(0)
-    model, output = llama().eval(), TABLE["language_modelling"].load()
+    model, output = make().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
     n_params = sum(p.numel() for p in parameters.values())
     spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
@@ -156,4 +179,75 @@ def test_logits_in_pieces_have_the_same_shares(monkeypatch):
     for name in ("by_token", "by_parameter"):
         whole, cut = (getattr(shares, name) for shares in found)
         assert (whole - cut).abs().max() < 1e-5 * whole.abs().max()
+        if name == "by_parameter":
+            sums = [shares.by_token.sum(1) for shares in found]
+            for own, shares in zip(sums, found, strict=True):
+                torch.testing.assert_close(own, shares.by_parameter.sum(1), rtol=1e-12, atol=1e-12)
     assert found[1].by_token[:, :-2].abs().min() > 0
+
+
+class Routed(nn.Module):
+    """Sends all tokens of one text to an expert, last first, and fewer of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.expert = nn.Embedding(N_WORDS, 8), nn.Linear(8, 8)
+        self.head = nn.Linear(8, N_WORDS)
+
+    def forward(self, input_ids, labels=None):
+        x = self.tokens(input_ids)
+        where = (input_ids > 0).flatten().nonzero().flatten()
+        rows = self.expert(x.flatten(0, 1)[where])
+        x = x.flatten(0, 1).index_add(0, where, rows).view(x.shape)
+        return {"logits": self.head(x)}
+
+
+def test_ranks_of_routed_tokens_are_no_places():
+    """The first text's tokens are ranked by their places, the second's are not."""
+    torch.manual_seed(0)
+    model, output = Routed().eval(), TABLE["language_modelling"].load()
+    parameters = {n: p for n, p in select_parameters(model, None).items() if "expert" in n}
+    texts = torch.randint(1, N_WORDS, (2, N_TOKENS))
+    texts[1, :3] = 0
+    n_params = sum(p.numel() for p in parameters.values())
+    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    pairs = Pairs(torch.tensor([0, 1]), torch.tensor([0, 0]))
+    shares = Shares.zeros(parameters, spec, torch.randn(1, 32), pairs, N_TOKENS)
+    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    gradients_at_once(model, parameters, output, batch, shares)
+    assert shares.by_token[:, :-1].abs().max() == 0
+    torch.testing.assert_close(
+        shares.by_token[:, -1], shares.by_parameter.sum(1), rtol=1e-12, atol=0
+    )
+
+
+def test_a_sample_without_pairs_has_no_shares():
+    model, output = llama().eval(), TABLE["language_modelling"].load()
+    parameters = select_parameters(model, None)
+    n_params = sum(p.numel() for p in parameters.values())
+    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    none = torch.tensor([], dtype=torch.long)
+    shares = Shares.zeros(parameters, spec, torch.randn(1, 32), Pairs(none, none), N_TOKENS)
+    texts = torch.randint(N_WORDS, (2, N_TOKENS))
+    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    gradients_in_turn(model, parameters, output, batch, shares)
+    assert shares.by_token.shape == (0, N_TOKENS + 1)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_gradients_are_sums_of_is_kept_for_those_who_read_it(reads):
+    found = []
+
+    class Seen(Formed):
+        reads_terms = reads
+
+        def take(self, parameter, uses):
+            found.extend(use.terms for use in uses if isinstance(use, Dense))
+
+    model, output = WithBias().eval(), TABLE["language_modelling"].load()
+    parameters = select_parameters(model, None)
+    texts = torch.randint(N_WORDS, (2, N_TOKENS))
+    batch = as_batch({"input_ids": texts, "labels": texts}, output)
+    gradients_at_once(model, parameters, output, batch, Seen.zeros(parameters, 2))
+    assert found
+    assert any(terms is not None for terms in found) == reads

@@ -65,6 +65,23 @@ WAYS = {
 }
 
 
+def cut(folder, study, checkpoints, scores, spec):
+    folders = [folder / "features" / name for name in checkpoints]
+    path = folder / "token_scores/mine.h5"
+    compute_token_scores(
+        token_scores=path,
+        scores=scores,
+        checkpoints=list(checkpoints.values()),
+        train_paths=[folder / "train.h5" for folder in folders],
+        targets_paths=[folder / "mine.h5" for folder in folders],
+        normal_matrices=[folder / f"normal_matrix/{name}.h5" for name in checkpoints],
+        spec=spec,
+        study_file=study,
+        **ON_CPU | {"batch_size": 3},
+    )
+    return path
+
+
 @pytest.mark.parametrize(
     ("kind", "way"),
     [("rademacher", "plain"), ("tensor_sketch", "unit"), ("hadamard", "normalized")],
@@ -75,19 +92,7 @@ def test_rows_add_up_to_the_scores(given, tmp_path, kind, way):
     scores = run_stages(tmp_path, study, checkpoints, TARGETS, proj_dim=16, kind=kind, **settings)
     projection = {"kind": kind, "proj_dim": 16, "seed": 0}
     spec = scores_spec(checkpoints, TARGETS, projection=projection, **settings)
-    folders = [tmp_path / "features" / name for name in checkpoints]
-    path = tmp_path / "token_scores/mine.h5"
-    compute_token_scores(
-        token_scores=path,
-        scores=scores,
-        checkpoints=list(checkpoints.values()),
-        train_paths=[folder / "train.h5" for folder in folders],
-        targets_paths=[folder / "mine.h5" for folder in folders],
-        normal_matrices=[tmp_path / f"normal_matrix/{name}.h5" for name in checkpoints],
-        spec=spec,
-        study_file=study,
-        **ON_CPU | {"batch_size": 3},
-    )
+    path = cut(tmp_path, study, checkpoints, scores, spec)
     verify(path)
     top = pd.read_hdf(scores, "top_influences").set_index(["target_id", "train_id"])["score"]
     tokens, layers = (pd.read_hdf(path, key) for key in ("tokens", "layers"))
@@ -112,3 +117,36 @@ def test_rows_add_up_to_the_scores(given, tmp_path, kind, way):
     }
     where = "target_id == 2 & train_id == 't3'"
     assert set(pd.read_hdf(path, "tokens", where=where)["train_id"]) <= {"t3"}
+
+
+STOPPED = """
+
+class Stopped(GPT2LMHeadModel):
+    def forward(self, input_ids, **more):
+        logits = super().forward(input_ids, **more).logits
+        return {"logits": torch.where(input_ids[:, :1, None] == 8, logits.detach(), logits)}
+
+for i, text in enumerate(texts):
+    text[0] = 8 if i in (11, 12) else i % 8
+
+def make_model():
+    size = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 9}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "loss_type": "ForCausalLM"}
+    return Stopped(GPT2Config(**size, **tokens))
+"""
+
+
+def test_targets_without_any_score(given, tmp_path, monkeypatch):
+    """Gradients of two targets are 0: they leave their place to those that have scores."""
+    monkeypatch.setattr("trak_core.stages.compute_token_scores._TARGETS", 2)
+    targets = [1, 2, 0, 3]
+    _, checkpoints, _ = given
+    checkpoints = {"c0": checkpoints["c0"]}
+    study = tmp_path / "texts_study.py"
+    study.write_text(STUDY + STOPPED)
+    settings = {"model_output": "language_modelling", "damping": 0.5}
+    scores = run_stages(tmp_path, study, checkpoints, targets, proj_dim=16, **settings)
+    projection = {"kind": "rademacher", "proj_dim": 16, "seed": 0}
+    spec = scores_spec(checkpoints, targets, projection=projection, **settings)
+    path = cut(tmp_path, study, checkpoints, scores, spec)
+    assert set(pd.read_hdf(path, "tokens")["target_id"]) == {0, 3}

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,10 @@ def closed_form(
     if make is None or set(gradients) != {0}:
         return None
     place = locate(shape_of(edge.user, 0), layouts[0])
-    return make(Use(edge, gradients[0], *place, layouts[0])) if place else None
+    contribution = make(Use(edge, gradients[0], *place, layouts[0])) if place else None
+    if contribution is None or layouts[0].owners is None:
+        return contribution
+    return replace(contribution, has_ranks=True)
 
 
 def _summed(use: Use, gradient: Tensor) -> Contribution | None:
@@ -218,7 +221,8 @@ def _weighted_sums(
     def terms() -> Tensor:
         return (gradients * normed(slice(None))).flatten(2, dims[-1])
 
-    return Dense(torch.cat(sums, dim=1), terms if dims == [*range(2, 2 + len(dims))] else None)
+    has_terms = dims and dims == [*range(2, 2 + len(dims))]
+    return Dense(torch.cat(sums, dim=1), terms if has_terms else None)
 
 
 def _layer_normed(use: Use) -> Contribution | None:
@@ -278,7 +282,7 @@ def _head_of_margins(use: Use) -> Contribution | None:
     if use.layout.owners is not None or n_samples not in {1, shape[1]}:
         return None
     factors = head_factors(use.edge.user, use.gradient.reshape(len(use.gradient), n_samples, -1))
-    return Dense(factors.of_bias()) if use.edge.index else factors
+    return factors.of_bias() if use.edge.index else factors
 
 
 _FORMS: dict[str, Callable[[Use], Contribution | None]] = {

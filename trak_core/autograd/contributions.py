@@ -8,7 +8,7 @@ a whole or in parts. A consumer takes the contributions of one parameter after t
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
 import torch
@@ -24,9 +24,12 @@ class Contribution(ABC):
 
     Attributes:
         gradients: Gradients where the tensor is used, shape (C, B, ...).
+        has_ranks: Whether places are ranks among those that a sample has here, such as the tokens
+            that are routed to an expert: which tokens they are isn't known.
     """
 
     gradients: Tensor
+    has_ranks: bool = field(default=False, kw_only=True)
 
     @property
     def n_rows(self) -> int:
@@ -223,9 +226,11 @@ class Consumer(Protocol):
 
     Attributes:
         in_order: Whether it matters which entry of a parameter is which.
+        reads_terms: Whether it reads what formed gradients are sums of, which takes memory.
     """
 
     in_order: ClassVar[bool]
+    reads_terms: ClassVar[bool]
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         """Take the gradients with respect to a parameter, the sum of its uses.

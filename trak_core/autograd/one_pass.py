@@ -112,6 +112,8 @@ class _Pass:
         layouts, waiting = self.plan.layouts[node], []
         for edge, region in self.plan.crossings[node]:
             contribution = closed_form(edge, gradients, layouts)
+            if isinstance(contribution, Dense) and not self.consumer.reads_terms:
+                contribution = Dense(contribution.gradients)  # what it is a sum of can go
             if contribution is None:
                 waiting.append((edge, region))
             else:

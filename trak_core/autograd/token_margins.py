@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trak_core.autograd.contributions import PIECE, Contribution, Outer, add_product, pieces
+from trak_core.autograd.contributions import PIECE, Contribution, Dense, Outer, add_product, pieces
 from trak_core.model_outputs.model_output import at_least_float32
 
 
@@ -175,7 +175,7 @@ class HeadOfMargins(torch.autograd.Function):
             weight = torch.empty_like(ctx.head.weight)
             for part in pieces(*weight.shape):
                 weight[part] = factors.part(part.start, part.stop).view_as(weight[part])
-        bias = factors.of_bias().flatten() if ctx.needs_input_grad[1] else None
+        bias = factors.of_bias().gradients.flatten() if ctx.needs_input_grad[1] else None
         return weight, bias, None, None, None
 
 
@@ -243,10 +243,27 @@ class MarginFactors(Contribution):
             gradients = slopes * self.gradients[:, :, part, None].to(slopes.dtype)
             yield Outer(gradients, hidden[:, part], is_transposed=True)
 
-    def of_bias(self) -> Tensor:
-        """Return the gradients of the layer's bias, shape (C, B, V)."""
+    def of_bias(self) -> "BiasFactors":
+        """Return what gives the layer's bias its gradients, formed, shape (C, B, V)."""
         sums = [at_least_float32(outer.gradients).sum(2) for outer in self.outers()]
-        return torch.stack(sums).sum(0).to(self.head.weight.dtype)
+        return BiasFactors(torch.stack(sums).sum(0).to(self.head.weight.dtype), of_weight=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasFactors(Dense):
+    """Gradients of the layer's bias; its terms are never there together.
+
+    Attributes:
+        of_weight: What margins give the layer's weight.
+    """
+
+    of_weight: MarginFactors
+
+    def outers(self) -> Iterator[Outer]:
+        """Yield outer products with 1 of some tokens, whose sum this is."""
+        for outer in self.of_weight.outers():
+            ones = outer.inputs.new_ones(*outer.inputs.shape[:2], 1)
+            yield Outer(outer.gradients, ones, is_transposed=True)
 
 
 def _taken(rows: Rows, numbers: Tensor) -> Rows:

@@ -30,6 +30,7 @@ class _Rows(ABC):
         rows: Names of parameters to tensors (batch, ...); zeros where no gradient came.
     """
 
+    reads_terms: ClassVar[bool] = False
     _combine: ClassVar[Callable[..., Tensor]] = staticmethod(torch.add)
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], rows: Mapping[str, Tensor]):

@@ -1,7 +1,7 @@
 """Choose and run a way to per-sample gradients: one backward pass for all samples, or one each."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from enum import Enum, auto
 
@@ -108,7 +108,7 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     if difference == math.inf:
         reason = "gives NaN or infinity where autograd doesn't"
     else:
-        right, why = _which_is_right(given, gradients_at_once)
+        right, why = _which_is_right(given, gradients_at_once, difference)
         if right is _Right.METHOD:
             notice = f"{_ALONE_IS_WRONG.format(f'{difference:.1g}')}."
             return gradients_at_once_or_with_copies, notice
@@ -128,7 +128,9 @@ def _alone_or_beside_copies(given: _Given, reason: str) -> tuple[GradientMethod,
     except Exception:
         # A model that takes no batch is compared with nothing.
         difference = None
-    if difference is not None and _which_is_right(given, gradients_with_copies)[0] is _Right.METHOD:
+    if difference is not None and (
+        _which_is_right(given, gradients_with_copies, difference)[0] is _Right.METHOD
+    ):
         wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
         return gradients_with_copies, f"{notice} which is slower. And {wrong}."
     return _in_turn_or_plain(given), f"{notice} with the same numbers but slower."
@@ -169,6 +171,10 @@ def _digest(given: _Given, method: GradientMethod) -> Digest:
     return digest
 
 
+# So much larger is another kind of difference.
+_FAR = 10
+
+
 class _Right(Enum):
     """Which of two ways that disagree is right: autograd for a sample alone, or another method."""
 
@@ -178,17 +184,23 @@ class _Right(Enum):
     UNKNOWN = auto()
 
 
-def _which_is_right(given: _Given, method: GradientMethod) -> tuple[_Right, str]:
-    """Return which is right, autograd for a sample alone or a method, and why, in words."""
+def _which_is_right(given: _Given, method: GradientMethod, apart: float) -> tuple[_Right, str]:
+    """Return which is right, autograd for a sample alone or a method, and why, in words.
+
+    ``apart`` is how far they are from each other.
+    """
     try:
         twin = Twin.of(*given)
         in_float64 = twin.model, twin.parameters, twin.output, twin.pair
         digests = [_digest(in_float64, one) for one in (method, gradients_one_by_one)]
         difference = digests[0].difference(digests[1])
         if not difference > twin.allowed():
-            # A formula that loses digits would lose as many of float64's.
-            why = f"in float64 by {difference:.1g}, so that it is a matter of rounding"
-            return (_Right.UNKNOWN if math.isnan(difference) else _Right.BOTH), why
+            why = f"in float64 by {difference:.1g}"
+            if math.isnan(difference):
+                return _Right.UNKNOWN, why
+            if _loses_digits(given, method, apart, digests):
+                return _Right.AUTOGRAD, f"{why}, so that one pass loses digits"
+            return _Right.BOTH, f"{why}, so that it is a matter of rounding"
         number = twin.which_is_right(*digests)
     except Exception as error:
         why = f"finite differences could not say which is right ({_in_short(error)})"
@@ -197,6 +209,24 @@ def _which_is_right(given: _Given, method: GradientMethod) -> tuple[_Right, str]
         return _Right.UNKNOWN, "finite differences in float64 agree with neither"
     right = _Right.AUTOGRAD if number == 1 else _Right.METHOD
     return right, "finite differences in float64 agree with autograd"
+
+
+def _loses_digits(
+    given: _Given, method: GradientMethod, apart: float, digests: Sequence[Digest]
+) -> bool:
+    """Return whether a method's own formulas explain how far it is from autograd, ``apart``.
+
+    They would lose as many digits in float64, by which ``digests`` are. What float32 rounds to the
+    other side of a kink is much nearer there, in units of the last place. Nor do they explain it
+    where autograd is about as far from float64 as the method is.
+    """
+    units = apart / least_rounding(given[0]) ** 2
+    if digests[0].difference(digests[1]) / torch.finfo(torch.float64).eps <= units / _FAR:
+        return False
+    own, plain = (
+        _digest(given, one).difference(digests[1]) for one in (method, gradients_one_by_one)
+    )
+    return own > _FAR * plain
 
 
 def _remedy(model: nn.Module) -> str:

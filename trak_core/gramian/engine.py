@@ -287,6 +287,7 @@ class _Products:
 
     gramian: Tensor
     in_order: ClassVar[bool] = False
+    reads_terms: ClassVar[bool] = False
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         if len(uses) == 1:

@@ -31,6 +31,7 @@ class Features:
     """
 
     in_order: ClassVar[bool] = True
+    reads_terms: ClassVar[bool] = False
 
     def __init__(
         self,

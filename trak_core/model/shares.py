@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.contributions import PIECE, Contribution, Dense, Lookup, Outer, summed_parts
-from trak_core.autograd.token_margins import MarginFactors
+from trak_core.autograd.token_margins import BiasFactors, MarginFactors
 from trak_core.projection import back_project
 from trak_core.spec import ProjectionSpec, matrix_shape
 
@@ -52,6 +52,7 @@ class Shares:
     """
 
     in_order: ClassVar[bool] = True
+    reads_terms: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -124,30 +125,33 @@ class Shares:
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
         """Yield what a use says of its places; of tokens, if there are as many."""
-        if isinstance(use, MarginFactors) and use.matrix == shape:
+        if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
             first = 0
             for outer in use.outers():
                 yield _of_outer(outer, shape, first)
                 first += outer.inputs.shape[1]
         elif isinstance(use, Outer) and use.matrix == shape:
-            yield self._if_tokens(_of_outer(use, shape, 0))
+            yield self._if_tokens(_of_outer(use, shape, 0), use)
         elif isinstance(use, Lookup) and use.matrix == shape:
-            yield self._if_tokens(_of_lookup(use, shape))
+            yield self._if_tokens(_of_lookup(use, shape), use)
         elif isinstance(use, Dense) and use.terms is not None:
-            terms = use.terms()[0].flatten(2).float()
-            yield self._if_tokens(_Part(0, terms.shape[1], lambda own, d: terms[own] @ d))
+            terms = use.terms()[0]
+            # A parameter without dimensions has terms without any.
+            terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
+            part = _Part(0, terms.shape[1], lambda own, d: terms[own] @ d)
+            yield self._if_tokens(part, use)
         else:
             for first, rows in summed_parts([use], PIECE):
                 yield _of_rows(rows.float(), first)
 
-    def _if_tokens(self, part: _Part) -> _Part:
-        return part if part.n_places == self._n_tokens else _Part(0, 0, part.of)
+    def _if_tokens(self, part: _Part, use: Contribution) -> _Part:
+        are_tokens = part.n_places == self._n_tokens and not use.has_ranks
+        return part if are_tokens else _Part(0, 0, part.of)
 
     def of(self, samples: slice) -> Self:
-        start, stop, _ = samples.indices(int(self._pairs.samples.max()) + 1)
-        own = torch.searchsorted(self._pairs.samples, torch.tensor([start, stop]))
-        rows = slice(*own.tolist())
-        pairs = Pairs(self._pairs.samples[rows] - start, self._pairs.directions[rows])
+        ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
+        rows = slice(*torch.searchsorted(self._pairs.samples, ends).tolist())
+        pairs = Pairs(self._pairs.samples[rows] - samples.start, self._pairs.directions[rows])
         return self._with(pairs, self.by_token[rows], self.by_parameter[rows])
 
     def empty(self) -> Self:

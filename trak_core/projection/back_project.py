@@ -13,6 +13,8 @@ from trak_core.spec import ProjectionKind, ProjectionSpec
 
 # Rows of R that are made at a time, where they are made.
 _ROWS = 64
+# Entries of directions that are looked up at a time.
+_ENTRIES = 2**18
 
 
 def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:
@@ -49,9 +51,15 @@ def _read_sketch(vectors: Tensor, spec: ProjectionSpec, offset: int) -> Tensor:
     assert spec.shapes is not None
     starts = [0, *itertools.accumulate(rows * columns for rows, columns in spec.shapes)]
     (buckets0, signs0), (buckets1, signs1) = sides_on(spec, vectors.device)[starts.index(offset)]
-    columns = (buckets0[:, None] + buckets1) % spec.proj_dim
-    entries = vectors[:, columns.flatten()]
-    return entries * (signs0[:, None] * signs1).flatten().to(vectors.dtype)
+    directions = vectors.new_empty(len(vectors), len(buckets0), len(buckets1))
+    # Rows of the matrix together, so that little is there beside what is returned.
+    step = max(1, _ENTRIES // max(1, len(vectors) * len(buckets1)))
+    for first in range(0, len(buckets0), step):
+        rows = slice(first, first + step)
+        columns = (buckets0[rows, None] + buckets1) % spec.proj_dim
+        signs = (signs0[rows, None] * signs1).to(vectors.dtype)
+        torch.mul(vectors[:, columns], signs, out=directions[:, rows])
+    return directions.flatten(1)
 
 
 def _transformed_back(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +81,17 @@ def compute_token_scores(
     target, solved for and projected back. A token's score is what its place adds to x_i where the
     model uses its parameters; a layer's, what its parameters add. The target's tokens are cut
     likewise, with the training sample projected back. There are scores of the ten training samples
-    of either sign for each of the first 100 targets. ``checkpoints``, features and normal matrices
-    stand in the order of the spec's checkpoints.
+    of either sign for each of the first 100 targets with a score other than 0. ``checkpoints``,
+    features and normal matrices stand in the order of the spec's checkpoints.
     """
     torch.set_num_threads(threads)
     with open_artifact(scores, SCORES) as file:
         check_made_for(file, spec, SCORES.rule)
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
-    target_ids = target_ids[:_TARGETS]
+    # A target whose scores are all 0 has no row, and nothing to be cut.
+    with_scores = set(top["target_id"].tolist())
+    target_ids = [sample_id for sample_id in target_ids if sample_id in with_scores][:_TARGETS]
     is_cut = top["target_id"].isin(target_ids) & (top["rank"] <= _EACH)
     top = top.loc[is_cut, :].reset_index(drop=True)
     train_ids = list(dict.fromkeys(top["train_id"].tolist()))
@@ -186,7 +188,11 @@ def _cut(
     (samples,) = loaded.ordered(side.split)
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
-    needed = loaded.memory(few)
+    # Directions of a parameter are made with the gradients, one at least, and scaled.
+    most = 4 * max(p.numel() for p in loaded.parameters.values()) * (1 + bool(loaded.scales))
+    needed = loaded.memory(few).mapped(
+        lambda memory: replace(memory, shared_bytes=memory.shared_bytes + most)
+    )
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
@@ -198,8 +204,9 @@ def _cut(
         batch = loaded.batch(samples, first, last)
         own = [of_sample.get(int(row), []) for row in samples.rows[first:last]]
         numbers = [number for some in own for number in some]
-        places = torch.tensor([b for b, some in enumerate(own) for _ in some])
-        directions = torch.tensor([side.pairs[number][1] for number in numbers])
+        own_places = [b for b, some in enumerate(own) for _ in some]
+        places = torch.tensor(own_places, dtype=torch.long)
+        directions = torch.tensor([side.pairs[n][1] for n in numbers], dtype=torch.long)
         n_tokens = _n_tokens(batch, loaded)
         pairs = Pairs(places.to(loaded.device), directions.to(loaded.device))
         given = loaded.parameters, projection, vectors, pairs, n_tokens, loaded.scales
