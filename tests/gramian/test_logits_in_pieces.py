@@ -53,12 +53,30 @@ IN_PIECES = {
     "capped": lambda: Model(lambda model, x: torch.tanh(x / 0.7) * 0.7),
     "rows of scaled logits": lambda: Model(lambda model, x: (2 * x)[:, 0:][:, :].contiguous()),
 }
+
+
+def then(write):
+    """A model that writes into its logits and drops what the writing returns."""
+
+    def end(model, x):
+        write(x)
+        return x
+
+    return lambda: Model(end)
+
+
 AS_A_WHOLE = {
     "a scale that is trained": lambda: Model(lambda model, x: x * model.scale),
     "normalized": lambda: Model(lambda model, x: x.log_softmax(-1)),
     "some of the vocabulary": lambda: Model(lambda model, x: x[:, :, : VOCABULARY - 1]),
     "overwritten": lambda: Model(lambda model, x: x.add_(1)),
     "one that fills a tensor": lambda: Model(lambda model, x: torch.zeros_like(x).copy_(x)),
+    "changed in place": then(lambda x: x.add_(torch.arange(VOCABULARY))),
+    "masked in place": then(lambda x: x.__setitem__((slice(None), slice(None), [3, 5]), -4.0)),
+    "changed by a view": then(lambda x: x.view(-1, VOCABULARY)[:, 2:9].mul_(3)),
+    "changed by rows": then(lambda x: x[:, 1:].mul_(torch.arange(VOCABULARY))),
+    "an argument that is in place": then(lambda x: torch.nn.functional.relu(x, inplace=True)),
+    "the result's place": then(lambda x: torch.mul(x.detach(), 2, out=x.data)),
 }
 
 
@@ -128,6 +146,7 @@ def test_what_needs_all_logits_gets_them(make):
     found = formed_gradients(gradients_one_by_one, *pieces)
     assert_equal(found, formed_gradients(gradients_one_by_one, *whole))
     assert not pieces[0].is_deferred
+    assert "as a whole" in pieces[0].told(TOKENS)
 
 
 @pytest.mark.parametrize("make", IN_PIECES.values(), ids=IN_PIECES)

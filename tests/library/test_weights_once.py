@@ -1,4 +1,4 @@
-"""Large models: weights that are not drawn before they are read, and read one at a time."""
+"""Large models: weights are read one at a time, into the model itself."""
 
 import hashlib
 import json
@@ -12,27 +12,25 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trak_core.model.loaded_model import _move
-from trak_core.model.unset_weights import without_drawing
 from trak_core.study.checkpoints import load_checkpoint, read_state_dict
 from trak_core.study.read_tensors import read_shapes, stream_tensors
 
 
 class Net(nn.Module):
-    """Tied weights, counts and buffers; ``more`` runs at the end of the construction."""
+    """Tied weights, counts and buffers."""
 
-    def __init__(self, more=lambda model: None):
+    def __init__(self):
         super().__init__()
         self.embedding, self.head = nn.Embedding(7, 4, padding_idx=0), nn.Linear(4, 7, bias=False)
         self.head.weight = self.embedding.weight
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.LayerNorm(4))
         nn.init.normal_(self.layers[0].weight, std=0.02)
         self.register_buffer("frequencies", 10.0 ** -torch.arange(4), persistent=False)
-        more(self)
 
 
-def seeded(more=lambda model: None):
+def seeded():
     torch.manual_seed(3)
-    return Net(more)
+    return Net()
 
 
 def saved(folder, dtype=torch.float32, prefix="", **changed):
@@ -104,81 +102,6 @@ def test_what_is_wrong_with_streamed_weights_is_refused(tmp_path):
     assert torch.equal(model.head.weight, state["head.weight"])
 
 
-def test_weights_are_not_drawn_before_they_are_read(tmp_path):
-    saved(tmp_path)
-    load_checkpoint(expected := seeded(), tmp_path)
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    model = without_drawing(Net)
-    assert torch.equal(torch.get_rng_state(), before)
-    load_checkpoint(model, tmp_path)
-    for (name, value), (_, other) in zip(
-        [*model.state_dict().items(), *model.named_buffers()],
-        [*expected.state_dict().items(), *expected.named_buffers()],
-        strict=True,
-    ):
-        assert torch.equal(value, other), name
-
-
-def _computes(model):
-    nn.init.orthogonal_(model.layers[0].weight)
-
-
-def _looks_at_what_it_draws(model):
-    nn.init.trunc_normal_(model.layers[0].weight)
-
-
-def _keeps_a_copy(model):
-    model.start = model.layers[0].weight.detach().clone()
-
-
-def _keeps_a_view(model):
-    model.first = nn.Parameter(torch.empty(4).normal_())
-    model.kept = model.first.data
-    del model.first
-
-
-def _draws_a_buffer(model):
-    model.register_buffer("directions", torch.randn(4), persistent=False)
-
-
-def _fills_a_buffer(model):
-    model.register_buffer("directions", torch.empty(4).normal_(), persistent=False)
-
-
-def _reads_a_number(model):
-    model.scale = 2.0 if model.layers[0].weight.sum() > 0 else 1.0
-
-
-def _writes_into_another(model):
-    model.register_buffer("directions", torch.zeros(4, 4), persistent=False)
-    model.directions.copy_(model.layers[0].weight.detach())
-
-
-QUIRKS = [
-    _computes,
-    _looks_at_what_it_draws,
-    _keeps_a_copy,
-    _keeps_a_view,
-    _draws_a_buffer,
-    _fills_a_buffer,
-]
-
-
-@pytest.mark.parametrize("quirk", [*QUIRKS, _reads_a_number, _writes_into_another])
-def test_a_model_that_uses_what_it_draws_has_it(quirk):
-    expected, found = seeded(quirk), without_drawing(lambda: seeded(quirk))
-    for name, value in vars(expected).items():
-        if isinstance(value, torch.Tensor | float):
-            assert torch.equal(torch.as_tensor(getattr(found, name)), torch.as_tensor(value))
-    for (name, value), (_, other) in zip(
-        found.named_buffers(), expected.named_buffers(), strict=True
-    ):
-        assert torch.equal(value, other), name
-    for value, other in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(value, other)
-
-
 class TooLarge(nn.Linear):
     """What a GPU says that has less memory."""
 
@@ -195,18 +118,16 @@ JOB = """
 import re, sys, torch
 from pathlib import Path
 from torch import nn
-from trak_core.model.unset_weights import without_drawing
 from trak_core.study.checkpoints import load_checkpoint
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 make = lambda: nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(5)))
-start = peak()
-model = without_drawing(make)
+model = make()
 built = peak()
 load_checkpoint(model, Path(sys.argv[1]))
-print(built - start, peak() - built)
+print(peak() - built)
 """
 
 
@@ -217,7 +138,5 @@ def test_a_job_holds_weights_once(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", JOB, str(path)], capture_output=True, text=True, check=True
     )
-    weights = path.stat().st_size / 2**20
-    building, loading = map(float, done.stdout.split())
-    assert building < weights / 2
-    assert 0.9 * weights < loading < weights + 100
+    # In MiB; a second copy would be 320.
+    assert float(done.stdout) < 100

@@ -1,6 +1,7 @@
 """Model outputs of a user's own: the examples', beside plain autograd, and what is refused."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.named_output import model_output
 from trak_core.model.sample_outputs import outputs_and_predictions
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.model_outputs.own_output import own_output
 from trak_core.model_outputs.regression import REGRESSION
@@ -270,6 +272,9 @@ def test_what_a_user_makes_is_an_output():
     whole = ModelOutput(value=lambda x, _: x.sum(), loss_weight=lambda x, _: x[0], label_ndim=0)
     assert own_output(whole, "f").loss_weight(x, label) == 3
     assert own_output(whole, "f").label_ndim == 0
+    # Of its tokens' margins alone f can't be computed.
+    changed = replace(LANGUAGE_MODELLING, value=lambda logits, label: logits.square().sum())
+    assert not own_output(changed, "f").joins_tokens
 
 
 def ask(f, model=None, labels=None):

@@ -24,12 +24,11 @@ from trak_core.gradients.batch_size import PIECE_BYTES
 from trak_core.model.length_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
 from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
-from trak_core.model.unset_weights import without_drawing
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.study.checkpoints import holds_large_model, load_checkpoint
+from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -74,8 +73,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        is_large = holds_large_model(checkpoint)
-        model = without_drawing(study.make_model) if is_large else study.make_model()
+        model = study.make_model()
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)

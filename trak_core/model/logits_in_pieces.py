@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from trak_core.autograd.token_margins import Head, margins_of_tokens
 from trak_core.gradients.model_inputs import without_virtual_tokens
@@ -27,11 +26,15 @@ _OF_ENTRIES |= {"tanh", "float", "to", "contiguous"}
 _ABOUT = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
 
 
+class _LogitsNeededError(Exception):
+    """A model does with its logits what must happen to the logits themselves."""
+
+
 class DeferredLogits(Tensor):
     """Stands for a linear layer's result of shape (..., V), then functions of its entries.
 
-    Rows can be picked by slices. Whatever else happens to it, happens to the logits themselves,
-    which are computed then.
+    Rows can be picked by slices. Whatever else happens to it raises ``_LogitsNeededError``, since
+    it may write into the logits, or make a view to be written into.
     """
 
     head: Head
@@ -48,11 +51,6 @@ class DeferredLogits(Tensor):
         )
         logits.head, logits.hidden = head, hidden
         return logits
-
-    def whole(self) -> Tensor:
-        """Compute the logits."""
-        with torch._C.DisableTorchFunction():
-            return self.head.logits(self.hidden)
 
     @classmethod
     def __torch_function__(
@@ -74,13 +72,12 @@ class DeferredLogits(Tensor):
             if func.__name__ == "__getitem__" and own._are_rows(args[1]):
                 with torch._C.DisableTorchFunctionSubclass():
                     return DeferredLogits.of(own.hidden[args[1]], own.head)
-        with torch._C.DisableTorchFunctionSubclass():
-            return _with_logits(func, args, kwargs)
+        raise _LogitsNeededError
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Below torch's functions: views that autograd makes, for one.
-        return _with_logits(func, args, kwargs or {})
+        # Below torch's functions: ``logits.data`` is a view, for one.
+        raise _LogitsNeededError
 
     def _then(self, function: Callable[[Tensor], Tensor]) -> "DeferredLogits":
         head = Head(self.head.weight, self.head.bias, (*self.head.functions, function))
@@ -91,13 +88,6 @@ class DeferredLogits(Tensor):
         parts = index if isinstance(index, tuple) else (index,)
         n_dims = self.hidden.ndim - 1
         return len(parts) <= n_dims and all(isinstance(part, slice) for part in parts)
-
-
-def _with_logits(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with logits in place of what stands for them."""
-    given = tuple(args), dict(kwargs)
-    args, kwargs = pytree.tree_map_only(DeferredLogits, DeferredLogits.whole, given)
-    return func(*args, **kwargs)
 
 
 class _Defers(TorchFunctionMode):
@@ -131,7 +121,8 @@ class MarginsOfTokens(nn.Module):
 
     It is called with the labels too, as ``labels``, and returns shape (batch, tokens, 2): the
     margin of each label, and 1 where it is the likeliest token, else 0. Where the model doesn't end
-    in a linear layer and functions of single logits, they are computed as a whole.
+    in a linear layer and functions of single logits, they are computed as a whole. If it does
+    something else with them, that call is repeated, and later ones compute them at once.
 
     Attributes:
         model: The model.
@@ -146,16 +137,14 @@ class MarginsOfTokens(nn.Module):
         self.model = model
         self.n_classes: int | None = None
         self.is_deferred = False
+        self._can_defer = True
         self._read, self._ahead = output.read, int(output.predicts_next)
         self.output = of_margins(output, lambda: self.n_classes)
         self._n_rows = vocabulary_size(model)
 
     def forward(self, *args: Tensor, labels: Tensor, **kwargs: Tensor) -> Tensor:
         """Return margins, and whether the model is right."""
-        with _Defers(self._n_rows):
-            returned = without_virtual_tokens(self.model, self.model(*args, **kwargs), labels)
-        logits = self._read(returned)
-        logits = logits[:, : logits.shape[1] - self._ahead]
+        logits = self._logits(args, kwargs, labels)
         labels = labels[:, self._ahead :]
         classes = torch.where(labels == IGNORED, 0, labels)
         self.n_classes = logits.shape[-1]
@@ -165,6 +154,21 @@ class MarginsOfTokens(nn.Module):
         else:
             margins, is_right = margin(logits, classes), logits.argmax(-1) == classes
         return torch.stack([margins, is_right.to(margins.dtype)], dim=-1)
+
+    def _logits(self, args: Any, kwargs: Any, labels: Tensor) -> Tensor:
+        """Call the model; return its logits of tokens with a label, or what stands for them."""
+        if self._can_defer:
+            try:
+                with _Defers(self._n_rows):
+                    returned = self.model(*args, **kwargs)
+                return self._of_labels(returned, labels)
+            except _LogitsNeededError:
+                self._can_defer = False
+        return self._of_labels(self.model(*args, **kwargs), labels)
+
+    def _of_labels(self, returned: Any, labels: Tensor) -> Tensor:
+        logits = self._read(without_virtual_tokens(self.model, returned, labels))
+        return logits[:, : logits.shape[1] - self._ahead]
 
     def told(self, n_tokens: int) -> str:
         """Return in words what happens to the logits of a text, once the model was called."""

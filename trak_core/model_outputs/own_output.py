@@ -38,6 +38,8 @@ def own_output(made: object, name: str) -> ModelOutput:
         loss_weight=_checked(output.loss_weight, f"the loss weight of {name}"),
         curvature=curvature and _checked(curvature, f"the curvature of {name}"),
         prediction=prediction and _checked(prediction, f"the prediction of {name}"),
+        # Logits in pieces would give the joint log-odds, whatever the user's f is.
+        joins_tokens=False,
     )
 
 

@@ -26,8 +26,8 @@ _FOLDER_FILES = (
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
 _MUST = "a checkpoint must be a state dict saved by torch.save, or safetensors"
 _REMEDY = "Save `model.state_dict()` and use that file."
-# Bytes of weights that take long to draw; and entries that are checked at a time.
-_LARGE_BYTES, _PIECE = 2**28, 2**20
+# Entries that are checked at a time.
+_PIECE = 2**20
 # How modules take weights: copies, and torch's norms, which only add what old files lack.
 _PLAIN_LOADS = {
     nn.Module._load_from_state_dict,
@@ -153,14 +153,6 @@ def _state_dict(saved: Any, path: Path) -> dict[str, Tensor]:
         f"{', '.join(map(str, [*entries][:5])) or 'no keys'}. {remedy}",
         code="study.state_dict",
     )
-
-
-def holds_large_model(checkpoint: Path) -> bool:
-    """Whether a checkpoint has all weights of a model that takes long to draw."""
-    if (checkpoint / ADAPTER_CONFIG).is_file():
-        return False
-    files, _ = _weight_files(checkpoint)
-    return sum(path.stat().st_size for path in files) >= _LARGE_BYTES
 
 
 def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
