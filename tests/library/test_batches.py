@@ -15,6 +15,7 @@ from trak_core.gradients.checks import check_labels, count_classes
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.segmentation import SEGMENTATION
 
@@ -48,6 +49,15 @@ def test_bad_labels(output, labels, error):
     with refused(f"gradients.{error[0]}", *error[1:]):
         n_classes = None if output is REGRESSION else 5
         check_labels(torch.tensor(labels), output, n_classes, ["a", "b"])
+
+
+def test_class_0_of_a_label_of_any_shape_counts():
+    output = ModelOutput(value=lambda x, label: x[label], n_classes=len)
+    for labels in ([0, 3], [[0, 0], [0, -100]]):
+        check_labels(torch.tensor(labels), output, 5, ["a", "b"])
+    for labels in ([0, -100], [[0, 1], [-100, -100]]):
+        with refused("gradients.empty_label", "sample b"):
+            check_labels(torch.tensor(labels), output, 5, ["a", "b"])
 
 
 def test_counting_classes():

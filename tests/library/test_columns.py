@@ -54,6 +54,7 @@ def test_no_columns_are_no_columns(tmp_path):
     ("columns", "code", "values"),
     [
         ("{'label': [1, 2, 3]}", "study.column_name", ["label"]),
+        ("{'sign': [1, 2, 3]}", "study.column_name", ["sign"]),
         ("{3: [1, 2, 3]}", "study.column_name", ["3"]),
         ("{'a': [1, 2]}", "study.columns_length", ["2"]),
         ("{'a': [1, 2, 3], 'b': [1]}", "study.columns_length", ["3 of a", "1 of b"]),

@@ -22,7 +22,7 @@ from trak_core.model_outputs.language_modelling import (
     sequence_log_odds,
 )
 from trak_core.model_outputs.loss import LOSS
-from trak_core.model_outputs.model_output import IGNORED, read_logits
+from trak_core.model_outputs.model_output import IGNORED, over_samples, read_logits
 from trak_core.model_outputs.multi_label import MULTI_LABEL
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.segmentation import SEGMENTATION, mean_pixel_margin
@@ -278,6 +278,16 @@ def test_predictions_and_labels_as_numbers():
 def test_loss_is_minus_what_the_model_returns_and_its_weight_is_one():
     assert LOSS.value(torch.tensor([2.5]), torch.tensor(1)) == -2.5
     assert LOSS.loss_weight(torch.tensor([2.5]), torch.tensor(1)) == 1
+
+
+def test_a_loss_is_read_before_logits():
+    loss, logits = torch.ones(2), torch.zeros(2, 3)
+    both = {"loss": loss, "logits": logits}
+    for returned in (loss, {"loss": loss}, both, SimpleNamespace(**both), (loss, logits)):
+        assert LOSS.read(returned) is loss
+    assert LOSS.read({"loss": None, "logits": loss}) is loss
+    with refused("gradients.output_shape", "(3,)"):
+        over_samples(LOSS.value, LOSS.read({"loss": logits}), torch.ones(2))
 
 
 def test_logits_in_pieces_serve_what_joins_tokens_alone():

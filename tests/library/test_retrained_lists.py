@@ -1,11 +1,13 @@
 """What retrained models say of a list, beside plain loops."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
 from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables, sizes_of
 from trak_core.model_outputs.table import TABLE, about_output
+from trak_core.scoring.lists import best_in_turn
 
 
 def test_losses_are_those_of_torch():
@@ -34,6 +36,16 @@ def test_sizes_are_parts_that_leave_one():
     assert sizes_of([0.2, 0.05, 0.001], n_train=100, n_listed=100) == [1, 5, 20]
     assert sizes_of([0.05, 0.1, 0.2], n_train=100, n_listed=7) == [5, 7]
     assert sizes_of([0.99], n_train=10, n_listed=10) == [9]
+    assert sizes_of([0.05, 0.1], n_train=10, n_listed=0) == []
+
+
+def test_a_list_that_is_a_part_is_proved_with_its_last_sample():
+    train = pd.DataFrame({"id": range(21), "help": 1.0, "harm": 0.0})
+    top = pd.DataFrame({"target_id": [0], "rank": [1], "train_id": [3], "score": [1.0]})
+    n_listed = len(best_in_turn(train, top, 0.2))
+    assert n_listed == 5
+    assert sizes_of([0.1, 0.2], 21, n_listed, rounds_up=True) == [3, 5]
+    assert sizes_of([0.1, 0.2], 21, 21) == [2, 4]
 
 
 def test_what_a_seed_does_cancels_in_the_difference():

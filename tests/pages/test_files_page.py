@@ -122,13 +122,12 @@ def test_files_that_other_settings_leave(tmp_path):
     )
     spec = replace(SPEC.features, projection={"kind": "none"}, split="all")
     outputs = unit / "outputs/c0.h5"
-    job = {key: ON_CPU[key] for key in ("code", "device", "batch_size", "threads")}
     compute_outputs(
         outputs=outputs,
         checkpoint=checkpoints["c0"],
         study_file=study,
         spec=spec.under("c0"),
-        **job,
+        **ON_CPU,
     )
     select_targets(
         targets=unit / "targets/mine.h5",

@@ -87,7 +87,7 @@ def results(tmp_path_factory):
     given = {"checkpoint": checkpoints["c0"], "study_file": study, "spec": spec, **ON_CPU}
     compute_distortion(distortion=folder / FILES["DISTORTION"], **given, **drawn)
     given |= {"outputs": folder / FILES["OUTPUTS"]}
-    compute_outputs(**{name: value for name, value in given.items() if name != "memory_mb"})
+    compute_outputs(**given)
     shown = {"figure": folder / "figures/mine.png", "answer": folder / "answers/mine.html"}
     given = {"scores": folder / FILES["SCORES"], "study_file": study, "code": "code"}
     draw_influences(**shown, texts=folder / FILES["ANSWERS"], **given)

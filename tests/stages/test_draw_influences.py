@@ -14,6 +14,7 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib.image import imread
 from refused import refused
 from report_page import Page
@@ -35,7 +36,8 @@ from trak_core.report.explore import EACH_ON_PAGE, explore
 from trak_core.report.number_formats import number, signed
 from trak_core.report.read import read_experiment
 from trak_core.report.render import answer as rendered_answer
-from trak_core.stages.draw_influences import draw_influences
+from trak_core.scoring.lists import suspects
+from trak_core.stages.draw_influences import draw_influences, token_numbers
 from trak_core.study.study import Study
 
 CHROMIUM = shutil.which("chromium")
@@ -242,6 +244,20 @@ def test_a_page_colours_tokens(results, tmp_path):
         draw_influences(**files, **inputs, token_scores=[path])
 
 
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        ({"input_ids": torch.tensor([[7, 8, 9]])}, [7, 8]),
+        ({"input_ids": [7, 8, 9]}, [7, 8]),
+        ({"input_ids": [7]}, [1, 2]),  # texts to be written, which have tokens of their own
+        ({"tokens": torch.tensor([7, 8])}, [1, 2]),
+        ((torch.tensor([7, 8]), torch.tensor([7, 8])), [1, 2]),
+    ],
+)
+def test_tokens_without_texts_are_numbers(sample, expected):
+    assert list(token_numbers(sample, 2)) == expected
+
+
 @pytest.mark.parametrize("given", ["['a']", "[1, 2]"])
 def test_token_texts_are_as_many_texts_as_tokens(tmp_path, given):
     study = Study.load(study_with(tmp_path, f"\ndef token_texts(sample):\n    return {given}\n"))
@@ -374,12 +390,18 @@ def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
     assert n_scripts == 3  # nothing of the study's became one
 
 
-def explored(results, study_file, **columns):
-    """The page's contents, of a table of targets with other columns."""
+def explored(results, study_file, size=1.0, **columns):
+    """The page's contents, of a table of targets with other columns, and of scores of a size."""
     study = Study.load(study_file)
     experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH_ON_PAGE)
     targets = experiment.tables["targets"].assign(**columns)
-    experiment = replace(experiment, tables={**experiment.tables, "targets": targets})
+    top, train = (experiment.tables[name] for name in ("top_influences", "train"))
+    tables = {**experiment.tables, "targets": targets}
+    if size != 1:
+        tables["top_influences"] = top.assign(score=size * top["score"])
+        harm = size * (1 + 1e-5 * (7 * np.arange(len(train)) % 5))
+        tables["train"] = train.assign(harm=harm)
+    experiment = replace(experiment, tables=tables)
     if columns:
         spec = experiment.spec | {"model_output": "text_classification"}
         experiment = replace(experiment, spec=spec)
@@ -435,6 +457,36 @@ def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
     assert wrong == [names[1], names[3]]
     assert site == [names[3]]
     assert order == [names[i] for i in (1, 3, 0, 2)]
+
+
+TINY = """
+addEventListener("load", () => setTimeout(() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const widths = all(".target .bar").map((bar) => bar.style.width);
+  const [controls] = all(".find").filter((one) => one.ariaLabel === "trains");
+  const order = [...controls.querySelectorAll("select")].at(-1);
+  const listed = () => all("#train-list h3 a").map((link) => link.textContent);
+  done([widths, order.selectedOptions[0].textContent, listed()]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_reads_tiny_scores_and_keeps_the_order_of_suspects(shown_as, results, tmp_path):
+    """Scores that are shown with an exponent, and harm that differs in its last digits alone."""
+    contents = explored(results, shown_as["described"][0], size=1e-6)
+    answer = tmp_path / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    assert any("e\N{MINUS SIGN}" in score for t in contents.targets for _, score in t["influences"])
+    train = contents.experiment.tables["train"]
+    widths, order, listed = in_browser(answer, tmp_path, TINY)
+    assert widths
+    assert all(re.fullmatch(r"[0-9]+%", width) for width in widths)
+    assert order == "harm, largest first"
+    shown = {entry["id"] for entry in contents.train}
+    expected = [f"train {i}" for i in suspects(train)["id"] if i in shown]
+    assert len(expected) > 4
+    assert listed == expected
 
 
 def test_odd_texts_are_read_as_they_are(results, shown_as):

@@ -41,6 +41,7 @@ from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.model_outputs.own_output import own_output
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.table import TABLE, output_name
+from trak_core.queries.answer import said_of
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
@@ -269,12 +270,32 @@ def test_what_a_user_makes_is_an_output():
     assert own.curvature is None
     assert own.has_labels
     assert not own_output(lambda returned: returned.sum(), "f").has_labels
+    assert not own_output(lambda returned, **options: returned.sum(), "f").has_labels
     whole = ModelOutput(value=lambda x, _: x.sum(), loss_weight=lambda x, _: x[0], label_ndim=0)
     assert own_output(whole, "f").loss_weight(x, label) == 3
     assert own_output(whole, "f").label_ndim == 0
     # Of its tokens' margins alone f can't be computed.
     changed = replace(LANGUAGE_MODELLING, value=lambda logits, label: logits.square().sum())
     assert not own_output(changed, "f").joins_tokens
+
+
+def test_a_class_that_is_predicted_stays_one():
+    """The commonest of three models, as for the library's own outputs; any other is a number."""
+
+    def predicted(prediction):
+        output = own_output(ModelOutput(value=lambda x, _: x.sum(), prediction=prediction), "f")
+        models = [torch.eye(9)[[3, 1]], torch.eye(9)[[8, 1]], torch.eye(9)[[3, 2]]]
+        made = [over_samples(output.prediction, x, torch.zeros(2)).numpy() for x in models]
+        return said_of(np.zeros(2), made, made)["prediction"]
+
+    for prediction in (lambda x, _: x.argmax(), lambda x, _: x.argmax().to(torch.uint8)):
+        classes = predicted(prediction)
+        assert classes.dtype == np.int64
+        assert classes.tolist() == [3, 1]
+    thirds = predicted(lambda x, _: x[3] > 0)
+    assert thirds.dtype == np.float32
+    np.testing.assert_allclose(thirds, [2 / 3, 0], rtol=1e-6)
+    assert own_output(lambda x, _: x.argmax(), "f").value(torch.eye(2)[1], LABELS) == 1.0
 
 
 def ask(f, model=None, labels=None):
@@ -332,6 +353,10 @@ def test_what_is_no_output_is_refused():
             own_output(made, "outputs.py:f")
     with refused("model_outputs.arguments", "(x, label, model)"):
         own_output(lambda x, label, model: x, "outputs.py:f")
+    with refused("model_outputs.arguments", "(x, label=None)"):
+        own_output(lambda x, label=None: x, "outputs.py:f")
+    with refused("model_outputs.arguments", "a function that does not say its arguments"):
+        own_output(torch.sum, "outputs.py:f")
 
 
 def test_a_name_that_the_file_has_not_is_refused(trained):

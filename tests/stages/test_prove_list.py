@@ -61,7 +61,8 @@ def by_hand(run, chosen, draw):
 def test_models_are_those_trained_by_hand(run, proved):
     kind, order, proof, _ = proved
     n = len(order)
-    sizes = [round(0.2 * n), round(0.5 * n)]
+    whole = np.ceil if kind == "select" else np.round
+    sizes = [int(whole(part * n)) for part in FRACTIONS]
     keys = ["measure", "subset", "n", "draw"]
     models = pd.read_hdf(proof, "models").set_index(keys)["mean"].sort_index()
     for draw in range(DRAWS):
@@ -94,6 +95,20 @@ def test_models_of_another_list_or_draw_are_refused(proved, tmp_path):
     turned = given | {"retrained": given["retrained"][::-1]}
     with pytest.raises(ArtifactError, match="retrain_list"):
         prove_list(proof=tmp_path / "proof.h5", kind=kind, **turned)
+
+
+def test_an_empty_list_has_a_proof_too(run, tmp_path):
+    """Without copies `duplicates` names nothing: models of everything are all there is."""
+    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": []}))
+    retrained, proof = tmp_path / "0.h5", tmp_path / "proof.h5"
+    job = {"study_file": STUDY, "fractions": FRACTIONS, "draw": 0, "batch_size": 16, "threads": 1}
+    about = {"spec": SPEC, "kind": "duplicates", "code": "code"}
+    retrain_list(retrained=retrained, listed=tmp_path / "list.csv", **job, **about)
+    prove_list(proof=proof, scores=run.scores, retrained=[retrained], **about)
+    summary = pd.read_hdf(proof, "summary").set_index("measure")
+    assert set(summary["subset"]) == {"everything"}
+    expected = by_hand(run, np.ones(len(run.train.ids), dtype=bool), 0)
+    assert summary["mean"]["target_loss"] == pytest.approx(expected[1], rel=1e-4)
 
 
 def test_a_list_is_read_as_it_was_written(tmp_path):

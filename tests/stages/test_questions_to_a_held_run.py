@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,15 +15,19 @@ import yaml
 from few_words import write
 from PIL import Image
 from pipeline import read_scores, run_config
-from refused import refused
+from refused import FOLDER, refused, wordings
 from workspace import REPOSITORY
 
 import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
+from trak_core.queries.answer_page import answer_rows
+from trak_core.queries.asked import asked_of
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
+from trak_core.study.columns import RESERVED
+from trak_core.study.study import Study
 
 STUDY = (
     (REPOSITORY / "tests/studies/diabetes.py").read_text()
@@ -151,6 +157,11 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
     assert page.count("<table") == 2
     assert answer.text in page
     assert "the prediction" in repr(answer)
+    words = {"function": "outputs.py:f", "label": "clinic"}  # the name of a column
+    columns = replace(answer, model_output=words).side(1).columns
+    assert {"label", "clinic"} <= {*columns}
+    assert columns.is_unique
+    assert {*answer_rows([answer])} - {"clinic"} <= RESERVED
 
 
 def test_checkpoints_that_do_not_fit_take_turns(run):
@@ -176,7 +187,17 @@ def test_checkpoints_that_do_not_fit_take_turns(run):
 def test_lines_are_answered_or_told_of(here, capsys):
     """A bad line doesn't end the others; a table and a page have what was answered."""
     lines = here.parent / "some.jsonl"
-    bad = ["no json for encode", '{"row": ', '{"row": 400, "col": 2}', '{"row": 9999}']
+    deep = '{"row": ' + "[" * 100_000
+    twice = '{"row": 400, "row": 3}'
+    bad = [
+        "no json for encode",
+        '{"row": ',
+        deep,
+        '{"row": NaN}',
+        twice,
+        '{"row": 400, "col": 2}',
+        '{"row": 9999}',
+    ]
     good = ['{"row": 400, "id": "x"}', "", '{"row": 350, "shift": 1}']
     again = '{"row": 3, "id": "x"}'
     lines.write_text("\n".join([good[0], *bad, again, *good[1:]]) + "\n")
@@ -188,20 +209,27 @@ def test_lines_are_answered_or_told_of(here, capsys):
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert written(here) == before
-    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == ["Error: l"] * 6
-    assert all(f"line {number}: " in err for number in (2, 3, 4, 5, 6, 8))
-    assert "Each line must have an id of its own. Found x again" in err
+    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == ["Error: l"] * 9
+    assert all(f"line {number}: " in err for number in (2, 3, 4, 5, 6, 7, 8, 9, 11))
+    assert all(
+        f"Found {reason}, in '" in err
+        for reason in (
+            *("Expecting value", "it is nested too deep", "NaN is no finite number"),
+            "the field 'row' stands twice",
+        )
+    )
+    assert "must have an id of its own. Found x again" in err
     scores = read_scores(here / "scores/asked.h5")
     table = pd.read_csv("out.csv")
-    assert table["target_id"].tolist() == ["x"] * 4 + ["6"] * 4
+    assert table["target_id"].tolist() == ["x"] * 4 + ["9"] * 4
     assert table["rank"].tolist() == [1, 2, 1, 2] * 2
-    for name, number in (("x", 0), ("6", 1)):
+    for name, number in (("x", 0), ("9", 1)):
         rows = table[table["target_id"] == name]
         expected = scores[number].loc[rows["train_id"]]
         np.testing.assert_allclose(rows["score"], expected, rtol=1e-4, atol=1e-9)
         assert all(f"train {i} " in out for i in rows["train_id"])
     page = (here.parent / "out.html").read_text()
-    assert all(f'id="target-{name}"' in page for name in ("x", "6"))
+    assert all(f'id="target-{name}"' in page for name in ("x", "9"))
     assert "scores/" not in page
     assert "progress" in page
     assert "clinic" in out
@@ -218,6 +246,43 @@ def test_targets_are_asked_for_by_id(here, capsys):
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--target", "patient-1"])
     assert "Found none patient-1" in capsys.readouterr().err
+
+
+def test_an_id_is_that_of_one_target_or_line(here, capsys):
+    """Else a page shows the one with the scores of the other."""
+    (here.parent / "same.jsonl").write_text('{"row": 3, "id": 2}\n{"row": 3, "id": 1}\n')
+    words = ["ask", "mine.yaml", "--target", "2", "--target", "2", "--file", "same.jsonl"]
+    with pytest.raises(SystemExit):
+        main([*words, "--csv", "same.csv", "--top", "1"])
+    assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]
+    (words,) = wordings(FOLDER / "command.txt")["command.id_again"]
+    assert capsys.readouterr().err.count(words.replace("<value>", "2")) == 2
+
+
+def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
+    kept, answers = [], HeldRun.answers
+
+    def watched(*given):
+        for asked, answer in answers(*given):
+            kept.append(weakref.ref(answer.scores))
+            yield asked, answer
+            assert sum(scores() is not None for scores in kept) <= 2
+
+    monkeypatch.setattr(HeldRun, "answers", watched)
+    monkeypatch.setattr(HeldRun, "_memory_mb", 1)
+    main(["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "kept.html"])
+    assert len(kept) == 3
+    assert capsys.readouterr().err.count("Notice: checkpoints take turns, because all 3") == 1
+
+
+def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
+    (tmp_path / "lists.py").write_text(
+        "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
+    )
+    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
+    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
+    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
+        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])

@@ -433,3 +433,11 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
     assert "Loss: loss against training examples trained on" in charts
     assert "follows in report.html" not in shown.text
     assert "put to the proof" not in page.text
+    assert "The list is empty" not in shown.text
+    with create(path, PROOF, about, {}, confidence=0.95, n_draws=5, n_targets=4) as writer:
+        for key in ("summary", "models"):
+            writer.table(key, summary.loc[summary["subset"] == "everything", :], [])
+    shown = page_of(results, proofs=[path], asked={"evaluation": {"lists": ["select"]}})
+    assert "The list is empty" in shown.text
+    assert shown.row("target loss, all training examples") == ["all", "0.5", "0.375", "0.625"]
+    assert not [image for image in shown.all("img") if "Loss" in image["alt"]]

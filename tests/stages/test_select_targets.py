@@ -16,8 +16,6 @@ from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.select_targets import select_targets
 
-JOB = {key: ON_CPU[key] for key in ("code", "device", "batch_size", "threads")}
-
 
 @pytest.fixture(scope="module")
 def spec(run):
@@ -33,7 +31,7 @@ def outputs(run, spec, tmp_path_factory):
             checkpoint=checkpoint,
             study_file=STUDY,
             spec=spec.under(name),
-            **JOB,
+            **ON_CPU,
         )
     return [folder / f"{name}.h5" for name in run.checkpoints]
 

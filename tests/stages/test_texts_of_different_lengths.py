@@ -10,7 +10,7 @@ import torch
 from pipeline import ON_CPU, features_spec
 from refused import refused
 
-from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, open_artifact
+from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, OUTPUTS, open_artifact
 from trak_core.autograd import token_margins
 from trak_core.errors import InputError
 from trak_core.model import loaded_model
@@ -20,10 +20,12 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages import compute_features as features_stage
+from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_embeddings import compute_embeddings
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
+from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.join_shards import join_shards
 from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.split import Split
@@ -381,3 +383,29 @@ def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
         capsys.readouterr().out
     )
     assert_same(file, expected)
+
+
+@pytest.mark.parametrize("case", ["GPT-2"], indirect=True)
+def test_outputs_of_all_targets_take_no_more_memory_than_there_is(case, capsys, monkeypatch):
+    """Logits in pieces, and few texts at once; the numbers are those of all at once."""
+    spec = features_spec(OUTPUT, PROJ_DIM, kind="none", split="all", targets=None)
+
+    def computed(name):
+        file = case.folder / f"{name}.h5"
+        compute_outputs(outputs=file, spec=spec, **case.common())
+        with open_artifact(file, OUTPUTS) as found:
+            return [found.vector(key) for key in ("labels", "outputs", "predictions")]
+
+    whole = computed("all")
+    assert "logits" not in capsys.readouterr().out
+    called, call = [], outputs_stage.call
+    with monkeypatch.context() as small:
+        small.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
+        small.setattr(token_margins, "PIECE", 5 * 40)
+        small.setattr(outputs_stage, "budget_bytes", lambda *memory: 1)
+        small.setattr(outputs_stage, "call", lambda m, b: called.append(len(b)) or call(m, b))
+        pieces = computed("few")
+    assert "logits. They are computed a few tokens at" in capsys.readouterr().out
+    assert called == [1] * len(whole[0])
+    for found, expected in zip(pieces, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -190,10 +190,13 @@ def test_two_runs_with_one_results_folder(study, tmp_path):
     job = first.next_job("compute_features")
     job.suspend()
     target = f"{other.config['results']}/features/c0/few.h5"
+    record = study.path("results/config.json").read_bytes()
+    assert b'"seed": 1' in record
     output = other.fail(target)
     assert re.search(r"Error: /.*/study/results: a results folder must be written", output)
     assert "Traceback" not in output
     other.would_run(target)  # which writes nothing
+    assert study.path("results/config.json").read_bytes() == record
     job.resume()
     assert first.finish() == 0, first.output
     assert other.run(target) == {}

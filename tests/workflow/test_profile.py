@@ -34,6 +34,14 @@ def test_every_rule_has_its_place_and_every_name_is_a_rule():
     assert set(profile["group-components"]) == set(profile["groups"].values())
 
 
+def test_every_job_with_a_model_asks_for_its_weights():
+    """What runs on a device has a checkpoint in memory."""
+    for path in (REPOSITORY / "workflow/rules").glob("*.smk"):
+        for rule in re.split(r"^ *rule ", path.read_text(), flags=re.M)[1:]:
+            name = rule.partition(":")[0]
+            assert ('device=compute["device"]' in rule) is ("mem_mb=model_job_mb" in rule), name
+
+
 def test_the_gpu_profile_replaces_what_it_must():
     plain, added = (
         yaml.safe_load((REPOSITORY / folder / "profile.yaml").read_text())

@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +91,7 @@ class _Session:
         self.has_failed = False
         self._answers: list[Answer] = []
         self._ids: set[str] = set()
+        self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
             self._held.load()
@@ -102,19 +104,18 @@ class _Session:
         # Checkpoints that take turns are read once for all lines.
         all_at_once = self._held.takes_turns and not self.is_typed
         for group in [list(samples)] if all_at_once else ([one] for one in samples):
-            # What jobs say of their progress says nothing of one sample.
-            with Path(os.devnull).open("w") as log, contextlib.redirect_stdout(log):
-                answers = list(self._held.answers(group, self._asked.top))
-            for asked, answer in answers:
+            for asked, answer in _silently(self._held.answers(group, self._asked.top)):
                 if isinstance(answer, InputError):
                     self._tell(f"{asked.id}: {answer}")
-                else:
-                    self._answers.append(answer)
-                    print(_in_words(answer), flush=True)
+                    continue
+                if self._wanted:
+                    # A session may be long, and scores of all training samples many.
+                    self._answers.append(replace(answer, scores=answer.scores.iloc[:0].copy()))
+                print(_in_words(answer), flush=True)
 
     def write(self) -> None:
         """Write the table and the page of all answers, if they are wanted and there are any."""
-        wanted = [path for path in (self._asked.csv, self._asked.html) if path is not None]
+        wanted = self._wanted
         if wanted and not self._answers:
             self._tell(
                 f"nothing was answered, so that {', '.join(map(str, wanted))} stays as it is"
@@ -141,23 +142,31 @@ class _Session:
         """Yield a sample for each target or line that is one."""
         for target_id in self._asked.target:
             try:
-                yield self._held.target(target_id)
+                asked = self._with_new_id(self._held.target(target_id))
             except InputError as error:
                 self._tell(str(error))
+            else:
+                yield asked
         if self._asked.target and self._asked.file is None:
             return
         for number, line in enumerate(self._lines()):
             try:
-                asked = self._held.asked(line, number)
-                if str(asked.id) in self._ids:
-                    raise InputError(
-                        f"Each line must have an id of its own. Found {asked.id} again."
-                    )
+                asked = self._with_new_id(self._held.asked(line, number))
             except InputError as error:
                 self._tell(f"line {number + 1}: {error}")
             else:
-                self._ids.add(str(asked.id))
                 yield asked
+
+    def _with_new_id(self, asked: "Asked") -> "Asked":
+        """Return what is asked, unless its id was asked about before: answers go by it."""
+        if str(asked.id) in self._ids:
+            raise InputError(
+                f"Each target and line must have an id of its own. Found {asked.id} again. A "
+                "line's is its field id; without one it has its number, from 0.",
+                code="command.id_again",
+            )
+        self._ids.add(str(asked.id))
+        return asked
 
     def _lines(self) -> Iterator[Any]:
         """Yield lines that are not empty: text, bytes, or the fields of a table's row."""
@@ -190,7 +199,19 @@ def _held_run(config_file: str) -> "HeldRun":
     config = read_config(Path(config_file), schema)
     torch.set_num_threads(config["compute"]["threads"])
     run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
-    return HeldRun(run)
+    return HeldRun(run, lambda notice: print(notice, file=sys.stderr, flush=True))
+
+
+def _silently(
+    answers: "Iterator[tuple[Asked, Answer | InputError]]",
+) -> "Iterator[tuple[Asked, Answer | InputError]]":
+    """Yield answers, without what jobs say of their progress: it says nothing of one sample."""
+    while True:
+        with Path(os.devnull).open("w") as log, contextlib.redirect_stdout(log):
+            pair = next(answers, None)
+        if pair is None:
+            return
+        yield pair
 
 
 def _typed() -> Iterator[str]:

@@ -45,8 +45,13 @@ def record_config(config: Mapping[str, Any], results: Path) -> None:
         write_record(results / _RECORD, known)
 
 
+def has_record(results: Path) -> bool:
+    """Return whether a start has left its config in a results folder."""
+    return bool(read_record(results / _RECORD))
+
+
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the last start with a results folder, and the folder it ran in.
+    """Return the config of the last run of a results folder, and the folder it ran in.
 
     Raises:
         InputError: If no start has left it there.

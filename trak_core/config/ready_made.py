@@ -77,10 +77,9 @@ _FUNCTIONS = (
     *("train_columns", "target_columns"),
 )
 
-
 # Arguments that the pipeline gives itself, by place and by name; functions that get no others.
-_BY_CALL = {"draw": 2, "describe": 1}
-_GIVEN = ("seed", "data")
+_BY_CALL = {"draw": 2, "describe": 1, "token_texts": 1}
+_GIVEN = {"train": ("seed", "data")}
 _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe"}
 
 
@@ -138,19 +137,24 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
     study_modules(study)  # which refuses a file that is not there
     nodes = ast.parse(study.read_bytes(), filename=str(study)).body
     defined = {node.name: node.args for node in nodes if isinstance(node, ast.FunctionDef)}
+    bound_otherwise = {name for node in nodes for name in _bound_by(node)}
     problems, taken, lines = [], set(), []
-    for name in (*_FUNCTIONS, "train", "draw"):
+    for name in (*_FUNCTIONS, "train", "draw", "token_texts"):
         if name not in defined:
+            # Imported, assigned or a class: its arguments are not known, and it gets none.
+            lines += [f"{name} = own.{name}"] if name in bound_otherwise else []
             continue
         given = defined[name]
         by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
         n_required = len(by_place) - len(given.defaults)
         names = [*by_place, *(argument.arg for argument in given.kwonlyargs)]
-        names = [key for key in names[_BY_CALL.get(name, 0) :] if key not in _GIVEN]
+        names = [key for key in names[_BY_CALL.get(name, 0) :] if key not in _GIVEN.get(name, ())]
         taken |= {*names}
         own = {key: value for key, value in arguments.items() if key in names}
         if name in _WITHOUT_OTHERS:
-            missing = [key for key in by_place[:n_required] if key not in own]
+            by_keyword = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+            needed = [argument.arg for argument, default in by_keyword if default is None]
+            missing = [key for key in [*by_place[:n_required], *needed] if key not in own]
             problems += [f"no {key}, which {name}() needs" for key in missing]
         bound = "".join(f", {key}={value!r}" for key, value in own.items())
         lines.append(f"{name} = partial(own.{name}{bound})" if own else f"{name} = own.{name}")
@@ -163,6 +167,20 @@ def _own_source(study: Path, arguments: Mapping[str, Any]) -> str:
             code="config.study_keywords",
         )
     return _OWN.format(path=str(study), functions="\n".join(lines))
+
+
+def _bound_by(node: ast.stmt) -> list[str]:
+    """Return the names that a class, an assignment or an import at the top of a file binds."""
+    if isinstance(node, ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
+    if isinstance(node, ast.Assign):
+        parts = [part for target in node.targets for part in ast.walk(target)]
+        return [part.id for part in parts if isinstance(part, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    return []
 
 
 def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> None:
@@ -213,7 +231,7 @@ def _images_of(table: Path) -> list[str]:
         else:
             return []  # a folder, which is watched itself, or Parquet, which only pandas reads
         images = [table.parent / path for path in paths]
-    except (ValueError, KeyError, TypeError, csv.Error, OSError):
+    except (ValueError, KeyError, TypeError, csv.Error, OSError, RecursionError):
         return []  # which the study explains
     patterns = (f"{glob.escape(str(path.parent))}/*{path.suffix}" for path in images)
     return list(dict.fromkeys(patterns))

@@ -1,5 +1,6 @@
 """Measure what a list of training samples is worth, by models retrained without it or on it."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,13 +34,19 @@ def mean_interval(changes: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def sizes_of(fractions: list[float], n_train: int, n_listed: int) -> list[int]:
+def sizes_of(
+    fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
+) -> list[int]:
     """Return how many samples each part of the training set is, at most those that are listed.
 
-    Each is at least 1 and leaves one; equal ones count once. Sorted.
+    Each is at least 1 and leaves one; equal ones count once. Sorted. Without a listed sample there
+    are none. ``rounds_up`` is for a list that has such a part itself, rounded up.
     """
+    if not n_listed:
+        return []
     most = min(n_listed, n_train - 1)
-    return sorted({min(max(1, round(part * n_train)), most) for part in fractions})
+    whole = math.ceil if rounds_up else round
+    return sorted({min(max(1, whole(part * n_train)), most) for part in fractions})
 
 
 def measures(

@@ -272,7 +272,11 @@ def check_labels(
             code="gradients.label_value",
         )
     if has_parts:
-        empty = (vmap(output.label_number)(labels) == 0).nonzero().flatten().tolist()
+        if output.label_ndim is None:  # whose number may well be class 0
+            is_empty = (labels.reshape(len(labels), -1) == IGNORED).all(1)
+        else:
+            is_empty = vmap(output.label_number)(labels) == 0
+        empty = is_empty.nonzero().flatten().tolist()
         if empty:
             where = ", after its first token" if output.predicts_next else ""
             raise InputError(

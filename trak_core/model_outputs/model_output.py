@@ -48,7 +48,8 @@ class ModelOutput:
         value: f of what was returned and the label.
         loss_weight: Q = -dl/df, l the training loss. If not given, 1, which is right for f = -l.
         curvature: W = d2l/df2; None where the loss is not a function of f alone.
-        prediction: What the model predicts, in the units of ``label_number``; None for f itself.
+        prediction: What the model predicts, in the units of ``label_number``; None for f itself. An
+            integer is a class: tables have the commonest over checkpoints, and the mean of others.
         label_number: The label as one number, for tables: itself, or how many of its parts count.
             If not given, the mean of a label of several numbers.
         read: What counts in what the model returned for a batch; all, if not given.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trak_core.errors import InputError
@@ -37,23 +38,32 @@ def own_output(made: object, name: str) -> ModelOutput:
         value=_checked(output.value, name),
         loss_weight=_checked(output.loss_weight, f"the loss weight of {name}"),
         curvature=curvature and _checked(curvature, f"the curvature of {name}"),
-        prediction=prediction and _checked(prediction, f"the prediction of {name}"),
+        prediction=(
+            prediction and _checked(prediction, f"the prediction of {name}", keeps_integers=True)
+        ),
         # Logits in pieces would give the joint log-odds, whatever the user's f is.
         joins_tokens=False,
     )
 
 
 def _of_function(function: Callable[..., Any], name: str) -> ModelOutput:
-    parameters = inspect.signature(function).parameters.values()
-    given = [p for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
-    if any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # built into Python or torch
+        signature = None
+    parameters = [] if signature is None else [*signature.parameters.values()]
+    by_keyword = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    given = [p for p in parameters if p.default is p.empty and p.kind not in by_keyword]
+    # A label that may be left out would say neither.
+    is_clear = all(p.name != "label" or p in given for p in parameters)
+    if is_clear and (any(p.kind is p.VAR_POSITIONAL for p in given) or len(given) == 2):
         return ModelOutput(value=function)
-    if len(given) == 1:
+    if is_clear and len(given) == 1:
         return ModelOutput(value=lambda returned, label: function(returned), has_labels=False)
     raise InputError(
         f"{name} must take what the model returned for a sample and the sample's label, "
         f"`(returned, label)`, or `(returned)` where samples have no label. Found "
-        f"{inspect.signature(function)}.",
+        f"{signature or 'a function that does not say its arguments'}.",
         code="model_outputs.arguments",
     )
 
@@ -63,9 +73,12 @@ def _kind(made: object) -> str:
 
 
 def _checked(
-    function: Callable[[Any, Tensor], Tensor], name: str
+    function: Callable[[Any, Tensor], Tensor], name: str, *, keeps_integers: bool = False
 ) -> Callable[[Any, Tensor], Tensor]:
-    """Return a function that refuses all but one number, and explains what fails."""
+    """Return a function that refuses all but one number, and explains what fails.
+
+    Numbers are float32 or better; a class, where integers are kept, is int64.
+    """
 
     def number(returned: Any, label: Tensor) -> Tensor:
         try:
@@ -84,6 +97,9 @@ def _checked(
                 "number of a tensor.",
                 code="model_outputs.number",
             )
+        is_whole = not (value.is_floating_point() or value.is_complex())
+        if keeps_integers and is_whole and value.dtype is not torch.bool:
+            return value.long()
         return at_least_float32(value)
 
     return number

@@ -45,8 +45,9 @@ class Answer:
         """
         label = about_output(self.model_output).label
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
-        rows = self.top.loc[self.top["score"] * sign > 0, :]
-        known = rows.drop(columns=left_out).rename(columns={"label": label})
+        known = self.top.loc[self.top["score"] * sign > 0, :].drop(columns=left_out)
+        if label not in known:  # else a column of the study's own
+            known = known.rename(columns={"label": label})
         return known if sign > 0 else known.iloc[::-1]
 
     def said(self) -> str:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.study.split import Split, checked_ids, users_code
+from trak_core.study.split import Samples, Split, checked_ids, users_code
 from trak_core.study.study import Study
+from trak_core.study.targets import parsed_json
 
 _TEXT = "text"
 
@@ -42,11 +43,11 @@ def parsed_line(line: str | bytes) -> dict[str, Any]:
     if not text.startswith("{"):
         return {_TEXT: text}
     try:
-        return json.loads(text)
+        return parsed_json(text)
     except ValueError as error:
         raise InputError(
             "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
-            f"{_shortened(text)}, in which {str(error)[:1].lower()}{str(error)[1:]}.",
+            f"{error}.",
             code="queries.line",
         ) from error
 
@@ -71,18 +72,25 @@ def asked_line(study: Study, line: Mapping[str, Any], number: int) -> Asked:
         return Asked(own_id, encode(**fields), fields)
 
 
-def asked_of(study: Study, given: Any, number: int) -> Asked:
-    """Return what is asked by a line, a text, or a sample such as the study's data has.
+def asked_of(study: Study, given: Any, number: int, samples: Samples) -> Asked:
+    """Return what is asked by a line, a text, or a sample such as the study's ``samples``.
 
-    A mapping of plain values is a line, any other a sample.
+    A mapping of plain values is a line, unless samples are mappings with the same keys and types.
     """
     if isinstance(given, Asked):
         return given
     if isinstance(given, str | bytes):
         return asked_line(study, parsed_line(given), number)
     if isinstance(given, Mapping) and not any(hasattr(v, "__array__") for v in given.values()):
-        return asked_line(study, given, number)
+        with users_code("reading the first training sample"):
+            own = samples[0]
+        if not isinstance(own, Mapping) or _types(own) != _types(given):
+            return asked_line(study, given, number)
     return Asked(number, given)
+
+
+def _types(fields: Mapping[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in fields.items()}
 
 
 def _shortened(text: str) -> str:

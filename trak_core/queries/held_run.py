@@ -77,7 +77,7 @@ class HeldRun:
     def asked(self, given: Any, number: int = 0) -> Asked:
         """Return a sample from a line, a text, or a sample such as the study's data has."""
         with self.run.in_folder():
-            return asked_of(self.study, given, number)
+            return asked_of(self.study, given, number, self.train.samples)
 
     def target(self, target_id: int | str, experiment: str | None = None) -> Asked:
         """Return a sample to explain: of an experiment, or of the first that has one of this id.

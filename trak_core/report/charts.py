@@ -258,9 +258,12 @@ def distortion_charts(distortions: Sequence[File]) -> list[Chart]:
 def proof_charts(proof: File, labels: Mapping[str, str]) -> list[Chart]:
     """Return accuracy and loss, or f, of models retrained by a list and by random samples.
 
-    ``labels`` say in words what ``list``, ``random`` and ``everything`` are.
+    ``labels`` say in words what ``list``, ``random`` and ``everything`` are. An empty list has no
+    charts.
     """
     summary, charts = proof.tables["summary"], []
+    if "list" not in set(summary["subset"]):
+        return charts
     shown = [m for m in ("accuracy", "target_loss") if m in set(summary["measure"])] or ["output"]
     for measure in shown:
         rows = part_with(summary, measure=measure)

@@ -184,7 +184,10 @@ def _targets(experiment: File, n_targets: int) -> tuple[list[dict[str, Any]], li
 def _train(
     experiment: File, ids: Sequence[Any], own: pd.Series | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return training samples with their harm, help and self-influence, and names of columns."""
+    """Return training samples with their harm, help and self-influence, and names of columns.
+
+    ``places`` are those of a sample among these, from 0, the largest number first.
+    """
     output = output_of(experiment)
     table = experiment.tables["train"].set_index("id", drop=False).loc[list(ids)]
     values = _values(table, (output.label, output.prediction))
@@ -196,7 +199,14 @@ def _train(
     numbers = {key: table[key] for key in ("harm", "help") if key in table}
     if own is not None:
         numbers["self-influence"] = own.loc[list(ids)]
+    # As in the list of suspects: by all digits, and what is equal in the study's order.
+    of_study = experiment.tables["train"]["id"]
+    row_of = {sample_id: row for row, sample_id in enumerate(of_study.tolist())}
+    rows = [row_of[sample_id] for sample_id in ids]
     for name, column in numbers.items():
+        order = np.lexsort((rows, -column.to_numpy()))
+        for place, i in enumerate(order.tolist()):
+            entries[i].setdefault("places", {})[name] = place
         for entry, value in zip(entries, column.tolist(), strict=True):
             entry[name] = number(value, 2)
     return entries, list(values)

@@ -1,5 +1,6 @@
 """Compute what the model says of all possible targets under one checkpoint."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -7,7 +8,14 @@ from torch import Tensor
 from torch.func import vmap
 
 from trak_core.artifacts import OUTPUTS, create
-from trak_core.gradients import call, check_labels, in_chunks, in_evaluation_mode
+from trak_core.gradients import (
+    Room,
+    budget_bytes,
+    call,
+    check_labels,
+    in_chunks,
+    in_evaluation_mode,
+)
 from trak_core.model.device import device_name, find_device
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.model_output import over_samples
@@ -24,18 +32,24 @@ def compute_outputs(
     code: str,
     device: str,
     batch_size: int,
+    memory_mb: int,
     threads: int,
 ) -> None:
     """Write label, model output and prediction of every sample of the study's ``target_data()``.
 
-    They are those that features of these samples have. No gradient is formed.
+    They are those that features of these samples have, up to rounding. No gradient is formed; as
+    many samples are in memory as could be differentiated.
     """
     torch.set_num_threads(threads)
     loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
-    output = loaded.output
     split = loaded.study.split("target_data", None)
     (samples,) = loaded.ordered(split)
-    _, n_classes = loaded.few(samples)
+    loaded = loaded.in_pieces(samples, memory_mb)
+    output = loaded.output
+    few, n_classes = loaded.few(samples)
+    needed = loaded.memory(few).mapped(lambda memory: replace(memory, gradient_bytes=0))
+    # A sample that doesn't fit is tried alone.
+    room = Room(needed, budget_bytes(loaded.device, memory_mb))
 
     def computed(first: int, last: int) -> list[Tensor]:
         batch = loaded.batch(samples, first, last)
@@ -49,7 +63,7 @@ def compute_outputs(
         return [column.cpu() for column in columns]
 
     with torch.no_grad(), in_evaluation_mode(loaded.model):
-        blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))
+        blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size, room))
         taken = with_progress(blocks, len(samples), "samples")
         parts = [tensors for *_, tensors in samples.in_order(taken)]
     labels, values, predictions = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -1,13 +1,14 @@
 """Show an experiment's targets beside their strongest training samples: picture, page, texts."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+import torch
 
 from trak_core.artifacts import (
     ANSWERS,
@@ -98,6 +99,15 @@ def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
     return None
 
 
+def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
+    """Return the ids of a sample's tokens where it names them; else their places, from 1."""
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+        if len(ids) >= n_tokens:
+            return ids[:n_tokens]
+    return range(1, n_tokens + 1)
+
+
 def _explored(
     study: Study,
     scores: File,
@@ -120,8 +130,7 @@ def _explored(
         sample = (targets if is_target else train).samples[places[is_target][sample_id]]
         if study.has("token_texts"):
             return study.token_texts(sample_id, sample, n_tokens)
-        # Apart from each other, as numbers.
-        return [f"{i} " for i in sample["input_ids"].flatten().tolist()[:n_tokens]]
+        return [f"{i} " for i in token_numbers(sample, n_tokens)]
 
     described = study.has("describe")
     tokens = None if token_scores is None else Tokens.of(token_scores, texts)
@@ -165,7 +174,7 @@ def draw_influences(
     ``describe(sample)``, what is printed of the samples on the page. The study's ``draw`` and
     ``describe`` show samples. ``self_influence`` is a file with that of training samples, and
     ``token_scores`` one with scores of tokens, which are coloured, if these are known. The study's
-    ``token_texts(sample)`` says what stands for each token.
+    ``token_texts(sample)`` says what stands for each token; else numbers do.
     """
     study = Study.load(study_file)
     train = study.split(TRAIN, None)

@@ -20,22 +20,24 @@ _KEPT = {"select"}
 
 
 def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
-    """Return the rows of the training samples in a list, first ones first, each once."""
+    """Return the rows of the training samples in a list, first ones first, each once.
+
+    There may be none: nothing is a copy, nothing harms.
+    """
     cells = pd.read_csv(listed, usecols=["id"], dtype=str, keep_default_na=False)["id"]
     row_of = {
         harmless(sample_id) if isinstance(sample_id, str) else str(sample_id): row
         for row, sample_id in enumerate(train_ids)
     }
     unknown = [cell for cell in cells if cell not in row_of]
-    if unknown or not len(cells):
-        name = unknown[0] if unknown else "none"
+    if unknown:
         raise InputError(
             f"{listed}: the list must name training samples of the study, to retrain without "
-            f"them or on them. Found {name}. Leave evaluation.lists.{listed.stem} out, or make the "
-            "list anew.",
+            f"them or on them. Found {unknown[0]}. Leave evaluation.lists.{listed.stem} out, or "
+            "make the list anew.",
             code="stages.listed",
         )
-    return np.array(list(dict.fromkeys(row_of[cell] for cell in cells)))
+    return np.array(list(dict.fromkeys(row_of[cell] for cell in cells)), dtype=np.int64)
 
 
 def retrain_list(
@@ -55,22 +57,23 @@ def retrain_list(
 
     A size is a part of the training samples, or the whole list where that is shorter. Models of
     one ``draw`` have one seed, and each draw random samples of its own. Samples of ``select`` are
-    trained on alone, those of other lists are left out.
+    trained on alone, those of other lists are left out. An empty list has no sizes.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
     n_train = len(train.ids)
     rows = listed_rows(listed, train.ids)
-    sizes = sizes_of(list(fractions), n_train, len(rows))
+    is_kept = kind in _KEPT
+    sizes = sizes_of(list(fractions), n_train, len(rows), rounds_up=is_kept)
     masks = [np.ones(n_train, dtype=bool)]
     for size in sizes:
         stays = np.ones(n_train, dtype=bool)
         stays[rows[:size]] = False
-        masks.append(~stays if kind in _KEPT else stays)
+        masks.append(~stays if is_kept else stays)
     for size in sizes:
         stays = random_removal(n_train, size, draw, spec.seed)
-        masks.append(~stays if kind in _KEPT else stays)
+        masks.append(~stays if is_kept else stays)
     retrain(
         retrained=retrained,
         study=study,

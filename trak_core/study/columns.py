@@ -18,10 +18,11 @@ from trak_core.study.split import checked_ids, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import read_questions
 
-# Columns of the tables `train` and `targets` that the scores file has of its own.
+# Columns that the scores file's tables `train` and `targets`, and answers, have of their own.
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
+    *("sign", "target_text", "target_output", "described_text"),
 })
 _MOST_BYTES = 255
 

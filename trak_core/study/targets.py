@@ -61,9 +61,17 @@ def _finite(text: str) -> float:
 
 
 def parse_line(number: int, line: str) -> Any:
+    """Return ``parsed_json`` of a line, whose ``ValueError`` names the line."""
+    try:
+        return parsed_json(line)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+
+
+def parsed_json(line: str) -> Any:
     """Return the JSON of a line, which must be able to say one thing only.
 
-    A ``ValueError`` names the line: if it is no JSON, has a field twice, a number that is not
+    A ``ValueError`` says why it can't: if it is no JSON, has a field twice, a number that is not
     finite or half of a surrogate pair, or is nested too deep.
     """
     try:
@@ -79,7 +87,7 @@ def parse_line(number: int, line: str) -> Any:
         reason = "it is nested too deep"
     except ValueError as error:
         reason = str(error).split(":")[0]
-    raise ValueError(f"line {number}: {reason}, in {line[:80]!r}")
+    raise ValueError(f"{reason}, in {line[:80]!r}")
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

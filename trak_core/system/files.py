@@ -55,7 +55,12 @@ def hold_results(results: Path) -> None:
     import fcntl  # Only here: Windows has none.
 
     results.mkdir(parents=True, exist_ok=True)
-    file = os.open(results / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+    lock = results / ".lock"
+    try:
+        # Some network disks lock only what is open for writing.
+        file = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:
+        file = os.open(lock, os.O_RDONLY)  # a colleague's, in a folder of a group
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

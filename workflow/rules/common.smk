@@ -15,7 +15,7 @@ import trak_core
 from trak_core.config.check_paths import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import check_sources, model_bytes, run_preflight
-from trak_core.config.read_config import record_config
+from trak_core.config.read_config import has_record, record_config
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
@@ -83,7 +83,9 @@ with explained():
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
         run_preflight(specs, results, is_stored=stored)
-        if not stored:
+        # Else onstart does it, which a module of another workflow hasn't, nor who has nothing to do.
+        is_module = config is not workflow.modifier_stack[0].globals["config"]
+        if not stored and (is_module or not has_record(results)):
             record_config(config, results)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
             check_sources(specs.files)
@@ -126,11 +128,15 @@ def job_mb(wildcards, attempt):
 
 
 def model_job_mb(wildcards, attempt):
-    # And the weights of a large model.
-    path = specs.checkpoints[wildcards.checkpoint].path
-    adam = specs.all_features.preconditioner is not None
-    weights = weights_mb(model_bytes(results), path, reads_optimizer=adam)
-    return job_mb(wildcards, attempt) + attempt * weights
+    # And the weights of a large model: a job of several checkpoints has one at a time.
+    asked = getattr(wildcards, "checkpoint", None)
+    names = list(specs.checkpoints) if asked is None else [asked]
+    size, adam = model_bytes(results), specs.all_features.preconditioner is not None
+    weights = [
+        weights_mb(size, specs.checkpoints[name].path, reads_optimizer=adam)
+        for name in names
+    ]
+    return job_mb(wildcards, attempt) + attempt * max(weights)
 
 
 # The priority of rules that make scores and figures: they run before trainings that only measure.

@@ -59,7 +59,7 @@ rule compute_token_scores:
     threads: compute["threads"]
     resources:
         gpu=gpu,
-        mem_mb=job_mb,
+        mem_mb=model_job_mb,
         device=compute["device"],
         batch_size=compute["batch_size"],
         memory_mb=compute["memory_mb"],

@@ -14,9 +14,10 @@ rule compute_outputs:
     threads: compute["threads"]
     resources:
         gpu=gpu,
-        mem_mb=job_mb,
+        mem_mb=model_job_mb,
         device=compute["device"],
         batch_size=compute["batch_size"],
+        memory_mb=compute["memory_mb"],
     params:
         code=code_of("compute_outputs"),
         signature=checkpoint_signature,
