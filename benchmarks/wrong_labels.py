@@ -316,12 +316,12 @@ def _proof(folder: Path, study: ModuleType) -> None:
 
 def _top_influences(scores: pd.DataFrame) -> pd.DataFrame:
     """Return what a scores file's table has for these targets: each one's 20 largest scores."""
-    tables = [
-        pd.DataFrame({"target_id": name, "train_id": best.index, "score": best.to_numpy()}).assign(
-            rank=range(1, len(best) + 1)
-        )
-        for name, best in ((name, scores[name].nlargest(20)) for name in scores)
-    ]
+    tables = []
+    for target_id in scores:
+        values = scores[target_id].to_numpy()
+        rows = np.argsort(-values, kind="stable")[:20]
+        best = {"train_id": scores.index[rows], "rank": range(1, 21), "score": values[rows]}
+        tables.append(pd.DataFrame({"target_id": target_id, **best}))
     return pd.concat(tables, ignore_index=True)
 
 

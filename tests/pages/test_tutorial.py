@@ -35,9 +35,12 @@ def test_the_tutorial(tmp_path, monkeypatch):
     (suspects,) = follow(SUSPECTS, study.folder, monkeypatch)
     assert len(suspects.splitlines()) == 4  # three samples below a header
     assert follow(LISTS, study.folder, monkeypatch) == []  # the list is there
-    shown = yaml.safe_load(dict(blocks(LISTS))["yaml"])
+    lists, proof = (yaml.safe_load(text) for info, text in blocks(LISTS) if info == "yaml")
     save_weights(study.path("c0.pt"))
-    check(study, {**shown, "experiments": {"held-out": {"targets": "all"}}})
+    experiments = {name: {"targets": "all"} for name in ("held-out", "test")}
+    check(study, {**lists, "experiments": experiments})
+    trained = {"training": {}, "checkpoints": {"c0": {"seed": 0}}}
+    check(study, {**proof, **trained, "experiments": experiments})
 
 
 def test_the_page_on_clusters_plans_a_study(tmp_path):

@@ -335,11 +335,11 @@ def test_a_good_config_alone_decides_what_runs(workspace):
     assert "mix" not in output
 
 
-def test_what_snakemake_says_before_it_reads_the_workflow(workspace):
+def test_what_snakemake_says_before_it_reads_the_workflow(workspace, tmp_path):
     """As docs/how-to/faults.md has it, and that the ways out are some."""
     workspace.path("study.yaml").write_bytes(as_text({}))
     there = ("--snakefile", str(REPOSITORY / "Snakefile"), "--cores", "1", "-n")
-    status, output = snakemake(workspace.folder, "--cores", "1")
+    status, output = snakemake(tmp_path, "--cores", "1")
     assert status
     assert "No Snakefile found" in output
     status, output = snakemake(workspace.folder, *there, "--configfile", "study.yaml", "scores")

@@ -259,10 +259,12 @@ class TRAKer:
         A model output of the user's own may do with samples and labels what it likes.
         """
         samples = classification_samples(self.task, batch)
-        if samples is None:
+        # Without labels that the model doesn't have, which have no logit: they are refused below.
+        apart = classification_samples(self.task, (*batch[:-1], torch.zeros_like(batch[-1])))
+        if samples is None or apart is None:
             return
         if not self._is_checked:
-            check_samples_apart(self.model, CLASSIFICATION, samples)
+            check_samples_apart(self.model, CLASSIFICATION, apart)
             self._n_classes = count_classes(self.model, CLASSIFICATION, samples, batch[0].device)
             self._is_checked = True
         check_labels(batch[-1], CLASSIFICATION, self._n_classes, rows.tolist())
