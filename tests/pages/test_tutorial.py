@@ -39,8 +39,8 @@ def test_the_tutorial(tmp_path, monkeypatch):
     save_weights(study.path("c0.pt"))
     experiments = {name: {"targets": "all"} for name in ("held-out", "test")}
     check(study, {**lists, "experiments": experiments})
-    trained = {"training": {}, "checkpoints": {"c0": {"seed": 0}}}
-    check(study, {**proof, **trained, "experiments": experiments})
+    trains = yaml.safe_load(dict(blocks(TRUST))["yaml trust.yaml"])
+    check(study, {**trains, **proof, "experiments": experiments, "results": "results-proof"})
 
 
 def test_the_page_on_clusters_plans_a_study(tmp_path):
