@@ -30,3 +30,13 @@ def results(tmp_path_factory):
     from reported import finished
 
     return finished(tmp_path_factory.mktemp("reported"))
+
+
+@pytest.fixture(scope="session")
+def shown_as(results, tmp_path_factory):
+    """The study that shows samples in a way, and the files drawn of it."""
+    from reported import CODES, draw, study_with
+
+    folders = {name: tmp_path_factory.mktemp(name) for name in CODES}
+    studies = {name: study_with(folder, CODES[name]) for name, folder in folders.items()}
+    return {name: (path, draw(results, path.parent, path)) for name, path in studies.items()}

@@ -1,6 +1,7 @@
 """A finished study to report on, whose texts look like markup; and numbers made up for one."""
 
 import hashlib
+import json
 import re
 from base64 import b64encode
 from itertools import pairwise
@@ -12,6 +13,7 @@ from pipeline import run_exact_stages, run_stages
 from report_page import Page
 
 from trak_core.report.read import File, Results
+from trak_core.stages.draw_influences import draw_influences
 from trak_core.stages.write_report import write_report
 
 # Ids and paths are a user's: they may look like markup, and must show as they are.
@@ -207,3 +209,27 @@ def lds(ours, low, baseline, ceiling):
     summary = pd.DataFrame(rows, columns=["method", "kind", "lds", "low", "high"]).dropna()
     summary = summary.assign(behind=ours - summary["lds"], behind_low=-0.1, behind_high=0.4)
     return {"mine": file(tables={"summary": summary}, n_subsets=100)}
+
+
+# What the study's functions are, by how it shows samples.
+CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
+
+
+def draw(results, folder, study_file):
+    """What the job writes: figure, page and table."""
+    names = {"figure": "mine.png", "answer": "mine.html", "texts": "mine.h5"}
+    files = {key: folder / name for key, name in names.items()}
+    inputs = {"scores": results / "scores/mine.h5", "study_file": study_file, "code": "code"}
+    draw_influences(**files, **inputs)
+    return list(files.values())
+
+
+def data_of(page):
+    """What the page's script reads, as a browser does."""
+    (data,) = page.data
+    return json.loads(data)
+
+
+def unspaced(text):
+    """Text as it is before lines are broken."""
+    return "".join(text.split())

@@ -1,0 +1,335 @@
+"""The page to explore: what its script shows in a browser, and what a page has room for."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from base64 import b64encode
+from dataclasses import replace
+from itertools import pairwise
+from urllib.parse import quote
+
+import numpy as np
+import pandas as pd
+import pytest
+from report_page import Page
+from reported import CODES, DESCRIBE, HOSTILE, check_alone, data_of, study_with, unspaced
+
+from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, open_artifact
+from trak_core.report.describe_samples import show_sample
+from trak_core.report.explore import EACH_ON_PAGE, explore
+from trak_core.report.number_formats import signed
+from trak_core.report.read import read_experiment
+from trak_core.report.render import answer as rendered_answer
+from trak_core.scoring.lists import suspects
+from trak_core.stages.draw_influences import draw_influences
+from trak_core.study.study import Study
+
+CHROMIUM = shutil.which("chromium")
+
+
+def test_the_script_holds_nothing_of_a_study(shown_as):
+    pages = [Page(answer.read_text()) for _, (_, answer, _) in shown_as.values()]
+    (script,) = {page.scripts[0] for page in pages}
+    # Whoever runs no script sees targets, and no controls.
+    for page in pages:
+        assert not page.all("input")
+        assert all("hidden" not in a for _, a in page.elements if a.get("class") == "target")
+        (section,) = [a for _, a in page.elements if a.get("id") == "train-section"]
+        assert section["hidden"] is None
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function|setHTML", script
+    )
+
+
+def in_browser(answer, folder, probe):
+    """What a script finds in a page, as it hands it to ``done``."""
+    shown = "document.body.textContent = JSON.stringify(found)"
+    done = f"const done = (found) => {{ document.title = ''; {shown}; }};"
+    probe = f"{{ {done} {probe} }}"
+    allowed = b64encode(hashlib.sha256(probe.encode()).digest()).decode()
+    page = folder / "page.html"
+    # The page's own policy holds, except that it knows the probe as well.
+    markup = answer.read_text().replace("script-src ", f"script-src 'sha256-{allowed}' ")
+    page.write_text(markup.replace("<svg class", f"<script>{probe}</script><svg class", 1))
+    options = ("--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000")
+    command = [CHROMIUM, *options, f"--user-data-dir={folder}/profile", "--dump-dom", str(page)]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    text = Page(dumped).text
+    assert text.startswith("["), text[:2000]
+    return json.loads(text)
+
+
+# What each query leaves, what a link to a hidden target shows, what a training sample's own box
+# says, and what a reader of the screen is told.
+PROBE = """
+const words = (element) => element.innerText.replace(/\\s+/g, " ").trim();
+const all = (selector, of = document) => [...of.querySelectorAll(selector)];
+const seen = () => all(".target h3 a").map((link) => link.textContent);
+const waited = () => new Promise((resolve) => setTimeout(resolve, 100));
+addEventListener("load", async () => {
+  await waited();
+  const box = document.querySelector("input[type=search]");
+  const type = (query) => {
+    box.value = query;
+    box.dispatchEvent(new Event("input", { bubbles: true }));
+    return seen();
+  };
+  const shown = all(".target").map(words);
+  const found = QUERIES.map(type);
+  location.hash = ANCHORS[0];
+  await waited();
+  const followed = [seen(), box.value, document.activeElement.id];
+  const opened = [];
+  for (const anchor of ANCHORS.slice(1)) {
+    location.hash = anchor;
+    await waited();
+    const dialog = document.querySelector("dialog");
+    opened.push([words(dialog.querySelector("h2")), all("li", dialog).map(words), dialog.open]);
+  }
+  document.querySelector("dialog button").click();
+  for (let i = 0; i < 20 && location.hash; i += 1) await waited();
+  const levels = all("h1, h2, h3, h4").filter((e) => e.checkVisibility()).map((e) => +e.tagName[1]);
+  const alts = all("img").map((image) => image.alt);
+  done([shown, found, followed, opened, location.hash, levels, alts, all("script").length]);
+});
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+@pytest.mark.parametrize("way", CODES)
+def test_a_browser_explores_the_page(results, shown_as, tmp_path, way):
+    _, (_, answer, _) = shown_as[way]
+    page = Page(answer.read_text())
+    top = pd.read_hdf(results / "scores/mine.h5", "top_influences")
+    targets = pd.read_hdf(results / "scores/mine.h5", "targets")["id"].tolist()
+    beside = {target: set(top[top.target_id == target].train_id) for target in targets}
+    queries = {
+        "": targets,
+        "onerror=ALERT(2)": [HOSTILE[1]],
+        "nowhere plain": [],
+        "\uff50lain target": ["plain"],  # a wide p
+    }
+    # 9 is in row-9, not in row-19. No text has these numbers.
+    numbers = {f"row-{n}": [t for t in targets if f"row-{n}" in beside[t]] for n in (4, 5, 9)}
+    if way == "described":
+        queries["<script>alert(0)"] = [
+            t for t in targets if "<script>alert(0)</script>" in beside[t]
+        ]
+        numbers = {f"{n}": [t for t in targets if f"row-{n}" in beside[t]] for n in (4, 5, 6, 8, 9)}
+        others = {n: {*targets} - {*has} for n, has in numbers.items()}
+        assert any(f"row-1{n}" in beside[t] for n, left_out in others.items() for t in left_out)
+    queries |= numbers | {"no such text": []}
+    trained = top.train_id.drop_duplicates().tolist()
+    samples = [("target", targets[0]), *(("train", i) for i in trained)]
+    anchors = [f"{kind}-{quote(i, safe='')}" for kind, i in samples]
+    probe = PROBE.replace("QUERIES", json.dumps(list(queries)))
+    said = in_browser(answer, tmp_path, probe.replace("ANCHORS", json.dumps(anchors)))
+    shown, found, followed, opened, left, levels, alts, n_scripts = said
+    names = {target: f"target {target}" for target in targets}
+    assert found == [[names[target] for target in expected] for expected in queries.values()]
+    assert followed == [list(names.values()), "", anchors[0]]
+    # The script shows the same words as the page does without it.
+    for text in shown:
+        assert unspaced(text) in unspaced(page.text)
+    for sample, (name, items, is_open) in zip(trained, opened, strict=True):
+        mine = top[(top.train_id == sample) & (top["rank"] <= 10)]
+        # Largest first, as far as two digits tell; then in the order of targets.
+        mine = mine.assign(size=[float(f"{abs(score):.2g}") for score in mine.score])
+        mine = mine.assign(place=mine.target_id.map(targets.index))
+        mine = mine.sort_values(["sign", "size", "place"], ascending=[False, False, True])
+        expected = list(mine.itertuples())
+        assert name == f"train {sample}"
+        assert is_open
+        assert len(items) == len(expected)
+        for item, row in zip(items, expected, strict=True):
+            assert item.startswith(f"{signed(row.score)} target {row.target_id} label")
+    assert left == ""
+    assert levels[0] == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert all(alt.startswith(("target ", "training example ")) for alt in alts)
+    assert any(", score " in alt for alt in alts) is (way == "drawn")
+    assert n_scripts == 3  # nothing of the study's became one
+
+
+def explored(results, study_file, size=1.0, **columns):
+    """The page's contents, of a table of targets with other columns, and of scores of a size."""
+    study = Study.load(study_file)
+    experiment = read_experiment(results / "scores/mine.h5", results, 4, EACH_ON_PAGE)
+    targets = experiment.tables["targets"].assign(**columns)
+    top, train = (experiment.tables[name] for name in ("top_influences", "train"))
+    tables = {**experiment.tables, "targets": targets}
+    if size != 1:
+        tables["top_influences"] = top.assign(score=size * top["score"])
+        harm = size * (1 + 1e-5 * (7 * np.arange(len(train)) % 5))
+        tables["train"] = train.assign(harm=harm)
+    experiment = replace(experiment, tables=tables)
+    if columns:
+        spec = experiment.spec | {"model_output": "text_classification"}
+        experiment = replace(experiment, spec=spec)
+    splits = {True: study.split("mine", [*HOSTILE, "plain"]), False: study.split("train", None)}
+
+    def show(is_target, sample_id, characters):
+        split = splits[is_target]
+        sample = split.samples[split.ids.index(sample_id)]
+        return show_sample(study, sample_id, sample, characters, study.has("draw"))
+
+    return explore(experiment, show, drawn=study.has("draw"), described=study.has("describe"))
+
+
+FILTER = """
+addEventListener("load", () => setTimeout(() => {
+  const controls = document.querySelector(".find");
+  const seen = () => [...document.querySelectorAll(".target h3 a")].map((a) => a.textContent);
+  const change = (control, key, value) => {
+    control[key] = value;
+    control.dispatchEvent(new Event("input", { bubbles: true }));
+    return seen();
+  };
+  const labels = [...controls.querySelectorAll("label")];
+  const of = (name) => labels.find((label) => label.textContent.includes(name)).lastElementChild;
+  const wrong = change(controls.querySelector("input[type=checkbox]"), "checked", true);
+  const site = change(of("site"), "value", "=<b>north</b>");
+  change(of("site"), "value", "");
+  change(controls.querySelector("input[type=checkbox]"), "checked", false);
+  const order = change(of("Order"), "value", "1");
+  done([wrong, site, order]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
+    columns = {
+        "label": [1, 0, 3, 0],
+        "prediction": [1, 2, 3, 4],
+        "site": ["<b>north</b>", "south", "south", "<b>north</b>"],
+        "output": [0.5, -2.0, 1.0, -1.0],
+    }
+    contents = explored(results, shown_as["described"][0], **columns)
+    answer = tmp_path / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    page = Page(answer.read_text())
+    check_alone(page)
+    marked = ["data-wrong" in a for _, a in page.elements if "target" in a.get("class", "").split()]
+    assert marked == [False, True, False, True]
+    assert "label 0, predicted 4, site <b>north</b>" in page.text
+    names = [f"target {i}" for i in (*HOSTILE, "plain")]
+    wrong, site, order = in_browser(answer, tmp_path, FILTER)
+    assert wrong == [names[1], names[3]]
+    assert site == [names[3]]
+    assert order == [names[i] for i in (1, 3, 0, 2)]
+
+
+TINY = """
+addEventListener("load", () => setTimeout(() => {
+  const all = (selector) => [...document.querySelectorAll(selector)];
+  const widths = all(".target .bar").map((bar) => bar.style.width);
+  const [controls] = all(".find").filter((one) => one.ariaLabel === "trains");
+  const order = [...controls.querySelectorAll("select")].at(-1);
+  const listed = () => all("#train-list h3 a").map((link) => link.textContent);
+  done([widths, order.selectedOptions[0].textContent, listed()]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_browser_reads_tiny_scores_and_keeps_the_order_of_suspects(shown_as, results, tmp_path):
+    """Scores that are shown with an exponent, and harm that differs in its last digits alone."""
+    contents = explored(results, shown_as["described"][0], size=1e-6)
+    answer = tmp_path / "answer.html"
+    answer.write_text(rendered_answer(contents, "study.py"))
+    assert any("e\N{MINUS SIGN}" in score for t in contents.targets for _, score in t["influences"])
+    train = contents.experiment.tables["train"]
+    widths, order, listed = in_browser(answer, tmp_path, TINY)
+    assert widths
+    assert all(re.fullmatch(r"[0-9]+%", width) for width in widths)
+    assert order == "harm, largest first"
+    shown = {entry["id"] for entry in contents.train}
+    expected = [f"train {i}" for i in suspects(train)["id"] if i in shown]
+    assert len(expected) > 4
+    assert listed == expected
+
+
+COLOURS = """
+addEventListener("load", () => setTimeout(() => {
+  const spans = (element) => [...element.querySelectorAll(".tokens span")];
+  const pair = (span) => [span.textContent, span.style.backgroundColor !== ""];
+  const told = (element) => spans(element).map(pair);
+  const texts = [...document.querySelectorAll(".this, .tile")].map(told);
+  done([texts, document.querySelector(".most").textContent]);
+}, 100));
+"""
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="runs where there is Chromium: apt-get install chromium")
+def test_a_page_colours_tokens(results, tmp_path):
+    words = ["<script>alert(4)</script>", "</span>", " ", "&amp;"]
+    study = study_with(tmp_path, f"{DESCRIBE}\ndef token_texts(sample):\n    return {words!r}\n")
+    with open_artifact(results / "scores/mine.h5", SCORES) as file:
+        top, scores_hash = file.table("top_influences"), file.content_hash
+    scores = {"train": [0.5, 0.0, -0.25, 0.01, 7.0], "target": [0.0, 0.1, 0.2, 0.4, -7.0]}
+    rows = [
+        (row.target_id, row.train_id, side, token if token < 4 else -1, score)
+        for side, own in scores.items()
+        for row in top.itertuples()
+        for token, score in enumerate(own)
+    ]
+    names = ["target_id", "train_id", "side", "token", "score"]
+    path = tmp_path / "tokens.h5"
+    with create(path, TOKEN_SCORES, {"scores": scores_hash}, {}) as writer:
+        writer.table("tokens", pd.DataFrame(rows, columns=names), [])
+        writer.table("layers", pd.DataFrame({"score": [0.0]}), [])
+    files = {key: tmp_path / f"mine.{key}" for key in ("figure", "answer", "texts")}
+    inputs = {"scores": results / "scores/mine.h5", "study_file": study, "code": "code"}
+    draw_influences(**files, **inputs, token_scores=[path])
+    check_alone(Page(files["answer"].read_text()))
+    data = data_of(Page(files["answer"].read_text()))
+    for target in data["targets"]:
+        assert target["levels"] == [0, 2, 4, 9]
+        assert {tuple(levels) for _, _, levels in target["influences"]} == {(9, 0, -4, 0)}
+    texts, most = in_browser(files["answer"], tmp_path, COLOURS)
+    coloured = {"this": [False, True, True, True], "tile": [True, False, True, False]}
+    expected = [[list(pair) for pair in zip(words, c, strict=True)] for c in coloured.values()]
+    assert texts[0] == expected[0]
+    assert texts[1] == expected[1]
+    assert most == "Most by \u201c&amp;\u201d up, \u201cspace\u201d up, \u201c</span>\u201d up"
+    with create(path, TOKEN_SCORES, {"scores": "another"}, {}) as writer:
+        for key in ("tokens", "layers"):
+            writer.table(key, pd.DataFrame(rows, columns=names), [])
+    with pytest.raises(ArtifactError, match="scores"):
+        draw_influences(**files, **inputs, token_scores=[path])
+
+
+@pytest.mark.parametrize("way", CODES)
+def test_what_a_page_has_no_room_for_is_said_to_be_left_out(results, shown_as, monkeypatch, way):
+    study_file, (_, answer, _) = shown_as[way]
+    whole = explored(results, study_file)
+    assert whole.n_left_out == (0, 0)
+    page = Page(answer.read_text())
+    assert "has the scores of all" not in page.text
+    # Room for the rows of some targets.
+    entries = [*whole.targets[:2], *whole.train]
+    most = len(json.dumps([{**entry, "sample": None} for entry in entries]))
+    monkeypatch.setattr("trak_core.report.explore._ROWS", most)
+    fewer = explored(results, study_file)
+    n_targets, _ = fewer.n_left_out
+    assert 0 < n_targets < 4
+    words = " ".join(rendered_answer(fewer, "study.py").split())
+    assert f"{n_targets} more target{'s are' if n_targets > 1 else ' is'} not shown here" in words
+    # Room for the samples of one target, which shows without the script, and for few more.
+    monkeypatch.setattr("trak_core.report.explore._ROWS", 10**6)
+    monkeypatch.setattr("trak_core.report.explore._PAGE", 610_000)
+    monkeypatch.setattr("trak_core.report.explore.AT_ONCE", 1)
+    small = explored(results, study_file)
+    n_targets, n_samples = small.n_left_out
+    assert n_targets == 0
+    first = small.targets[0]
+    at_once = [first, *(small.train[place] for place, _ in first["influences"])]
+    assert all(entry["sample"] is not None for entry in at_once)
+    assert len(small.pictures) == (len(at_once) if way == "drawn" else 0)
+    if way == "drawn":
+        assert n_samples > 0
+        words = " ".join(rendered_answer(small, "study.py").split())
+        assert f"{n_samples} samples stand here without their pictures" in words
