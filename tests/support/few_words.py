@@ -2,9 +2,6 @@
 
 import json
 
-import tokenizers
-from transformers import PreTrainedTokenizerFast as Tokenizer
-
 WORDS = [
     "what",
     "is",
@@ -26,6 +23,10 @@ CHAT = (
 
 
 def tokenizer():
+    # Not at the top: rows are written where transformers is not installed as well.
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast as Tokenizer
+
     words = {word: number for number, word in enumerate(["?", *WORDS])}
     core = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
     core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
