@@ -89,7 +89,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Draw:
-    """One draw of digits and wrong labels: scores by ranking, the likeliest wrong ones largest."""
+    """One draw of digits and wrong labels; a ranking's largest scores mark likely wrong ones."""
 
     is_wrong: np.ndarray
     scores: dict[str, np.ndarray]

@@ -82,7 +82,7 @@ AS_A_WHOLE = {
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    """Of three tokens of a text; and for whole gradients of a few rows of the vocabulary."""
+    """Pieces hold three tokens of a text, or a few rows of the vocabulary for whole gradients."""
     monkeypatch.setattr(token_margins, "PIECE", 3 * VOCABULARY)
     monkeypatch.setattr(contributions, "PIECE", 40)
 

@@ -77,7 +77,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     sums = GroupSums(1, 200, Combine.AVERAGE_OF_PRODUCTS, run_weights([0]))
     sums.add(values, np.ones((1, 40)), [1.0], [np.zeros(40, dtype=int)])
     low, high = interval(sums.drawn_means(), axis=1)
-    # A binomial of 200 and .95 lies within 180 and 198 but for one in a thousand.
+    # A binomial of 200 and .95 lies within 180 and 198, except once in a thousand.
     assert 180 <= ((low <= 0.3) & (high >= 0.3)).sum() <= 198
 
 

@@ -50,7 +50,7 @@ def test_a_results_folder_is_one_runs(tmp_path):
 
 
 def test_a_colleagues_lock_is_one_too(tmp_path):
-    """Of a file that may be read alone; root, who may all, becomes nobody."""
+    """The file may only be read; root, who may do anything, becomes nobody."""
     lock = tmp_path / "results/.lock"
     lock.parent.mkdir()
     lock.touch(mode=0o444)

@@ -207,7 +207,7 @@ def test_words_that_nobody_gave(trained, tmp_path):
     name = config_of("policy")["model_output"]["function"]
     scores = run_stages(tmp_path, *run, model_output=name, proj_dim=8, output_words={})
     table = pd.read_hdf(scores, "train")
-    # The label is [action, advantage], of which a table has the mean; f stands for a prediction.
+    # The label is [action, advantage]. A table has its mean, and f in place of a prediction.
     labels = torch.stack([sample[1].mean() for sample in study.split("train", None).samples])
     assert np.allclose(table["label"], labels)
     assert np.array_equal(table["prediction"], table["output"])

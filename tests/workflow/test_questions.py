@@ -97,12 +97,14 @@ def test_questions_in_python_and_in_a_table(study):
         "code": {"data": "asked.py"},
         "lines": {"data": "asked.jsonl", "targets": ["second"]},
         "table": {"data": "asked.tsv"},
+        "row": {"data": "asked.tsv", "targets": ["second"]},
     }
-    scores = [f"results/scores/{name}.h5" for name in ("code", "lines", "table")]
-    assert study.run(*scores) == {rule: 3 * n for rule, n in ONE.items()}
-    code, rows, table = (pd.read_hdf(study.path(path), "scores") for path in scores)
+    scores = [f"results/scores/{name}.h5" for name in ("code", "lines", "table", "row")]
+    assert study.run(*scores) == {rule: 4 * n for rule, n in ONE.items()}
+    code, rows, table, row = (pd.read_hdf(study.path(path), "scores") for path in scores)
     assert list(code.columns) == list(table.columns) == ["first", "second"]
     np.testing.assert_allclose(code, table, rtol=1e-5, atol=1e-12)
+    np.testing.assert_array_equal(rows["second"], row["second"])
     # Alone in its batch, whose products some processors add up in another order.
     allowed = 1e-6 * table["second"].abs().max()
     np.testing.assert_allclose(rows["second"], table["second"], rtol=0, atol=allowed)
