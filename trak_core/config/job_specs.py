@@ -18,14 +18,19 @@ from trak_core.config.check_keys import (
     lists_of,
     proofs_of,
 )
-from trak_core.config.check_paths import module_folders, output_file, python_modules
 from trak_core.config.checkpoint_list import (
     Checkpoint,
     checkpoint_table,
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import ALL_TARGETS, target_ids
+from trak_core.config.read_config import (
+    ALL_TARGETS,
+    module_folders,
+    output_file,
+    python_modules,
+    target_ids,
+)
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import About, about_output, output_name
 from trak_core.provenance import content_digest, mentions, study_digest
