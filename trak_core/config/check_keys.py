@@ -1,9 +1,10 @@
-"""Check keys of a config against each other, and fill in the defaults that follow from others.
+"""Check keys and paths of a config, and fill in the defaults that follow from other keys.
 
-Pure functions, for a config that its schema accepts; standard library only.
+For a config that its schema accepts; standard library only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
@@ -326,3 +327,64 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
             f"{article} probability"
         )
     return "; ".join(reasons)
+
+
+# Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
+# a shell. These signs end a quoted word, or count within one.
+_SIGNS = "'\"`$\\\n\r"
+
+
+def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Refuse shell signs in every path of a config, in ``others`` and in the working folder.
+
+    ``others`` are the config's own files and what its tables name.
+    """
+    for what, path in [
+        *_paths(config),
+        *(("a file", path) for path in others),
+        ("the working folder", str(Path.cwd())),
+    ]:
+        found = next((sign for sign in path if sign in _SIGNS), None)
+        if found is not None:
+            raise InputError(
+                f"Paths must be without signs that a shell reads: {' '.join(_SIGNS.split())}. Jobs "
+                f"get them on a command line. Found {found!r} in {path!r}, {what}. Rename it, or "
+                "give a link of another name.",
+                code="config.shell_sign",
+            )
+
+
+def check_given(entries: Iterable[str]) -> None:
+    """Refuse what ``--config`` says, if Snakemake would quote it for a shell so that parts run."""
+    for entry in entries:
+        found = next((sign for sign in entry if sign in "'\\\n\r"), None)
+        if found is not None:
+            raise InputError(
+                "--config: on an executor of clusters, values must be without apostrophe, "
+                f"backslash and ends of lines, because a shell reads them. Found {found!r} in "
+                f"{entry!r}. Write it into a file, and name that by --configfile.",
+                code="config.shell_value",
+            )
+
+
+def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each path that a config says, with its key."""
+    yield "study", config["study"]
+    yield "model_output", output_name(config.get("model_output", ""))
+    checkpoints = config["checkpoints"]
+    if isinstance(checkpoints, str):
+        yield "checkpoints", checkpoints
+    elif "training" not in config:
+        for name, entry in checkpoints.items():
+            yield f"checkpoints.{name}", entry if isinstance(entry, str) else str(entry["path"])
+    for name, experiment in config["experiments"].items():
+        for key in ("targets", "data"):
+            if isinstance(experiment.get(key), str):
+                yield f"experiments.{name}.{key}", experiment[key]
+    for file in config["data_files"]:
+        yield "data_files", file
+    truth = config.get("evaluation", {}).get("ground_truth")
+    if truth is not None:
+        yield "evaluation.ground_truth", truth
+    if "conda" in config["compute"]:
+        yield "compute.conda", config["compute"]["conda"]

@@ -23,7 +23,7 @@ from trak_core.config.checkpoint_list import (
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import ALL_TARGETS, target_ids
+from trak_core.config.read_config import ALL_TARGETS, target_ids
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import About, about_output, output_name, place_of
 from trak_core.provenance import content_digest, mentions, study_digest, study_modules
