@@ -50,8 +50,8 @@ from trak_core.spec import (
 from trak_core.spec.condition import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
-# Halves, and targets with their removals, that one job trains for.
-_HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
+# Subsets, and targets with their removals, that one job trains for.
+_SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
@@ -419,16 +419,31 @@ class Specs:
         return settings_of(sweep, own)
 
     @property
-    def halves(self) -> RetrainedSpec:
-        """What decides models retrained on random halves."""
+    def random_subsets(self) -> RetrainedSpec:
+        """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
-        return self._retrained("halves", subsets["seeds"], subsets["seed"])
+        spec = self._retrained("random", subsets["seeds"], subsets["seed"])
+        seeds = self._run_seeds(spec.seeds) if subsets["same_seeds"] else None
+        return replace(spec, fraction=subsets["fraction"], run_seeds=seeds)
 
-    def half_groups(self) -> list[tuple[int, int]]:
-        """Return the first and last half of each job."""
+    def _run_seeds(self, count: int) -> list[int]:
+        """Return the seeds of the first runs."""
+        runs = list(self.runs)[:count]
+        seeds = [self.training_arguments(run).get("seed") for run in runs]
+        if len(runs) < count or not all(type(seed) is int for seed in seeds):
+            raise InputError(
+                "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were "
+                f"trained: {count} runs, as many as `seeds` says, must each have a `seed`. Found "
+                f"{', '.join(f'{run}: {seed}' for run, seed in zip(runs, seeds, strict=True))}.",
+                code="config.run_seeds",
+            )
+        return [int(seed) for seed in seeds if seed is not None]
+
+    def subset_groups(self) -> list[tuple[int, int]]:
+        """Return the first and last subset of each job."""
         count = self.evaluation["subsets"]["count"]
-        starts = range(0, count, _HALVES_A_JOB)
-        return [(start, min(start + _HALVES_A_JOB, count) - 1) for start in starts]
+        starts = range(0, count, _SUBSETS_A_JOB)
+        return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     @property
     def random_removals(self) -> RetrainedSpec:
