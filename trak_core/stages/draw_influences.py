@@ -31,7 +31,7 @@ from trak_core.report.describe_samples import (
     show_sample,
 )
 from trak_core.report.explore import EACH_ON_PAGE, Answer, Tokens, explore
-from trak_core.report.read import File, read_experiment
+from trak_core.report.read import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
@@ -179,6 +179,7 @@ def draw_influences(
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
     experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE)
+    experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = split_of(study, experiment.spec["experiment"], ids, question)
     (examples,) = find_examples(study, [_few(experiment)], train, [targets])
