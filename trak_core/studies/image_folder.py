@@ -104,14 +104,14 @@ def _network(model: str, n_classes: int) -> nn.Module:
     known: list[str] = []
     if library in {"", "timm"}:
         needed("timm", "vision")
-        import timm
+        import timm  # pyright: ignore[reportMissingImports] -- in the extra `vision`
 
         if timm.is_model(name):
             return timm.create_model(name, num_classes=n_classes, pretrained=False)
         known += timm.list_models()
     if library in {"", "torchvision"}:
         needed("torchvision", "vision")
-        from torchvision import models
+        from torchvision import models  # pyright: ignore[reportMissingImports]
 
         if name in models.list_models(module=models):
             return models.get_model(name, weights=None, num_classes=n_classes)
