@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.report.describe_samples import EACH, find_examples, targets_shown
+from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
 from trak_core.report.read import (
     File,
     Results,
@@ -46,6 +46,9 @@ def _check_scores(results: Results) -> None:
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
     """Return an experiment's targets that are shown, from the study or from its own file."""
+    means = targets_of_mean(scores)
+    if means is not None:
+        return means
     name, ids = scores.spec["experiment"], scores.tables["shown"]["id"].tolist()
     data = config["experiments"][name].get("data")
     return split_of(study, name, ids, data and Path(data))
