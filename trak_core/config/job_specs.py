@@ -57,7 +57,7 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe", "token_texts"}
+_SHOWING = {"draw", "describe", "token_texts", "class_names"}
 _COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
