@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 _ORDER = np.random.default_rng(0).permutation(569)
-_X, _Y = load_breast_cancer(return_X_y=True)
+_DATA: Any = load_breast_cancer(return_X_y=True)
+_X, _Y = _DATA
 _SCALED = (_X - _X.mean(0)) / _X.std(0)
 
 

@@ -5,6 +5,7 @@ Data: Efron et al., "Least Angle Regression", 2004, which ships inside scikit-le
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,8 @@ from breast_cancer import train
 __all__ = ["make_model", "target_data", "target_ids", "train", "train_data", "train_ids"]
 
 _ORDER = np.random.default_rng(0).permutation(442)
-_X, _Y = load_diabetes(return_X_y=True)
+_DATA: Any = load_diabetes(return_X_y=True)
+_X, _Y = _DATA
 _SCALED, _PROGRESS = _X / _X.std(0), (_Y - _Y.mean()) / _Y.std()
 
 

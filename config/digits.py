@@ -79,9 +79,10 @@ def train(
     samples = train_data() if data is None else data
     if sample_weights is None:
         sample_weights = torch.ones(len(samples))  # pyright: ignore[reportArgumentType]
-    loader = DataLoader(StackDataset(samples, sample_weights), batch_size=50, shuffle=True)
+    weighted = StackDataset(samples, TensorDataset(sample_weights))
+    loader = DataLoader(weighted, batch_size=50, shuffle=True)
     for epoch in range(1, epochs + 1):
-        for (images, labels), weights in loader:
+        for (images, labels), (weights,) in loader:
             losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
             loss = (losses * weights).mean()
             optimizer.zero_grad()

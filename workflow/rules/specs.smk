@@ -105,8 +105,9 @@ def of_ends(pattern):
 
 
 def list_scores(kind):
-    """The scores that a list is made of."""
-    return f"{folder}/scores/{specs.lists[kind]['experiment']}.h5"
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
 
 def shards_of(wildcards):
@@ -167,5 +168,8 @@ def name_results():
     lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
     if lists:
         logger.info(f"Lists: {', '.join(sorted(lists))}")
+    groups = {str(job.output[0]) for job in jobs if job.rule.name == "sum_groups"}
+    if groups:
+        logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")
