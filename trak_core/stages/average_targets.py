@@ -67,7 +67,7 @@ def average_targets(
             rows = first.matrix(key)
             values = writer.matrix(key, first.index(key), [name], dtype=rows.dtype)
             for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
-                values[start:stop, 0] = mean(f"{key}/block0_values", start, stop)
+                values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
             writer.vector("train_ids", first.ids("train_ids"))
             for column in ("loss_weights", *(f"train_{column}" for column in _PER_SAMPLE)):
                 writer.vector(column, first.vector(column))
