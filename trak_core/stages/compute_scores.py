@@ -46,7 +46,7 @@ def compute_scores(
     ):
         shared = check_splits(train_file, target_file, spec, FEATURES)
         n_train, proj_dim = train_file.matrix("features").shape
-        train_ids, target_ids = train_file.index("features"), target_file.index("features")
+        train_ids, target_ids = (file.vector("sample_ids") for file in (train_file, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = Damped.read(matrix_file, train_file, spec)
         target_features = target_file.matrix("features")[:].astype(np.float64)
