@@ -240,6 +240,7 @@ def averaged(
     memory_mb=500,
     study_file=None,
     output_words=None,
+    mean_of=None,
     **sharded,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
@@ -253,6 +254,7 @@ def averaged(
         top=top,
         output_words=output_words,
         study_file=study_file,
+        mean_of=mean_of,
         code="code",
         memory_mb=memory_mb,
         **sharded,

@@ -233,14 +233,14 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
 
 
 def table_columns(
-    table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], place: slice = slice(None)
+    table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], read: slice = slice(None)
 ) -> dict[str, Any]:
     """Return columns of a table that pandas wrote, by name, field and place in the field.
 
-    A field is a column, or a block of columns of one dtype: strings or numbers. ``place`` are the
+    A field is a column, or a block of columns of one dtype: strings or numbers. ``read`` are the
     rows to be read.
     """
-    rows, values = table[place], {}
+    rows, values = table[read], {}
     for name, part, place in columns:
         column = rows[part] if rows[part].ndim == 1 else rows[part][:, place]
         values[name] = plain_ids(column) if column.dtype.kind == "S" else column

@@ -90,8 +90,8 @@ def check_proofs(config: Mapping[str, Any]) -> None:
                 f"`lists` of {', '.join(lists) or 'none'}.",
                 code="config.proof_of_no_list",
             )
-        if about["experiment"] not in experiments or "data" in experiments[about["experiment"]]:
-            own = [key for key, value in experiments.items() if "data" not in value]
+        own = [name for name, value in experiments.items() if not {"data", "mean"} & set(value)]
+        if about["experiment"] not in own:
             raise InputError(
                 f"evaluation.lists: {name} must be measured on targets of the study's own: "
                 f"experiments {', '.join(own) or 'none'}. Found {about['experiment']}.",
@@ -118,6 +118,13 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 f"`{example}`, say.",
                 code="config.list_experiment",
             )
+    compared = lists.get("duplicates", {}).get("experiment")
+    if compared is not None and "mean" in config["experiments"][compared]:
+        raise InputError(
+            "lists: duplicates compares samples. Found those of "
+            f"{compared}, which is a mean. Name the experiment that has the targets.",
+            code="config.list_of_mean",
+        )
     if config["projection"] == EXACT and "duplicates" in lists:
         raise InputError(
             "lists: duplicates compares projected features. Found `projection: exact`, which keeps "
@@ -140,6 +147,30 @@ def check_conditions(config: Mapping[str, Any]) -> None:
                 "at most, out of all of the study's target_data(). "
                 f"Found {beside[0]} beside it. Leave either out.",
                 code="config.where_alone",
+            )
+
+
+def check_means(config: Mapping[str, Any]) -> None:
+    """Refuse means of experiments that are not there, or are means themselves."""
+    experiments = config["experiments"]
+    own = [name for name, about in experiments.items() if "mean" not in about]
+    for name, about in experiments.items():
+        beside = [key for key in ("targets", "data", "where") if key in about]
+        beside += ["shards"] * (about["shards"] != 1)
+        if "mean" in about and beside:
+            raise InputError(
+                f"experiments.{name}: `mean` must stand alone, or with `minus`: its one target is "
+                f"made of other experiments'. Found {beside[0]} beside it. Leave either out.",
+                code="config.mean_alone",
+            )
+        named = [about[key] for key in ("mean", "minus") if key in about]
+        wrong = [experiment for experiment in named if experiment not in own]
+        if wrong or ("minus" in about and len(set(named)) < 2):
+            raise InputError(
+                f"experiments.{name}: `mean` must name an experiment with targets of its own, and "
+                f"`minus` another one, out of {', '.join(own) or 'none'}. Found "
+                f"{' and '.join(named)}.",
+                code="config.mean_of",
             )
 
 
@@ -187,6 +218,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "`data`.",
             code="config.evaluated_question",
         )
+    means = [name for name in named if "mean" in config["experiments"][name]]
+    if means:
+        raise InputError(
+            "evaluation must name experiments with targets of their own, about which retrained "
+            f"models are asked. Found {means[0]}, which is a mean. Name those that it is made of.",
+            code="config.evaluated_mean",
+        )
     about = config["experiments"][removals["experiment"]] if removals else {}
     if about.get("targets") == "all" or "where" in about:
         means = "where" if "where" in about else "targets: all"
@@ -196,7 +234,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "experiment of their own.",
             code="config.removals_of_all",
         )
-    if lds and all("data" in experiment for experiment in config["experiments"].values()):
+    experiments = config["experiments"].values()
+    if lds and all({"data", "mean"} & set(experiment) for experiment in experiments):
         raise InputError(
             "An evaluation explains the study's own targets: some experiment must have `targets` "
             "without `data`. Found none.",

@@ -1,9 +1,9 @@
-"""Read a config without Snakemake, and the tables of checkpoints and targets that it names."""
+"""Read a config without Snakemake, and the tables and Python files that it names."""
 
 import csv
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import yaml
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_defaults
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import output_name, place_of
+from trak_core.provenance import study_modules
 from trak_core.system.files import read_record, write_record
 
 # In place of ids: every sample of target_data().
@@ -133,3 +135,38 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))
+
+
+def module_folders(question: Path, study: Path) -> list[Path]:
+    """Return where a job that loads a study, then a question in Python, looks for modules."""
+    return [question.parent, study.parent]
+
+
+def python_modules(study: Path, questions: Sequence[Path]) -> list[Path]:
+    """Return Python files and what they import beside them; refuse two that are one module."""
+    named = study_modules(study)
+    # A job finds a question's folder first, also for what the study imports.
+    pairs = [(code, module_folders(path, study)) for path in questions for code in (study, path)]
+    for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
+        other = named.setdefault(name, file)
+        if other.resolve() != file.resolve():
+            raise InputError(
+                "Python files of a study and its experiments, and what lies beside them, are "
+                "modules of one process: each must have a name of its own. Found "
+                f"{other} and {file}; rename one."
+            )
+    return [*named.values()]
+
+
+def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
+    """Return the file of a model output of the config's own, unless it is the study's."""
+    place = place_of(output_name(model_output))
+    if place is None or Path(place[0]).resolve() == study.resolve():
+        return None
+    if not Path(place[0]).is_file():
+        raise InputError(
+            f"model_output: the file of the function must exist. Found nothing at {place[0]} (from "
+            f"{Path.cwd()}).",
+            code="config.missing_output",
+        )
+    return Path(place[0])

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from trak_core.scoring.scores import (
     most_frequent,
     unit_of,
 )
-from trak_core.spec import EXACT, TRAIN, ScoresSpec
+from trak_core.spec import EXACT, MEAN_OF, TRAIN, ScoresSpec
 from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -230,6 +230,7 @@ def average_scores(
     output_words: Mapping[str, str] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
+    mean_of: str | None = None,
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -242,6 +243,7 @@ def average_scores(
     ``columns``: what labels and predictions are; ``defaults``: what the config left open; and
     ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
+    ``mean_of`` says in words what the one target is the mean of, None for targets out of data.
 
     With ``n_shards`` above 1 the file holds what one ``shard`` of the training samples gives, from
     1 on. From the files of all ``shards``, in order, comes the file that one piece would be, to
@@ -251,6 +253,7 @@ def average_scores(
     with ExitStack() as stack:
         is_exact = spec.features.projection.get("kind") == EXACT
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
+        kind = kind if mean_of is None else replace(kind, rule="average_targets")
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
@@ -271,7 +274,8 @@ def average_scores(
         made_from = [part.provenance for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
         about = about_output(spec.features.model_output)
-        labels = parts[0].vector("target_labels") if about.labels_are_classes else None
+        has_classes = about.labels_are_classes and mean_of is None
+        labels = parts[0].vector("target_labels") if has_classes else None
 
         def blocks() -> Iterator[tuple[int, np.ndarray]]:
             """Yield scores of the shard, or of all, from all checkpoints."""
@@ -335,7 +339,10 @@ def average_scores(
                 seen = _Seen.of(taken, labels, top)
             train |= seen.by_sample
             for key, table in (("targets", targets), ("train", train)):
-                own = _own_columns(study_file, question, spec, key, table["id"])
+                if key == "targets" and mean_of is not None:
+                    own = pd.DataFrame({MEAN_OF: [mean_of]})
+                else:
+                    own = _own_columns(study_file, question, spec, key, table["id"])
                 writer.table(key, _with_own(table, own), ["id"])
             # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
             searchable = ["target_id", "rank", "train_id", "score"]

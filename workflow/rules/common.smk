@@ -108,7 +108,7 @@ pathvars:
 
 wildcard_constraints:
     checkpoint=any_of(specs.checkpoints),
-    experiment=any_of(specs.experiments),
+    experiment=any_of(specs.scored),
     split=any_of(specs.shards),
     shard=r"\d+",
 
