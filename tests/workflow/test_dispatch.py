@@ -58,10 +58,12 @@ def jobs(tmp_path_factory):
         "answers": {"tokens": True},
         "experiments": everything["experiments"]
         | {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}},
-        "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")},
+        "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}
+        | {"select": {"experiment": "mix", "pool": "unlabelled.py"}},
     }
     everything["evaluation"]["lists"] = ["suspects"]
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
+    (folder / "unlabelled.py").write_text("from digits import target_data, target_ids\n")
     save_weights(folder / "c0.pt")
     (folder / "mine.h5").touch()
     return {job["rule"]: job for c in (everything, exact) for job in jobs_of(folder, c)}

@@ -36,7 +36,7 @@ from trak_core.scoring.scores import (
     most_frequent,
     unit_of,
 )
-from trak_core.spec import EXACT, MEAN_OF, TRAIN, ScoresSpec
+from trak_core.spec import EXACT, MEAN_OF, POOL, TRAIN, ScoresSpec
 from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -162,23 +162,17 @@ def _influences(
 
 
 def _own_columns(
-    study_file: Path | None,
-    question: Path | None,
-    spec: ScoresSpec,
-    key: str,
-    stored_ids: np.ndarray,
+    study_file: Path | None, question: Path | None, name: str, stored_ids: np.ndarray
 ) -> pd.DataFrame:
-    """Return what the study, or a file of targets, knows of the samples of a table."""
-    is_train = key == "train"
-    if (is_train or question is None or question.suffix == ".py") and study_file is None:
+    """Return what the study, or a file of samples, knows of the samples of a table."""
+    if (question is None or question.suffix == ".py") and study_file is None:
         return pd.DataFrame(index=range(len(stored_ids)))
     # Only here, because it brings torch.
     from trak_core.study.columns import columns_of
     from trak_core.study.study import Study
 
     study = None if study_file is None else Study.load(study_file)
-    name = TRAIN if is_train else str(spec.experiment)
-    return columns_of(study, name, plain_ids(stored_ids), None if is_train else question)
+    return columns_of(study, name, plain_ids(stored_ids), question)
 
 
 def _with_own(
@@ -231,6 +225,7 @@ def average_scores(
     study_file: Path | None = None,
     question: Path | None = None,
     mean_of: str | None = None,
+    pool: Path | None = None,
     shard: int = 1,
     n_shards: int = 1,
     code: str,
@@ -244,6 +239,7 @@ def average_scores(
     ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
     ``mean_of`` says in words what the one target is the mean of, None for targets out of data.
+    Scores of a ``pool``, the study's samples in this file, have them in place of training samples.
 
     With ``n_shards`` above 1 the file holds what one ``shard`` of the training samples gives, from
     1 on. From the files of all ``shards``, in order, comes the file that one piece would be, to
@@ -342,7 +338,9 @@ def average_scores(
                 if key == "targets" and mean_of is not None:
                     own = pd.DataFrame({MEAN_OF: [mean_of]})
                 else:
-                    own = _own_columns(study_file, question, spec, key, table["id"])
+                    name = str(spec.experiment) if key == "targets" else POOL if pool else TRAIN
+                    file = question if key == "targets" else pool
+                    own = _own_columns(study_file, file, name, table["id"])
                 writer.table(key, _with_own(table, own), ["id"])
             # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
             searchable = ["target_id", "rank", "train_id", "score"]

@@ -105,8 +105,9 @@ def of_ends(pattern):
 
 
 def list_scores(kind):
-    """The scores that a list is made of."""
-    return f"{folder}/scores/{specs.lists[kind]['experiment']}.h5"
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
 
 def shards_of(wildcards):
