@@ -180,5 +180,8 @@ def name_results():
     lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
     if lists:
         logger.info(f"Lists: {', '.join(sorted(lists))}")
+    groups = {str(job.output[0]) for job in jobs if job.rule.name == "sum_groups"}
+    if groups:
+        logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")
