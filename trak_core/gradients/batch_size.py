@@ -88,31 +88,40 @@ def sample_memory(
         The estimate, which doesn't depend on the numbers in the sample.
 
     Raises:
-        TooMuchMemoryError: As soon as activations take more.
+        TooMuchMemoryError: If activations take more, of which no more are there together.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
     n_saved = 0
     if blocks is not None:
         blocks.begin_count()
+    held: list[list[Tensor]] = []
 
-    def save(tensor: Tensor) -> Tensor:
+    def is_too_much() -> bool:
+        return most_bytes is not None and _ACTIVATIONS * n_saved // 2 > most_bytes
+
+    def save(tensor: Tensor) -> list[Tensor]:
         nonlocal n_saved
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-            if most_bytes is not None and _ACTIVATIONS * n_saved // 2 > most_bytes:
-                raise TooMuchMemoryError
-        return tensor
+        # A tensor itself would keep its graph alive for good, and so would an error here.
+        place = [tensor.detach()]
+        held.append(place)
+        while is_too_much() and held:
+            held.pop().clear()
+        return place
 
     # Two samples show which gradients arrive as rows.
     pair = _pair(as_batch(samples, output))
     with (
         differentiating(model, parameters.values()),
-        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda place: place[0]),
     ):
         values = over_samples(output.value, output.read(pair.given_to(model)), pair.labels)
+    if is_too_much():
+        raise TooMuchMemoryError
     n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
     activations = _ACTIVATIONS * n_bytes // 2
     if values.requires_grad:

@@ -158,7 +158,7 @@ class _Call:
 
         def pack(tensor: Tensor) -> Tensor | _Saved:
             if self._is_own(tensor):
-                return tensor
+                return tensor.detach()
             saved = _Saved(self, tensor.detach())
             alive.append((saved, tensor))
             return saved
