@@ -29,6 +29,12 @@ def experiment(name):
     return {"experiments": {name: {"targets": ["patient-342"]}}}
 
 
+def mean(**about):
+    """A change to an experiment beside one that is its mean."""
+    own = {"targets": ["patient-342"]}
+    return {"experiments": {"mine": own, "mean": {"mean": "mine"} | about}}
+
+
 # A key, its value, and what the schema says that it must be.
 VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
@@ -49,7 +55,7 @@ VALUES = {
     "no experiment": ("experiments", {}, "empty"),
     "an experiment without targets": (
         *("experiments.mine", {}),
-        "a mapping with targets or data or where",
+        "a mapping with targets or data or where or mean",
     ),
     "empty experiment": ("experiments.mine.targets", [], "empty"),
     "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
@@ -63,6 +69,7 @@ VALUES = {
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
 }
 DATE = datetime.date(2024, 1, 1)
+POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
 PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
@@ -135,7 +142,8 @@ REFUSALS = {
         "a list of an unknown experiment": ({"lists": {"drop": {"experiment": "b"}}}, "b"),
     },
     "config.list_features": {
-        "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
+        "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates"),
+        "a pool without features": (EXACT | POOLED, "select with a pool"),
     },
     "config.proof_of_no_list": {
         "a proof of no list": (PROVED | {"lists": ["suspects"]}, "drop", "suspects")
@@ -144,6 +152,15 @@ REFUSALS = {
         "a proof on targets that are not there": (
             PROVED | {"lists": ["drop"], "evaluation": {"lists": {"drop": {"experiment": "b"}}}},
             "Found b",
+        )
+    },
+    "config.proof_of_pool": {
+        "a proof on a pool": (PROVED | POOLED | {"evaluation": {"lists": ["select"]}}, "select")
+    },
+    "config.pool_name": {
+        "an experiment called as the pool": (
+            POOLED | experiment("pool") | {"lists": {"select": {"pool": "diabetes.py"}}},
+            "Found pool",
         )
     },
     "config.proof_fractions": {
@@ -162,6 +179,20 @@ REFUSALS = {
             {"experiments": {"mine": {"where": "label > 3", "shards": 2}}},
             *("mine", "Found shards"),
         ),
+    },
+    "config.mean_alone": {"a mean beside ids": (mean(targets=[1]), *("mean", "Found targets"))},
+    "config.mean_of": {
+        "a mean of nothing there": (mean(mean="b"), *("mean", "Found b")),
+        "a mean less itself": (mean(minus="mine"), "Found mine and mine"),
+    },
+    "config.list_of_mean": {
+        "copies of a mean": (mean() | {"lists": {"duplicates": {"experiment": "mean"}}}, "mean")
+    },
+    "config.evaluated_mean": {
+        "a mean that models are asked about": (
+            mean() | PROVED | {"evaluation": {"removals": {"experiment": "mean"}}},
+            "Found mean",
+        )
     },
     "config.exact": {
         "exact top influences": (

@@ -11,6 +11,7 @@ from trak_core.config.check_keys import (
     check_evaluation,
     check_exact,
     check_lists,
+    check_means,
     check_preconditioner,
     check_proofs,
     fill_in_scoring,
@@ -23,12 +24,19 @@ from trak_core.config.checkpoint_list import (
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import ALL_TARGETS, target_ids
+from trak_core.config.read_config import (
+    ALL_TARGETS,
+    module_folders,
+    output_file,
+    python_modules,
+    target_ids,
+)
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import About, about_output, output_name, place_of
-from trak_core.provenance import content_digest, mentions, study_digest, study_modules
+from trak_core.model_outputs.table import About, about_output, output_name
+from trak_core.provenance import content_digest, mentions, study_digest
 from trak_core.spec import (
     EXACT,
+    POOL,
     TRAIN,
     Combine,
     FeaturesSpec,
@@ -49,7 +57,7 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe", "token_texts"}
+_SHOWING = {"draw", "describe", "token_texts", "class_names"}
 _COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
@@ -89,11 +97,6 @@ def targets_digest(
     return content_digest(ids and [str(i) for i in ids], *code)
 
 
-def _folders(question: Path, study: Path) -> list[Path]:
-    """Return where a job that loads a study, then a question in Python, looks for modules."""
-    return [question.parent, study.parent]
-
-
 @cache
 def _question_digest(path: Path, study: Path) -> str:
     """Hash a question once: all jobs of a start are planned for what it said then."""
@@ -104,7 +107,7 @@ def _question_digest(path: Path, study: Path) -> str:
         )
     if path.suffix != ".py":
         return file_digest(path)
-    return study_digest(path, folders=_folders(path, study))
+    return study_digest(path, folders=module_folders(path, study))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,8 @@ class Specs:
     Attributes:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
-        experiments: Names with the ids of their targets; None for all that there are.
+        experiments: Names with the ids of their targets; None for all that there are. Those that
+            are means of others are in ``means``.
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
@@ -165,9 +169,9 @@ class Specs:
     @property
     def shards(self) -> dict[str, int]:
         """Jobs that each split's features are cut into."""
-        experiments = self.config["experiments"].items()
-        shards = {name: experiment["shards"] for name, experiment in experiments}
-        return {TRAIN: self.config["compute"]["shards"], **shards}
+        shards = {name: self.config["experiments"][name]["shards"] for name in self.experiments}
+        pool = {} if self.pool is None else {POOL: 1}
+        return {TRAIN: self.config["compute"]["shards"], **shards, **pool}
 
     @property
     def reported(self) -> dict[str, Any]:
@@ -209,23 +213,42 @@ class Specs:
 
     @property
     def questions(self) -> dict[str, str]:
-        """Files of targets that experiments bring by themselves."""
-        experiments = self.config["experiments"].items()
-        return {
-            name: experiment["data"] for name, experiment in experiments if "data" in experiment
-        }
+        """Files of targets that experiments bring by themselves, and of the pool to select from."""
+        about = self.config["experiments"]
+        own = {name: about[name]["data"] for name in about if "data" in about[name]}
+        return own if self.pool is None else own | {POOL: self.pool}
+
+    @property
+    def pool(self) -> str | None:
+        """The file of samples to select from; None where these are the training samples."""
+        return self.lists.get("select", {}).get("pool")
 
     @property
     def conditions(self) -> dict[str, str]:
         """What experiments say of their targets, by name, where they don't name any."""
-        experiments = self.config["experiments"].items()
-        return {name: about["where"] for name, about in experiments if "where" in about}
+        about = self.config["experiments"]
+        return {name: about[name]["where"] for name in about if "where" in about[name]}
+
+    @property
+    def means(self) -> dict[str, list[str]]:
+        """Experiments of one target: what it is the mean of, and of what else it is less that."""
+        means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
+        return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
+
+    @property
+    def scored(self) -> list[str]:
+        """All experiments, in the config's order."""
+        return list(self.config["experiments"])
+
+    def mean_of(self, experiment: str) -> str | None:
+        """Return in words what an experiment's one target is the mean of."""
+        return ", less that of ".join(self.means.get(experiment, ())) or None
 
     @property
     def has_columns(self) -> bool:
         """Whether the study, or a question in Python, may have columns of its own."""
-        questions = [path for path in self.questions.values() if path.endswith(".py")]
-        return any(mentions(Path(path), _COLUMNS) for path in [self.config["study"], *questions])
+        files = [self.config["study"], *self.questions.values()]
+        return any(mentions(Path(path), _COLUMNS) for path in files if path.endswith(".py"))
 
     @property
     def lists(self) -> dict[str, dict[str, Any]]:
@@ -244,7 +267,10 @@ class Specs:
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
-        if split not in self.experiments:
+        if split in self.means:
+            named = [(name, self.targets_digest(name)) for name in self.means[split]]
+            return content_digest("mean", *named)
+        if split not in {*self.experiments, *self.questions}:
             return None
         if split in self.conditions:
             where = self.conditions[split]
@@ -252,8 +278,8 @@ class Specs:
             code = self.digests["targets" if is_plain else "columns"]
             return content_digest(["where", where], code)
         question = Path(self.questions[split]) if split in self.questions else None
-        study = Path(self.config["study"])
-        return targets_digest(self.experiments[split], question, self.digests, study)
+        ids, study = self.experiments.get(split), Path(self.config["study"])
+        return targets_digest(ids, question, self.digests, study)
 
     @property
     def all_features(self) -> FeaturesSpec:
@@ -357,8 +383,8 @@ class Specs:
         """Experiments whose scores are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
-        explained = [name for name in self.experiments if name not in self.questions]
-        return list(self.evaluation.get("experiments", explained))
+        own = [name for name in self.experiments if name not in self.questions]
+        return list(self.evaluation.get("experiments", own))
 
     @property
     def measures_features(self) -> bool:
@@ -401,8 +427,7 @@ class Specs:
 
     def half_groups(self) -> list[tuple[int, int]]:
         """Return the first and last half of each job."""
-        count = self.evaluation["subsets"]["count"]
-        starts = range(0, count, _HALVES_A_JOB)
+        starts = range(0, count := self.evaluation["subsets"]["count"], _HALVES_A_JOB)
         return [(start, min(start + _HALVES_A_JOB, count) - 1) for start in starts]
 
     @property
@@ -434,36 +459,6 @@ class Specs:
         )
 
 
-def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return Python files and what they import beside them; refuse two that are one module."""
-    named = study_modules(study)
-    # A job finds a question's folder first, also for what the study imports.
-    pairs = [(code, _folders(path, study)) for path in questions for code in (study, path)]
-    for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
-        other = named.setdefault(name, file)
-        if other.resolve() != file.resolve():
-            raise InputError(
-                "Python files of a study and its experiments, and what lies beside them, are "
-                "modules of one process: each must have a name of its own. Found "
-                f"{other} and {file}; rename one."
-            )
-    return [*named.values()]
-
-
-def _output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a model output of the config's own, unless it is the study's."""
-    place = place_of(output_name(model_output))
-    if place is None or Path(place[0]).resolve() == study.resolve():
-        return None
-    if not Path(place[0]).is_file():
-        raise InputError(
-            f"model_output: the file of the function must exist. Found nothing at {place[0]} (from "
-            f"{Path.cwd()}).",
-            code="config.missing_output",
-        )
-    return Path(place[0])
-
-
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
     """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
@@ -477,9 +472,11 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
         check_exact(config)
     check_preconditioner(config)
     check_conditions(config)
+    check_means(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
+        if "mean" not in experiment
     }
     if "evaluation" in config:
         check_evaluation(config)
@@ -487,14 +484,14 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     check_proofs(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
-    tables = [config["checkpoints"]]
+    tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    output = _output_file(config["model_output"], study)
+    output = output_file(config["model_output"], study)
     code = [Path(path) for path in tables if path.endswith(".py")]
-    modules = _modules(study, [*code, *([output] if output else [])])
+    modules = python_modules(study, [*code, *([output] if output else [])])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
-    output_digest = study_digest(output, folders=_folders(output, study)) if output else None
+    output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
     return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)

@@ -3,7 +3,9 @@
 from trak_core.spec.jobs import (
     ADAPTER_CONFIG,
     EXACT,
+    MEAN_OF,
     OPTIMIZER_FILE,
+    POOL,
     TRAIN,
     Combine,
     FeaturesSpec,
@@ -29,7 +31,9 @@ from trak_core.spec.projection import (
 __all__ = [
     "ADAPTER_CONFIG",
     "EXACT",
+    "MEAN_OF",
     "OPTIMIZER_FILE",
+    "POOL",
     "TRAIN",
     "Combine",
     "FeaturesSpec",

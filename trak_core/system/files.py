@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trak_core.errors import InputError
-from trak_core.system.out_of_memory import no_room
+from trak_core.errors import InputError, no_room
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -105,8 +105,9 @@ def of_ends(pattern):
 
 
 def list_scores(kind):
-    """The scores that a list is made of."""
-    return f"{folder}/scores/{specs.lists[kind]['experiment']}.h5"
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
 
 def shards_of(wildcards):
@@ -125,9 +126,7 @@ def timed(job, /, **names):
 
 
 # The files that a config wants beside scores: none for what it leaves out.
-group_files = [
-    f"{folder}/groups/{e}.h5" for e in specs.experiments if "groups" in config
-]
+group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [
@@ -169,5 +168,8 @@ def name_results():
     lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
     if lists:
         logger.info(f"Lists: {', '.join(sorted(lists))}")
+    groups = {str(job.output[0]) for job in jobs if job.rule.name == "sum_groups"}
+    if groups:
+        logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")
