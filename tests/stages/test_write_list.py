@@ -3,9 +3,12 @@
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
-from pipeline import run_stages, scores_spec
+from pipeline import ON_CPU, averaged, run_stages, scores_spec
 
 from trak_core.artifacts import ArtifactError
+from trak_core.spec import POOL
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.find_duplicates import find_duplicates
 from trak_core.stages.write_list import write_list
 
@@ -70,3 +73,44 @@ def test_lists_are_those_of_the_table(finished, tmp_path):
             kind="suspects",
             code="code",
         )
+
+
+def test_a_pool_is_scored_as_training_samples_are(tmp_path):
+    """Scores of a pool that has the training samples are theirs."""
+    study, checkpoints, targets = with_two_checkpoints(tmp_path)
+    (tmp_path / "again.py").write_text("from study import train_data as target_data\n")
+    given = {"model_output": "regression", "combine": "unit_average", "normalize": True}
+    kept = {"proj_dim": 8, "kind": "rademacher", "keep": "top_k"}
+    path = run_stages(tmp_path, study, checkpoints, targets, **given, **kept)
+    spec = scores_spec(checkpoints, targets, projection=PROJECTION, **given)
+    parts, pools = [], []
+    for checkpoint in sorted(checkpoints):
+        own, folder = spec.under(checkpoint), tmp_path / "features" / checkpoint
+        of_pool = own.features.of(POOL, "digest")
+        compute_features(
+            features=folder / "pool.h5",
+            checkpoint=checkpoints[checkpoint],
+            study_file=study,
+            spec=of_pool,
+            question=tmp_path / "again.py",
+            **ON_CPU,
+        )
+        parts.append(tmp_path / f"pool/mine/{checkpoint}.h5")
+        pools.append(folder / "pool.h5")
+        inputs = {
+            "train_path": folder / "train.h5",
+            "targets_path": folder / "mine.h5",
+            "normal_matrix": tmp_path / f"normal_matrix/{checkpoint}.h5",
+            "pool": pools[-1],
+            "pool_spec": of_pool,
+        }
+        compute_scores(
+            scores=parts[-1], **inputs, spec=own, keep="top_k", code="code", memory_mb=500
+        )
+    pool = averaged(tmp_path / "pool/mine.h5", parts, spec, pools)
+    for key in ("train", "top_influences"):
+        pd.testing.assert_frame_equal(pd.read_hdf(pool, key), pd.read_hdf(path, key))
+    # Scores of the training samples don't go with features of the pool.
+    train = [tmp_path / f"scores/mine/{checkpoint}.h5" for checkpoint in sorted(checkpoints)]
+    with pytest.raises(ArtifactError, match="agree in the training features"):
+        averaged(tmp_path / "mixed.h5", train, spec, pools)

@@ -165,6 +165,8 @@ def show_sample(
         return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
+    if draws and text in study.class_names():
+        text = ""  # which stands beside it
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)

@@ -33,7 +33,7 @@ from trak_core.report.describe_samples import (
     targets_of_mean,
 )
 from trak_core.report.explore import EACH_ON_PAGE, Answer, Tokens, explore
-from trak_core.report.read import File, read_experiment
+from trak_core.report.read import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
@@ -186,6 +186,7 @@ def draw_influences(
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
     experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE)
+    experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
     targets = targets_of_mean(experiment)
     if targets is None:

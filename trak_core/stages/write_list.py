@@ -19,8 +19,8 @@ def write_list(
 ) -> None:
     """Write ``suspects``, ``drop`` or ``select`` (``kind``) of an experiment's scores.
 
-    ``fraction`` is the part of the training samples that ``select`` takes. ``self_influence`` is
-    a file with one more column for ``suspects``.
+    ``fraction`` is the part of the samples, which may be a pool's, that ``select`` takes.
+    ``self_influence`` is a file with one more column for ``suspects``.
     """
     with open_artifact(scores, SCORES) as file:
         train, top_influences = file.table("train"), file.table("top_influences")
@@ -41,4 +41,4 @@ def write_list(
         rows = most_harmful(train)
         n_looks, said = len(rows), "push targets down on the whole"
     write_csv(listed, rows)
-    print(f"{n_looks} of {len(train)} training samples {said}.")
+    print(f"{n_looks} of {len(train)} samples {said}.")

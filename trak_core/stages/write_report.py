@@ -1,6 +1,7 @@
 """Write the report of a study: one page that needs nothing beside it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from trak_core.report.read import (
     read_removals,
     read_self_influence,
     read_timings,
+    with_class_names,
 )
 from trak_core.report.render import report as report_page
-from trak_core.spec import TRAIN
+from trak_core.spec import POOL, TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
@@ -85,7 +87,7 @@ def write_report(
     ]
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
-    known |= {*config.get("lists", ())}
+    known |= {POOL, *config.get("lists", ())}
     results = Results(
         config=config,
         experiments=experiments,
@@ -101,6 +103,10 @@ def write_report(
     )
     _check_scores(results)
     study = Study.load(study_file)
+    names = study.class_names()
+    experiments = [with_class_names(file, names) for file in experiments]
+    own = [with_class_names(file, names) for file in results.self_influence]
+    results = replace(results, experiments=experiments, self_influence=own)
     targets = (_targets(study, file, config) for file in experiments)
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
     page = report_page(results, examples)
