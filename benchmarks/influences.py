@@ -150,19 +150,21 @@ def by_faiss(folder: Path, n: int, m: int, k: int) -> None:
 
 def _child(side: Callable[[], None], queue: multiprocessing.Queue) -> None:
     sys.stdout = io.StringIO()  # progress bars
-    before, began = _bytes_read(), time.process_time()
+    before, began = _moved(), time.process_time()
     side()
     seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    queue.put((seconds, peak / 1024, (_bytes_read() - before) / 2**20))
+    queue.put((seconds, peak / 1024, *((_moved() - before) / 2**20)))
 
 
-def _bytes_read() -> int:
+def _moved() -> np.ndarray:
+    """Return bytes that this process has read and written so far."""
     about = Path("/proc/self/io")
-    return int(about.read_text().split()[1]) if about.exists() else 0
+    words = about.read_text().split() if about.exists() else ["0"] * 4
+    return np.array([int(words[1]), int(words[3])])
 
 
-def measured(side: Callable[[], None]) -> tuple[float, float, float]:
-    """Return CPU seconds, peak MiB and MiB read of a side in a new process."""
+def measured(side: Callable[[], None]) -> tuple[float, float, float, float]:
+    """Return CPU seconds, peak MiB, MiB read and MiB written of a side in a new process."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_child, args=(side, queue))
@@ -196,7 +198,7 @@ def main() -> None:
     options = parser.parse_args()
     sizes = options.train, options.targets, options.proj_dim
     print("n = {}, m = {}, k = {}".format(*sizes))
-    print(f"{'side':<24}{'CPU s':>9}{'peak MiB':>10}{'MiB read':>10}")
+    print(f"{'side':<24}{'CPU s':>9}{'peak MiB':>10}{'MiB read':>10}{'written':>10}")
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         folder = Path(temporary)
         measured(partial(write_features, folder, *sizes))
@@ -208,7 +210,9 @@ def main() -> None:
         costs = {}
         for name, side in sides.items():
             costs[name] = measured(side)
-            print("{:<24}{:>9.1f}{:>10.0f}{:>10.0f}".format(name, *costs[name]), flush=True)
+            print(
+                "{:<24}{:>9.1f}{:>10.0f}{:>10.0f}{:>10.0f}".format(name, *costs[name]), flush=True
+            )
         check(folder)
         ours = sum(costs[rule][0] for rule in rules)
         print(f"stages together: {ours:.1f} s, {ours / costs['numpy'][0]:.2f} of numpy", end="")

@@ -28,7 +28,7 @@ from trak_core.evaluation.correlations import bootstrap, percentiles, rank_corre
 from trak_core.evaluation.lds import GroundTruth
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
-from trak_core.stages._ground_truth import read_ground_truth
+from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.study.study import Study
 

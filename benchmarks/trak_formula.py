@@ -29,7 +29,7 @@ from trak_core.artifacts import (
 from trak_core.compat.score_computers import BasicScoreComputer
 from trak_core.evaluation.lds import lds_tables
 from trak_core.spec import ProjectionKind
-from trak_core.stages._ground_truth import read_ground_truth
+from trak_core.stages.evaluate_scores import read_ground_truth
 
 
 def _features(path: Path, dim: int) -> torch.Tensor:

@@ -1,4 +1,9 @@
-"""The error that is meant for the person at the keyboard, and the one that is no mistake."""
+"""The error for the person at the keyboard; a failed allocation or a full disk told from others."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
 
 
 class InputError(ValueError):
@@ -20,3 +25,44 @@ class InputError(ValueError):
 
 class ToldToStopError(SystemExit):
     """A job was stopped by SIGTERM or Ctrl-C: it ends as after ``sys.exit``, without a mistake."""
+
+
+# No space left, a quota used up, a file longer than its limit.
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it came from: closing a file that failed raises another one."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def no_room(error: BaseException) -> str | None:
+    """Return the system's words for a disk that took no more, or None for any other error.
+
+    HDF5 has the system's number in its text. What the error was raised from counts too.
+    """
+    for cause in _chain(error):
+        match = re.search(r"\berrno = (\d+)", str(cause))
+        number = int(match[1]) if match else getattr(cause, "errno", None)
+        if number in _NO_ROOM:
+            return os.strerror(number)
+    return None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, on any device."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    # torch's own type is a RuntimeError for a GPU's memory alone.
+    is_named = type(error).__name__ == "OutOfMemoryError"
+    is_told = any(words in str(error) for words in ("DefaultCPUAllocator", "out of memory"))
+    return isinstance(error, RuntimeError) and (is_named or is_told)
+
+
+def came_from_no_memory(error: BaseException) -> bool:
+    """Return whether an error, or one that it came from, is a failed allocation."""
+    return any(map(is_out_of_memory, _chain(error)))

@@ -30,6 +30,7 @@ PARAMS = {
     "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
+    "mean_of": "the experiment's `mean` and `minus`",
     "output_words": "the words of a `model_output` of your own",
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
@@ -53,7 +54,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     smoke["evaluation"]["lists"] = ["suspects"]
-    described = {"errors": {"where": "prediction != label"}}
+    described = {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}}
     return {
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}

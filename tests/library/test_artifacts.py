@@ -1,4 +1,5 @@
 import contextlib
+import hashlib
 import json
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from trak_core.artifacts import (
     create,
     open_artifact,
     read,
+    verify,
 )
-from trak_core.artifacts.format import content_hash, seal
+from trak_core.artifacts.format import content_hash
+from trak_core.artifacts.seal import seal
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}
 
@@ -75,8 +78,9 @@ def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
 def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
     """65 columns took the room of 128."""
     with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
-        values = file.matrix("features", range(n), range(m), chunks=(1024, 64))
-        values[:] = 1
+        file.matrix("features", range(n), range(m), chunks=(1024, 64))[:] = 1
+        values = file.file["features/block0_values"]
+        file.file.flush()
         assert all(chunk <= most for chunk, most in zip(values.chunks, (1024, 64), strict=True))
         stored, most = values.id.get_storage_size(), 1.05 * values.nbytes
         assert stored <= most + 8 * np.prod(np.ceil(np.divide((n, m), values.chunks)))
@@ -126,6 +130,78 @@ def test_the_content_hash_covers_values_attributes_and_lists(tmp_path):
         del file["train"]
         hashes.append(content_hash(file))
     assert len(set(hashes)) == 6
+
+
+def moved():
+    """Bytes that this process has asked the system to read, and to write."""
+    words = Path("/proc/self/io").read_text().split()
+    return np.array([int(words[1]), int(words[3])])
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Features of 16 MiB, written by blocks that are no chunks, and the bytes that moved for it."""
+    path, values = tmp_path_factory.mktemp("large") / "a.h5", np.arange(2**22, dtype=np.float32)
+    values, before = values.reshape(8192, 512), moved()
+    with create(path, FEATURES, {"a": 1}, {}) as file:
+        rows = file.matrix("features", range(8192), range(512))
+        for start in range(0, 8192, 1000):
+            rows[start : start + 1000] = values[start : start + 1000]
+        file.vector("outputs", np.ones(8192, np.float32))
+        file.vector("sample_ids", np.arange(8192))
+    return path, values, (moved() - before) / values.nbytes
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="runs on Linux")
+def test_bytes_are_written_once_read_once_and_where_needed(large):
+    path, values, (read_back, written) = large
+    assert written < 1.05
+    assert read_back < 0.1
+    shares = []
+    for key in ("outputs", "features"):
+        before = moved()
+        with open_artifact(path, FEATURES) as file:
+            found = file.matrix(key) if key == "features" else None
+            for start in range(0, 8192, 512):
+                if found is None:
+                    assert (file.vector(key, start, start + 512) == 1).all()
+                else:
+                    assert np.array_equal(found[start : start + 512], values[start : start + 512])
+        shares.append((moved() - before)[0] / values.nbytes)
+    assert shares[0] < 0.05
+    assert 1 < shares[1] < 1.05
+
+
+def test_damage_is_refused_where_it_is_read(large, tmp_path):
+    data = bytearray(large[0].read_bytes())
+    with h5py.File(large[0]) as file:
+        chunk = file["features/block0_values"].id.get_chunk_info(20)
+    data[chunk.byte_offset + chunk.size // 2] ^= 1
+    path = tmp_path / "a.h5"
+    path.write_bytes(data)
+    message = r"a\.h5: every byte must be as it was written\. .*rule compute_features remakes it"
+    with open_artifact(path, FEATURES) as file:
+        assert (file.vector("outputs") == 1).all()
+        rows = file.matrix("features")
+        assert np.array_equal(rows[:2048], large[1][:2048])
+        for _ in range(2):
+            with pytest.raises(ArtifactError, match=message):
+                rows[:]
+        with pytest.raises(ArtifactError, match=message):  # nor anything of the file any more
+            file.vector("outputs")
+    with pytest.raises(ArtifactError, match="every byte must be as it was written"):
+        verify(path)
+
+
+def test_every_block_has_its_hash(large):
+    """The format: hashes of 128 KiB each, then a mark with the length, and a hash of these."""
+    data, size = large[0].read_bytes(), 2**17
+    mark, about = data.rpartition(b"trak-seal blake2b by blocks of 131072: ")[1:]
+    n, signed = about.split()
+    blocks = [data[i : min(i + size, int(n, 16))] for i in range(0, int(n, 16), size)]
+    hashes = [hashlib.blake2b(block, digest_size=16).digest() for block in blocks]
+    assert data == b"".join([*blocks, *hashes, mark, about])
+    assert signed.decode() == hashlib.blake2b(b"".join([*hashes, n]), digest_size=16).hexdigest()
 
 
 def test_more_files_are_read_at_once_than_are_open(tmp_path):

@@ -90,7 +90,7 @@ def test_labelled_texts(capsys):
     saved = {f"out/checkpoint-{step}/config.json": CLASSIFIER for step in (4, 12)}
     files = {
         "train.csv": "review,labels\nvery good,1\nbad,0\n",
-        "test.csv": "review,labels\nso,0\n",
+        "test.csv": "review,labels\nso,0\nas,0\nno,0\ngood,1\n",
     }
     config = written({**saved, **files})
     assert config["study"] == "text_classification"
@@ -101,7 +101,7 @@ def test_labelled_texts(capsys):
         "text": "{review}",
         "targets": "test.csv",
     }
-    assert config["experiments"] == {"asked": {"targets": [0]}}
+    assert config["experiments"] == {"asked": {"targets": [0, 3, 1]}}
     assert "chose: review as the text" in capsys.readouterr().out
 
 
@@ -114,24 +114,29 @@ def test_of_several_texts_the_longest_is_taken_and_said(capsys):
 
 
 def test_images_and_state_dicts(capsys):
-    images = {f"{half}/{name}/1.png": "" for half in ("train", "held-out") for name in ("a", "b")}
+    names = [f"{name}/{i}.png" for name in ("a", "b") for i in range(3)]
+    images = {f"{half}/{name}": "" for half in ("train", "held-out") for name in names}
     config = written({**images, "run1.pt": "", "models/run1.pt": ""})
     assert config["study"] == "image_folder"
     assert config["study_arguments"]["images"] == "train"
     assert config["study_arguments"]["targets"] == "held-out"
     assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
-    assert config["experiments"] == {"asked": {"targets": ["a/1.png", "b/1.png"]}}
-    assert "could not tell: which function makes the network" in capsys.readouterr().out
+    # Of each class in turn, not the first by name.
+    assert config["experiments"] == {"asked": {"targets": ["a/0.png", "b/0.png", "a/1.png"]}}
+    assert "could not tell: what network the checkpoints are of" in capsys.readouterr().out
+    assert "# a placeholder: put a name of timm's" in Path("trak.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("price", "output"), [("1.5", "regression"), ("1", "image_classification")]
 )
 def test_a_table_and_a_state_dict(price, output):
-    config = written({"train.csv": f"size,price\n3,{price}\n", "model.safetensors": ""})
+    rows = "".join(f"{size},{price}\n" for size in (3, 4)) + "5,2\n"
+    config = written({"train.csv": f"size,price\n{rows}", "model.safetensors": ""})
     assert (config["study"], config["model_output"]) == ("tabular", output)
     assert config["study_arguments"]["label"] == "price"
-    assert config["experiments"] == {"asked": {"targets": [0]}}
+    of_classes = output == "image_classification"
+    assert config["experiments"] == {"asked": {"targets": [0, 2, 1] if of_classes else [0, 1, 2]}}
 
 
 def test_a_folder_that_is_no_study_is_refused(folder):

@@ -16,7 +16,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.length_order import order_samples
-from trak_core.model.named_output import model_output
+from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.table import TABLE
 from trak_core.study.split import Split

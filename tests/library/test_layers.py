@@ -107,7 +107,7 @@ LIGHT = [
         ("trak_core.provenance", HEAVY),
         ("trak_core.model_outputs.table", HEAVY),
         ("trak_core.spec", HEAVY),
-        *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "tables", "schema")),
+        *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *((f"trak_core.config.{name}", HEAVY) for name in ("check_keys", "job_specs", "preflight")),
         ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.exact", {"torch", "h5py", "numba", "pandas"}),

@@ -12,7 +12,13 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
-from trak_core.model_outputs.classification import CLASSIFICATION, margin
+from trak_core.model_outputs.classification import (
+    CLASSIFICATION,
+    MULTI_LABEL,
+    SEGMENTATION,
+    margin,
+    mean_pixel_margin,
+)
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
 from trak_core.model_outputs.language_modelling import (
     LANGUAGE_MODELLING,
@@ -21,11 +27,8 @@ from trak_core.model_outputs.language_modelling import (
     TOKEN_LOG_ODDS,
     sequence_log_odds,
 )
-from trak_core.model_outputs.loss import LOSS
 from trak_core.model_outputs.model_output import IGNORED, over_samples, read_logits
-from trak_core.model_outputs.multi_label import MULTI_LABEL
-from trak_core.model_outputs.regression import REGRESSION
-from trak_core.model_outputs.segmentation import SEGMENTATION, mean_pixel_margin
+from trak_core.model_outputs.regression import LOSS, REGRESSION
 from trak_core.model_outputs.table import TABLE
 
 LOGITS = torch.tensor([[0.3, -1.2, 2.0], [5.0, 5.0, 5.0], [-3.0, 0.0, 3.0]], dtype=torch.float64)

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -177,6 +178,95 @@ def test_images_in_folders_and_in_a_table(tmp_path):
     for wrong in ("nets:net", f"{tmp_path}/nets.py:other"):
         with refused("studies.function"):
             image_folder(str(tmp_path / "images"), wrong).make_model()
+
+
+def test_a_network_by_its_name(tmp_path, monkeypatch, request):
+    """Whose it is, and with as many classes as there are; else what is missing is said."""
+    for name in ("a", "b", "c"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "images" / name / "1.png")
+    study = image_folder("images", "resnet18")
+    if not find_spec("timm"):
+        with refused("studies.package", sys.executable, "timm", "vision"):
+            study.make_model()
+    # The gate has neither, because PyPI's torchvision doesn't fit its torch: each library's two
+    # functions alone, in packages of their own.
+    made = "import sys\nfrom torch import nn\n\n{}\n\ndef {}(name, num_classes, **weights):\n"
+    made += "    assert set(weights.values()) <= {{None, False}}\n"
+    made += "    return nn.Linear({}, num_classes)\n"
+    known = (
+        "def is_model(name):\n    return name in list_models()\n\ndef list_models(module=None):\n"
+    )
+    write_package(
+        tmp_path / "timm", made.format(f"{known}    return ['resnet18']", "create_model", 2)
+    )
+    write_package(tmp_path / "torchvision", "")
+    listed = f"{known}    return ['resnet18', 'alexnet'] if module is sys.modules[__name__] else []"
+    write_package(tmp_path / "torchvision/models", made.format(listed, "get_model", 3))
+    monkeypatch.syspath_prepend(tmp_path)
+    request.addfinalizer(forget_networks)
+    forget_networks()
+    for name, n_inputs in (
+        *(("resnet18", 2), ("timm/resnet18", 2)),
+        *(("torchvision/resnet18", 3), ("alexnet", 3)),
+    ):
+        model = image_folder("images", name).make_model()
+        assert (model.in_features, model.out_features) == (n_inputs, 3)
+    for wrong, close in (
+        ("resnet81", "resnet18"),
+        ("timm/alexnet", "resnet18"),
+        ("x/y", "timm/resnet18"),
+    ):
+        with refused("studies.network", wrong, close):
+            image_folder("images", wrong).make_model()
+
+
+def forget_networks():
+    for name in [name for name in sys.modules if name.split(".")[0] in {"timm", "torchvision"}]:
+        del sys.modules[name]
+
+
+def write_package(folder, text):
+    folder.mkdir()
+    (folder / "__init__.py").write_text(text)
+
+
+def test_a_real_network_by_its_name(tmp_path):
+    pytest.importorskip("timm", reason="with the extra `vision`, whose torchvision fits torch")
+    for name in ("a", "b"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        Image.new("RGB", (32, 32)).save(tmp_path / "images" / name / "1.png")
+    for name in ("resnet18", "torchvision/resnet18", "timm/resnet10t.c3_in1k"):
+        study = image_folder("images", name)
+        model = study.make_model().eval()
+        assert model(study.train_data()[0][0][None]).shape == (1, 2)
+
+
+def test_what_a_line_lacks_is_said(weights, tmp_path):
+    """As an example that can be typed; no argument of a study's is named."""
+    (tmp_path / "nets.py").write_text(NET)
+    (tmp_path / "images/cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "images/cat/1.png")
+    images = image_folder("images", "nets.py:net")
+    example = '{"path": "new/17.png", "label": "cat"}'
+    with refused("studies.line", "path and label", example, '{"text": "images/cat/1.png"}'):
+        images.encode(text="images/cat/1.png")
+    with refused("studies.line", "path and label", example):
+        images.encode(path="images/cat/1.png")
+    with refused("studies.asked_image", "none.png", tmp_path):
+        images.encode(path="none.png", label="cat")
+    with refused("studies.label", "wolf", "cat"):
+        images.encode(path="images/cat/1.png", label="wolf")
+    assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
+    (tmp_path / "rows.csv").write_text("a,b,kind\n1,2,0\n")
+    table = tabular("rows.csv", "kind", "nets.py:net")
+    with refused("studies.line", "a and b and kind", '{"a": 1, "b": 2, "kind": 0}'):
+        table.encode(a=1)
+    rows = write(tmp_path / "train.jsonl", [{"question": "the", "answer": "sky", "label": 1}])
+    texts = language_model(rows, str(weights), text="{answer}", prompt="{question} ")
+    with refused("studies.line", '{"answer": "sky", "question": "the"}', '{"text": "sky"}'):
+        texts.encode(text="sky")
+    assert texts.encode(answer="sky", question="the")["labels"].tolist()[0] == -100
 
 
 def test_rows_of_a_table(tmp_path):

@@ -1,6 +1,6 @@
 import pytest
 
-from trak_core.config.tables import target_ids
+from trak_core.config.read_config import target_ids
 
 
 @pytest.mark.parametrize(

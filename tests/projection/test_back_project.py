@@ -16,7 +16,7 @@ SHAPES = [(5, 7), (1, 3), (40, 2), (3, 33)]
 @pytest.mark.parametrize("kind", ProjectionKind)
 def test_back_projection_is_by_the_transpose(kind, monkeypatch):
     # Some rows of a matrix at a time.
-    monkeypatch.setattr(import_module("trak_core.projection.back_project"), "_ENTRIES", 20)
+    monkeypatch.setattr(import_module("trak_core.projection.project"), "_ENTRIES", 20)
     sizes = [rows * columns for rows, columns in SHAPES]
     n_params = sum(sizes)
     proj_dim = n_params if kind is ProjectionKind.IDENTITY else 16

@@ -27,7 +27,7 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.artifacts.format import seal
+from trak_core.artifacts.seal import seal
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences

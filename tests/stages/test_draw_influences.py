@@ -1,6 +1,7 @@
 """An experiment's figure, answer and texts show the samples as the report does."""
 
 import io
+from dataclasses import replace
 from urllib.parse import quote
 
 import numpy as np
@@ -17,7 +18,7 @@ from trak_core.errors import InputError
 from trak_core.report.charts import influences_figure
 from trak_core.report.describe_samples import EACH, find_examples
 from trak_core.report.number_formats import number, signed
-from trak_core.report.read import read_experiment
+from trak_core.report.read import File, read_experiment, with_class_names
 from trak_core.stages.draw_influences import draw_influences, token_numbers
 from trak_core.study.study import Study
 
@@ -163,6 +164,19 @@ def test_token_texts_are_as_many_texts_as_tokens(tmp_path, given):
     found = "int" if "1" in given else "1"
     with refused("study.token_texts", "2 tokens", "sample 7", found):
         study.token_texts(7, None, 2)
+
+
+def test_names_of_classes_are_texts(tmp_path):
+    (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 3]\n")
+    with refused("study.class_names", tmp_path / "named.py", "int"):
+        Study.load(tmp_path / "named.py").class_names()
+    targets = pd.DataFrame({"label": [0, 1], "prediction": [1, 2]})
+    scores = File("", "", {}, {"model_output": "image_classification"}, {"targets": targets})
+    assert with_class_names(scores, []) is scores
+    named = with_class_names(scores, ["cat", "dog"]).tables["targets"]
+    assert named.to_dict("list") == {"label": ["cat", "dog"], "prediction": ["dog", 2]}
+    other = replace(scores, spec={"model_output": "regression"})
+    assert with_class_names(other, ["cat", "dog"]) is other
 
 
 def test_odd_texts_are_read_as_they_are(results, shown_as):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -26,6 +27,7 @@ from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.asked import asked_of
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
+from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.columns import RESERVED
 from trak_core.study.study import Study
 
@@ -110,6 +112,15 @@ def projected(tmp_path_factory):
 def here(projected, monkeypatch):
     monkeypatch.chdir(projected.parent)
     return projected
+
+
+def drawn_page(results):
+    """The page that a run makes of the experiment."""
+    paths = {key: results / f"drawn.{key}" for key in ("figure", "answer", "texts")}
+    (study,) = results.glob("*_study_*.py")
+    given = {"study_file": study, "question": results.parent / "asked.jsonl", "code": "code"}
+    draw_influences(**paths, scores=results / "scores/asked.h5", **given)
+    return paths["answer"].read_text()
 
 
 def close(answer, expected):
@@ -301,7 +312,7 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     assert len(pd.read_csv("typed.csv")) == 10
     out, err = capsys.readouterr()
     assert "pushed it up:" in out
-    assert "line 2: A line must have the fields" in err
+    assert "line 2: A line must be a JSON object with the fields" in err
 
 
 def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):
@@ -413,9 +424,23 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
     line = json.loads((tmp_path / "asked.jsonl").read_text())
     assert close(trak_core.open("results").ask(line), scores)
     main(["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html", "--top", "1"])
-    assert f"train {scores.idxmax()}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"train {scores.idxmax()}" in out
+    if make is make_images:  # the class by its name, and once
+        assert re.search(
+            r"^the log-odds of the label: \S+; label cat, predicted (cat|dog)$", out, re.M
+        )
+        rows = re.findall(r"  train (\w+)/\d+.png  label (\w+)\n(?!    )", out)
+        assert len(rows) == 2
+        assert all(folder == label for folder, label in rows)
+    else:
+        assert re.search(r"^the prediction: \S+; label 4.5$", out, re.M)
     page = (tmp_path / "out.html").read_text()
     assert ("data:image/png" in page) == (make is make_images)
+    assert ("<p>label cat, predicted" in page) == (make is make_images)
+    assert '<span class="words" dir="auto">cat' not in page
+    if make is make_images:
+        assert "<p>label cat, predicted" in drawn_page(results)
     sys.modules.pop("nets")
 
 

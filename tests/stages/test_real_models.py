@@ -18,7 +18,7 @@ from trak_core.gradients import (
     gradients_one_by_one,
     select_parameters,
 )
-from trak_core.model.named_output import model_output
+from trak_core.model.sample_outputs import model_output
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of

@@ -107,19 +107,8 @@ def test_one_group_has_no_differences_and_no_column_is_refused(made):
         summed(made, "full", ["annotater"])
 
 
-def test_the_page_reads_groups_and_contrasts(made, tmp_path, monkeypatch):
-    """The contrast is the mean over targets of the one less that of the other."""
-    folder = made[0]
-    for name in ("groups/held-out.h5", "scores/held-out.h5", "scores/errors.h5"):
-        (tmp_path / "results" / name).parent.mkdir(parents=True, exist_ok=True)
+def test_the_page_reads_groups(made, tmp_path, monkeypatch):
+    (tmp_path / "results/groups").mkdir(parents=True)
     shutil.copy(summed(made, "full"), tmp_path / "results/groups/held-out.h5")
-    shutil.copy(folder / "full/scores/mine.h5", tmp_path / "results/scores/errors.h5")
-    shutil.copy(folder / "exact/scores/mine.h5", tmp_path / "results/scores/held-out.h5")
-    (first, contrast) = follow("docs/how-to/groups.md", tmp_path, monkeypatch)
-    assert "anna" in first
-    one, other = (read_scores(folder / way / "scores/mine.h5") for way in ("full", "exact"))
-    expected = one.mean(axis=1) - other.mean(axis=1)
-    rows = [line.split() for line in contrast.splitlines()[1:6]]
-    assert [int(sample) for sample, _ in rows] == expected.nlargest(5).index.tolist()
-    values = [float(value) for _, value in rows]
-    np.testing.assert_allclose(values, expected.nlargest(5), atol=1e-6)
+    (printed,) = follow("docs/how-to/groups.md", tmp_path, monkeypatch)
+    assert "anna" in printed

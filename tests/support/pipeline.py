@@ -234,6 +234,7 @@ def averaged(
     memory_mb=500,
     study_file=None,
     output_words=None,
+    mean_of=None,
 ) -> Path:
     """Return the scores file; ``features`` are needed where only solved targets were kept."""
     average_scores(
@@ -246,6 +247,7 @@ def averaged(
         top=top,
         output_words=output_words,
         study_file=study_file,
+        mean_of=mean_of,
         code="code",
         memory_mb=memory_mb,
     )

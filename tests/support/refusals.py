@@ -12,7 +12,7 @@ from own_checkpoints import network
 from snakemake.utils import validate
 from workspace import REPOSITORY, Workspace, forked_python
 
-from trak_core.config.check_paths import check_paths
+from trak_core.config.check_keys import check_paths
 from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
 from trak_core.config.schema import check_config, check_unique_keys

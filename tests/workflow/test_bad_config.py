@@ -29,6 +29,12 @@ def experiment(name):
     return {"experiments": {name: {"targets": ["patient-342"]}}}
 
 
+def mean(**about):
+    """A change to an experiment beside one that is its mean."""
+    own = {"targets": ["patient-342"]}
+    return {"experiments": {"mine": own, "mean": {"mean": "mine"} | about}}
+
+
 # A key, its value, and what the schema says that it must be.
 VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
@@ -49,7 +55,7 @@ VALUES = {
     "no experiment": ("experiments", {}, "empty"),
     "an experiment without targets": (
         *("experiments.mine", {}),
-        "a mapping with targets or data or where",
+        "a mapping with targets or data or where or mean",
     ),
     "empty experiment": ("experiments.mine.targets", [], "empty"),
     "a target in place of a list": ("experiments.mine.targets", 5, "text or a list"),
@@ -162,6 +168,20 @@ REFUSALS = {
             {"experiments": {"mine": {"where": "label > 3", "shards": 2}}},
             *("mine", "Found shards"),
         ),
+    },
+    "config.mean_alone": {"a mean beside ids": (mean(targets=[1]), *("mean", "Found targets"))},
+    "config.mean_of": {
+        "a mean of nothing there": (mean(mean="b"), *("mean", "Found b")),
+        "a mean less itself": (mean(minus="mine"), "Found mine and mine"),
+    },
+    "config.list_of_mean": {
+        "copies of a mean": (mean() | {"lists": {"duplicates": {"experiment": "mean"}}}, "mean")
+    },
+    "config.evaluated_mean": {
+        "a mean that models are asked about": (
+            mean() | PROVED | {"evaluation": {"removals": {"experiment": "mean"}}},
+            "Found mean",
+        )
     },
     "config.exact": {
         "exact top influences": (

@@ -1,5 +1,6 @@
 """An experiment whose targets are described: decided by jobs, and again where these decide anew."""
 
+import numpy as np
 import pandas as pd
 from workspace import Workspace
 
@@ -18,15 +19,22 @@ def test_targets_are_those_of_the_table_of_all(trained, tmp_path):
     study.config["experiments"] = {
         "everything": {"targets": "all"},
         "errors": {"where": "prediction != label"},
+        "contrast": {"mean": "errors", "minus": "everything"},
     }
     counts = study.run("scores")
-    assert counts == SELECTING | {rule: 2 * n for rule, n in SCORING.items()}
+    twice = {rule: 2 * n for rule, n in SCORING.items()}
+    assert counts == SELECTING | twice | {"average_targets": 3, "average_scores": 3}
     errors = errors_of(study, "everything")
     scores = pd.read_hdf(study.path("results/scores/errors.h5"), "scores")
     assert 1 < len(errors) < len(pd.read_hdf(study.path("results/scores/everything.h5"), "targets"))
     assert scores.columns.tolist() == errors
+    whole = pd.read_hdf(study.path("results/scores/everything.h5"), "scores")
+    contrast = pd.read_hdf(study.path("results/scores/contrast.h5"), "scores")["contrast"]
+    expected = scores.mean(axis=1) - whole.mean(axis=1)
+    np.testing.assert_allclose(contrast, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     study.config["experiments"]["errors"]["where"] = "prediction != label and label > 4"
-    assert study.would_run("scores") == {"select_targets": 1} | SCORING
+    again = {"select_targets": 1, "average_targets": 3}
+    assert study.would_run("scores") == SCORING | again | {"average_scores": 2}
     # Another checkpoint says what is wrong anew.
     study.config["checkpoints"]["c1"] = {"seed": 11}
     again = study.run("scores")

@@ -1,4 +1,4 @@
-"""The file format that writer and reader share: kinds, layout, JSON objects, hash and seal.
+"""The file format that writer and reader share: kinds, layout, JSON objects and content hash.
 
 Specification and provenance are JSON in an attribute each, except for their lists, because an
 attribute holds 64 KiB and lists grow with a study. Each list is a vector in the group of the same
@@ -7,19 +7,14 @@ name, one JSON text an element. With h5py alone:
     spec = json.loads(file.attrs["spec"])
     for key, rows in file.get("spec", {}).items():
         spec[key] = [json.loads(row) for row in rows[:]]
-
-The seal is a hash of all bytes of a file, at its end, where HDF5 doesn't look. It is compared
-before any HDF5 library sees the file, because damage can make those crash or run for ever.
 """
 
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import h5py
 import numpy as np
@@ -28,10 +23,8 @@ from h5py import h5l  # pyright: ignore[reportAttributeAccessIssue] -- a compile
 from trak_core.errors import InputError
 
 VERSION = 1
-_HASH_BLOCK_BYTES, _SEAL_BLOCK_BYTES = 2**24, 2**22
+_HASH_BLOCK_BYTES = 2**24
 _DIGEST_BYTES = 16
-_MARK = b"trak-seal blake2b "
-_SEAL_BYTES = len(_MARK) + 2 * _DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +110,10 @@ class ArtifactError(InputError):
     """A file is not the artifact that its reader needs."""
 
 
-def ids_array(ids: Sequence[Any]) -> np.ndarray:
+def ids_array(ids: Sequence[Any] | np.ndarray) -> np.ndarray:
     """Return ids as they are stored: integers, or UTF-8 strings of a fixed length."""
+    if isinstance(ids, np.ndarray):
+        return ids
     if all(isinstance(i, str) for i in ids):
         return np.array([i.encode() for i in ids], dtype="S")
     return np.asarray(ids)
@@ -149,12 +144,31 @@ def _is_finite(block: np.ndarray) -> bool:
     return block.dtype.kind != "f" or bool(np.isfinite(block).all())
 
 
-def content_hash(file: h5py.File) -> str:
+class ValuesHash:
+    """A hash of a dataset's values, from the first to the last, which must be finite."""
+
+    def __init__(self, name: str) -> None:
+        """Begin with the values of the dataset of this name."""
+        self._name, self._digest = name, hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def add(self, block: np.ndarray) -> None:
+        """Go on with the next rows; a ``ValueError`` says that one is not finite."""
+        if not _is_finite(block):
+            raise ValueError(f"{self._name!r} holds NaN or infinity")
+        self._digest.update(np.ascontiguousarray(block).data)
+
+    def hexdigest(self) -> str:
+        """Return the hash."""
+        return self._digest.hexdigest()
+
+
+def content_hash(file: h5py.File, known: Mapping[str, str] | None = None) -> str:
     """Return a hash of names, attributes, dtypes, shapes and values in a file: 32 hex digits.
 
-    A ``ValueError`` names a dataset that isn't filled, or holds a number that isn't finite.
+    Datasets whose ``ValuesHash`` is known, by name, are not read again. A ``ValueError`` names a
+    dataset that isn't filled, or holds a number that isn't finite.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest, known = hashlib.blake2b(digest_size=_DIGEST_BYTES), known or {}
 
     def visit(name: str, node: h5py.Group | h5py.Dataset) -> None:
         digest.update(name.encode() + b"\0")
@@ -169,46 +183,18 @@ def content_hash(file: h5py.File) -> str:
             # Nothing here is compressed; a part that was never filled would read as zeros.
             if node.id.get_storage_size() < node.size * node.dtype.itemsize:
                 raise ValueError(f"{name!r} is shorter than its shape {node.shape}")
-            for block in _blocks(node):
-                if not _is_finite(block):
-                    raise ValueError(f"{name!r} holds NaN or infinity")
-                digest.update(np.ascontiguousarray(block).data)
+            digest.update((known.get(name) or _values_hash(name, node)).encode())
 
     visit("", file)
     file.visititems(visit)
     return digest.hexdigest()
 
 
-def _digest(file: BinaryIO, n_bytes: int) -> bytes:
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    while n_bytes:
-        block = file.read(min(_SEAL_BLOCK_BYTES, n_bytes))
-        if not block:
-            raise OSError("the file became shorter while it was read")
-        digest.update(block)
-        n_bytes -= len(block)
-    return digest.hexdigest().encode()
-
-
-def seal(path: Path) -> None:
-    """Put the hash of a complete file at its end."""
-    with path.open("r+b") as file:
-        digest = _digest(file, path.stat().st_size)
-        file.write(_MARK + digest)
-
-
-def seal_holds(path: Path) -> bool | None:
-    """Return whether a file's bytes are those that were sealed; None for a file without a seal."""
-    with path.open("rb") as file:
-        n_bytes = file.seek(0, os.SEEK_END) - _SEAL_BYTES
-        if n_bytes < 0:
-            return None
-        file.seek(n_bytes)
-        mark, stored = file.read(len(_MARK)), file.read()
-        if mark != _MARK:
-            return None
-        file.seek(0)
-        return _digest(file, n_bytes) == stored
+def _values_hash(name: str, dataset: h5py.Dataset) -> str:
+    values = ValuesHash(name)
+    for block in _blocks(dataset):
+        values.add(block)
+    return values.hexdigest()
 
 
 def put_attributes(node: h5py.Group | h5py.Dataset, **attributes: Any) -> None:

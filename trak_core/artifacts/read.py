@@ -1,7 +1,9 @@
 """Read artifacts, after making sure of all of them, and frames that users wrote with pandas.
 
-Nothing is unpickled. Few files are open at a time, because one job may read thousands: an open HDF5
-file takes 0.8 MB, and on most systems a process may have 1,024 files open.
+Nothing is unpickled. A file is read once: its bytes are compared with its seal as HDF5 reads them,
+so that whoever needs little of a file reads little of it. Few files are open at a time, because one
+job may read thousands: an open HDF5 file takes 0.8 MB, and on most systems a process may have 1,024
+files open.
 """
 
 import contextlib
@@ -26,9 +28,9 @@ from trak_core.artifacts.format import (
     is_link,
     plain_ids,
     read_object,
-    seal_holds,
     table_columns,
 )
+from trak_core.artifacts.seal import Damaged, SealedFile, read_seal
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd
@@ -48,27 +50,63 @@ class _HeldFile:
     _open: dict["_HeldFile", h5py.File] = {}  # by last use  # ruff: ignore[mutable-class-default]
 
     def __init__(self, path: Path) -> None:
-        """Remember which file lies at a path; an ``OSError`` if there is none."""
+        """Remember which file lies at a path; an ``OSError`` if there is none, or a damaged one."""
         self.path, self._seen = path, _signature(path)
+        self._seal = read_seal(path)
+        self._bytes: SealedFile | None = None
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the file ends with a hash of its bytes."""
+        return self._seal is not None
 
     def file(self) -> h5py.File:
         """Return the open file, valid until another is read; an ``OSError`` if it was replaced."""
         file = self._open.pop(self, None)
         if file is None:
             while len(self._open) >= _MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
+                next(iter(self._open)).close()
+            self._check_same()
             # Blocks are read once: a cache a file would add up over the checkpoints.
-            file = h5py.File(self.path, "r", rdcc_nbytes=0)
-            if _signature(self.path) != self._seen:
+            file = h5py.File(self._source(), "r", rdcc_nbytes=0)
+            try:
+                self._check_same()
+            except OSError:
                 file.close()
-                raise OSError("it was replaced or changed while it was read")
+                raise
         self._open[self] = file
         return file
+
+    def _check_same(self) -> None:
+        if _signature(self.path) != self._seen:
+            raise OSError("it was replaced or changed while it was read")
+
+    def _source(self) -> "Path | SealedFile":
+        """Return what HDF5 reads: bytes that are compared, unless they all were."""
+        hashes, n_bytes = self._seal or (b"", 0)
+        if not hashes:
+            return self.path
+        self._bytes = SealedFile(self.path, hashes, n_bytes)
+        return self._bytes
+
+    def check(self) -> None:
+        """Raise what was found of the file's bytes, for good: HDF5 may make an answer of it."""
+        if self._bytes is not None and self._bytes.damage is not None:
+            raise self._bytes.damage
+
+    def read_all(self) -> None:
+        """Compare every byte with the seal."""
+        hashes, n_bytes = self._seal or (b"", 0)
+        if hashes:
+            with SealedFile(self.path, hashes, n_bytes) as file:
+                file.read_all()
 
     def close(self) -> None:
         """Close the file, if it is open."""
         with contextlib.suppress(KeyError):
             self._open.pop(self).close()
+        if self._bytes is not None:
+            self._bytes.close()
 
 
 def _text(attribute: Any) -> Any:
@@ -91,7 +129,10 @@ class Artifact:
     def file(self) -> h5py.File:
         """The file itself, valid until another artifact is read."""
         try:
+            self.held.check()
             return self.held.file()
+        except Damaged as error:
+            raise _damaged(self.path, self.kind) from error
         except OSError as error:
             must = "a file must stay as it is while a job reads it"
             raise _refused(self.path, self.kind, must, f"Found: {error}") from error
@@ -108,13 +149,8 @@ class Artifact:
         return dataset
 
     def _read(self, key: str, rows: Any) -> np.ndarray:
-        dataset = self._dataset(key)
-        try:
-            return dataset[rows]
-        except OSError as error:  # of the disk, or a checksum of HDF5's
-            must = f"a {self.kind.encoding_type} file must be whole"
-            reason = f"Reading {key!r} failed: {_first_line(error)}"
-            raise _refused(self.path, self.kind, must, reason) from error
+        with _explained(self.held, self.kind, f"Reading {key!r}"):
+            return self._dataset(key)[rows]
 
     def matrix(self, key: str) -> "Rows":
         """Return the values of a frame, to read by blocks."""
@@ -131,7 +167,8 @@ class Artifact:
 
     def has(self, key: str) -> bool:
         """Return whether the file holds this key."""
-        return key in self.file
+        with _explained(self.held, self.kind, f"Looking for {key!r}"):
+            return key in self.file
 
     def vector(self, key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return one value a sample, of all samples or those from ``start`` to ``stop``."""
@@ -151,7 +188,8 @@ class Artifact:
         Raises:
             ArtifactError: If there is none, or if it doesn't say where its columns lie.
         """
-        places = self.file[key].attrs.get("columns") if key in self.file else None
+        with _explained(self.held, self.kind, f"Reading {key!r}"):
+            places = self.file[key].attrs.get("columns") if key in self.file else None
         if places is None:
             must = f"what reads this file needs a table {key!r} that says where its columns lie"
             others = f"Found none in {', '.join(self.file)}: an earlier version's file has none"
@@ -159,7 +197,8 @@ class Artifact:
         columns = json.loads(str(_text(places)))
         import pandas as pd
 
-        return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
+        with _explained(self.held, self.kind, f"Reading {key!r}"):
+            return pd.DataFrame(table_columns(self._dataset(f"{key}/table"), columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +234,36 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def _damaged(path: Path, kind: ArtifactKind) -> ArtifactError:
+    must = "every byte must be as it was written"
+    reason = "The hash at the end differs: the file was damaged"
+    return _refused(path, kind, must, reason)
+
+
 @contextlib.contextmanager
-def _explained(path: Path, kind: ArtifactKind) -> Generator[None, None, None]:
+def _explained(
+    held: _HeldFile, kind: ArtifactKind, doing: str = "Reading it"
+) -> Generator[None, None, None]:
     try:
         yield
+        held.check()
     except ArtifactError:
         raise
     except Exception as error:
         # What h5py makes of damaged metadata is open-ended: any error is the file's.
+        try:
+            held.check()
+        except Damaged:
+            raise _damaged(held.path, kind) from error
         must = f"a {kind.encoding_type} file must be whole"
-        raise _refused(path, kind, must, f"Reading it failed: {_first_line(error)}") from error
+        finding = f"{doing} failed: {_first_line(error)}"
+        raise _refused(held.path, kind, must, finding) from error
 
 
 def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
     """Return the artifact in a file whose metadata is what its kind must have."""
     path, name = held.path, kind.encoding_type
-    with _explained(path, kind):
+    with _explained(held, kind):
         file = held.file()
         own_name, version = (_text(file.attrs.get(f"encoding-{of}")) for of in ("type", "version"))
         if (own_name, version) != (name, VERSION):
@@ -226,32 +279,41 @@ def _verified(held: _HeldFile, kind: ArtifactKind) -> Artifact:
 
 
 def _opened(path: Path, kind: ArtifactKind) -> _HeldFile:
-    """Return a file whose bytes are those that were written."""
+    """Return a file that is sealed, all of whose values lie in it."""
     name = kind.encoding_type
     if not path.is_file():
         raise _refused(path, kind, f"a {name} file must be here", "Found nothing")
+    must = f"a {name} file must be readable HDF5"
     try:
-        held, sealed = _HeldFile(path), seal_holds(path)
-        if sealed:
-            file = held.file()
-            with _explained(path, kind):
-                check_local(file)
-            return held
+        held = _HeldFile(path)
+    except Damaged as error:
+        raise _damaged(path, kind) from error
     except OSError as error:
-        must = f"a {name} file must be readable HDF5"
         raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
-    if sealed is None:
+    if not held.is_sealed:
         must = f"a {name} file must end with a hash of its bytes"
         reason = "Found none: it was cut short, opened for writing, or made by an earlier version"
-    else:
-        must = "every byte must be as it was written"
-        reason = "The hash at the end differs: the file was damaged"
-    raise _refused(path, kind, must, reason)
+        raise _refused(path, kind, must, reason)
+    with contextlib.ExitStack() as stack:
+        stack.callback(held.close)
+        try:
+            file = held.file()
+        except OSError as error:
+            with _explained(held, kind):
+                held.check()
+            raise _refused(path, kind, must, f"Found {_first_line(error)}") from error
+        with _explained(held, kind):
+            check_local(file)
+        stack.pop_all()
+    return held
 
 
 @contextlib.contextmanager
 def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, None]:
-    """Yield an artifact for a ``with`` block, after making sure of all of it.
+    """Yield an artifact for a ``with`` block, after making sure of what it is.
+
+    Every byte is compared with the seal before it is used: damage is refused at the latest when the
+    numbers are read that it is in.
 
     Raises:
         ArtifactError: If the file is not there, damaged, of another kind or version, incomplete,
@@ -277,12 +339,16 @@ def open_artifact(path: Path, kind: ArtifactKind) -> Generator[Artifact, None, N
 
 
 def verify(path: Path) -> ArtifactKind:
-    """Return a file's kind, after making sure of the file as every job does that reads it.
+    """Return a file's kind, after making sure of every byte of it.
 
     pandas and h5py alone notice damage in bulk data only. See ``open_artifact`` for the errors.
     """
     unknown = ArtifactKind("trak-*", (), "of that name")
-    with contextlib.closing(_opened(path, unknown)) as held, _explained(path, unknown):
+    with contextlib.closing(_opened(path, unknown)) as held, _explained(held, unknown):
+        try:
+            held.read_all()
+        except Damaged as error:
+            raise _damaged(path, unknown) from error
         file = held.file()
         name = _text(file.attrs.get("encoding-type"))
         alike = [kind for kind in KINDS if kind.encoding_type == name]

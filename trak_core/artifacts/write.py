@@ -14,13 +14,14 @@ from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
     ArtifactKind,
+    ValuesHash,
     content_hash,
     ids_array,
     put_attributes,
-    seal,
     table_columns,
     write_object,
 )
+from trak_core.artifacts.seal import SealingFile
 from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
@@ -39,7 +40,7 @@ _VALUES = {"CLASS": "CARRAY", "VERSION": "1.1", "TITLE": "", "FLAVOR": "numpy"}
 _AXIS = {"CLASS": "ARRAY", "VERSION": "2.4", "TITLE": "", "FLAVOR": "numpy"}
 
 
-def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
+def _axis(group: h5py.Group, name: str, ids: Sequence[Any] | np.ndarray) -> None:
     values = ids_array(ids)
     dataset = group.create_dataset(name, data=values, fletcher32=True, chunks=values.shape)
     kind = "string" if values.dtype.kind == "S" else "integer"
@@ -48,26 +49,91 @@ def _axis(group: h5py.Group, name: str, ids: Sequence[Any]) -> None:
 
 
 def _even(length: int, most: int) -> int:
-    """Return the length of chunks of at most ``most``: HDF5 stores the last one as a whole."""
-    return -(-length // max(1, -(-length // most)))
+    """Return the length of chunks of at most ``most``: HDF5 stores the last one as a whole.
+
+    Where that is little it is ``most``, since readers' blocks of rows end with such chunks.
+    """
+    count = -(-length // max(1, most))
+    return most if count * most <= 1.02 * length else -(-length // max(1, count))
+
+
+class MatrixWriter:
+    """A new frame's values, to fill by blocks of rows: ``values[start:stop] = block``.
+
+    Whoever fills them from the top down writes whole chunks, whatever the blocks, and nothing is
+    read back.
+    """
+
+    def __init__(self, path: Path, dataset: h5py.Dataset, raw: SealingFile) -> None:
+        """Fill a dataset of the artifact that will lie at ``path``."""
+        self._path, self._dataset, self._raw = path, dataset, raw
+        self._hash = ValuesHash(str(dataset.name).lstrip("/"))
+        self._chunk_rows: int = dataset.chunks[0]  # pyright: ignore[reportOptionalSubscript]
+        self._filled, self._rest = 0, np.empty((0, *dataset.shape[1:]), dataset.dtype)
+
+    def __setitem__(self, rows: slice, values: Any) -> None:
+        """Write some rows."""
+        start, stop, _ = rows.indices(len(self._dataset))
+        shape = (stop - start, *self._dataset.shape[1:])
+        block = np.broadcast_to(np.asarray(values, self._dataset.dtype), shape)
+        if start != self._filled:
+            raise ValueError(f"rows come from the top down: {self._filled} are filled, not {start}")
+        try:
+            self._hash.add(block)
+        except ValueError as error:
+            raise not_finite(self._path, error) from error
+        self._filled = stop
+        size = self._chunk_rows
+        if len(self._rest):
+            missing = size - len(self._rest)
+            self._rest, block = np.concatenate([self._rest, block[:missing]]), block[missing:]
+            if len(self._rest) == size or stop == len(self._dataset):
+                self._write(stop - len(block) - len(self._rest), self._rest)
+                self._rest = self._rest[:0]
+        if not len(self._rest):
+            whole = len(block) if stop == len(self._dataset) else len(block) // size * size
+            self._write(stop - len(block), block[:whole])
+            self._rest = block[whole:].copy()
+
+    def _write(self, start: int, block: np.ndarray) -> None:
+        if len(block):
+            self._dataset[start : start + len(block)] = block
+        if self._raw.failure is not None:
+            raise self._raw.failure
+
+    @property
+    def known(self) -> dict[str, str]:
+        """The hash of the values by their name, if all are there."""
+        is_whole = self._filled == len(self._dataset)
+        return {str(self._dataset.name).lstrip("/"): self._hash.hexdigest()} if is_whole else {}
+
+
+def not_finite(path: Path, error: Exception) -> ArtifactError:
+    """Return the error of a file whose numbers are not what an artifact has."""
+    return ArtifactError(
+        f"{path}: every number of an artifact must be finite, but {error}. Nothing was written."
+    )
 
 
 @dataclass(slots=True)
 class Writer:
     """An artifact being written; see ``create``."""
 
+    path: Path
     file: h5py.File
+    raw: SealingFile
     tables: list[tuple[str, "pd.DataFrame", list[str]]] = field(default_factory=list)
+    matrices: list[MatrixWriter] = field(default_factory=list)
 
     def matrix(
         self,
         key: str,
-        index: Sequence[Any],
-        columns: Sequence[Any],
+        index: Sequence[Any] | np.ndarray,
+        columns: Sequence[Any] | np.ndarray,
         *,
         dtype: Any = np.float32,
         chunks: tuple[int, int] = (256, 2**14),
-    ) -> h5py.Dataset:
+    ) -> MatrixWriter:
         """Return a new frame's values, shape (len(index), len(columns)), to fill by blocks.
 
         Row ids (``index``) and column ids are integers or strings. A chunk has so many rows and
@@ -83,7 +149,8 @@ class Writer:
             "block0_values", shape=shape, dtype=dtype, chunks=chunks, fletcher32=True
         )
         put_attributes(values, **_VALUES, transposed=np.uint8(1))
-        return values
+        self.matrices.append(MatrixWriter(self.path, values, self.raw))
+        return self.matrices[-1]
 
     def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
         """Write one value a sample, or ids."""
@@ -99,7 +166,7 @@ class Writer:
         """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
         if rows.empty:  # pandas would not write it
             raise ArtifactError(
-                f"{self.file.filename}: the table {key!r} must have a row. Found none: is every "
+                f"{self.path}: the table {key!r} must have a row. Found none: is every "
                 "score exactly 0?"
             )
         self.tables.append((key, rows, list(searchable)))
@@ -159,26 +226,56 @@ def create(
     without clock times a repeated run is byte-identical. ``attributes`` are more root attributes.
     """
     with written_whole(path) as partial:
-        with h5py.File(partial, "w") as file:
-            own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
-            put_attributes(file, **own, **attributes)
-            write_object(file, "spec", spec)
-            write_object(file, "provenance", provenance)
-            writer = Writer(file)
-            yield writer
-        # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
-        fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
-        for key, rows, _ in writer.tables:
-            if not _reads_back(partial, key, rows, fields[key]):
-                raise does_not_fit(path, f"the table {key} does not read as it was written")
-        with h5py.File(partial, "r+") as file:
+        known: dict[str, str] = {}
+        with SealingFile(partial, "w+") as raw:
+            with _hdf5(raw, "w") as file:
+                own = {"encoding-type": kind.encoding_type, "encoding-version": VERSION}
+                put_attributes(file, **own, **attributes)
+                write_object(file, "spec", spec)
+                write_object(file, "provenance", provenance)
+                writer = Writer(path, file, raw)
+                # What fails is not finished.
+                yield writer  # ruff: ignore[fallible-context-manager]
+                for matrix in writer.matrices:
+                    known |= matrix.known
+                if not writer.tables:
+                    _put_content_hash(path, file, known)
+            if not writer.tables:
+                raw.finish()
+        if writer.tables:
+            _add_tables(path, partial, writer, known)
+
+
+def _add_tables(path: Path, partial: Path, writer: Writer, known: dict[str, str]) -> None:
+    """Write the tables, the content hash and the seal."""
+    # One library at a time: PyTables, under pandas, brings an HDF5 of its own.
+    fields = {key: _put_table(partial, key, rows, s) for key, rows, s in writer.tables}
+    for key, rows, _ in writer.tables:
+        if not _reads_back(partial, key, rows, fields[key]):
+            raise does_not_fit(path, f"the table {key} does not read as it was written")
+    with SealingFile(partial, "r+") as raw:
+        with _hdf5(raw, "r+") as file:
             for key, columns in fields.items():
                 put_attributes(file.require_group(key), columns=json.dumps(columns))
-            try:
-                put_attributes(file, **{"content-hash": content_hash(file)})
-            except ValueError as error:
-                raise ArtifactError(
-                    f"{path}: every number of an artifact must be finite, but {error}. "
-                    "Nothing was written."
-                ) from error
-        seal(partial)
+            _put_content_hash(path, file, known)
+        raw.finish()
+
+
+@contextlib.contextmanager
+def _hdf5(raw: SealingFile, mode: str) -> Generator[h5py.File, None, None]:
+    """Give HDF5's file of these bytes; what the disk said of a write is the error."""
+    try:
+        with h5py.File(raw, mode) as file:
+            yield file
+    except Exception as error:
+        if raw.failure is None or error is raw.failure:
+            raise
+        raise raw.failure from error
+
+
+def _put_content_hash(path: Path, file: h5py.File, known: dict[str, str]) -> None:
+    file.flush()
+    try:
+        put_attributes(file, **{"content-hash": content_hash(file, known)})
+    except ValueError as error:
+        raise not_finite(path, error) from error

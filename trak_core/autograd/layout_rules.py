@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from trak_core.autograd.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.autograd.layouts import Layout, guessed, joined, layout_of, locate, stride_at
-from trak_core.autograd.probe import probed_layouts
+from trak_core.autograd.layouts import (
+    Layout,
+    guessed,
+    joined,
+    layout_of,
+    locate,
+    probed_layouts,
+    stride_at,
+)
 
 
 class MixedSamplesError(Exception):

@@ -235,6 +235,7 @@ def _in_words(answer: "Answer") -> str:
             train_id, score, text = (
                 row.pop(key) for key in ("train_id", "score", "described_text")
             )
+            text = "" if text in row.values() else text  # such as the name of a class
             known = ", ".join(f"{name} {value}" for name, value in row.items())
             lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
             lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")

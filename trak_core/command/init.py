@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
     *(("instruction", "output"), ("instruction", "response"), ("input", "output")),
 )
-_MODEL = ("model", "nets.py:net", "put your function here: it returns the network, weights unset")
+# Words of the line, and what is printed of it.
+_FUNCTION = "file.py:function of yours that returns the network, weights unset"
+_NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
 _N_TARGETS = 3
 _NEEDED = (
     "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
@@ -185,7 +188,9 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     else:
         explained = target or train
         arguments.append(("targets", str(explained), ""))
-        asked = [_first_ids(ids_of(read_rows(str(explained))))]
+        given, own = {key: value for key, value, _ in arguments}, read_rows(str(explained))
+        classes = [row.get(given.get("label", "label")) for row in own] if classifies else None
+        asked = [_some_ids(ids_of(own), classes)]
     return _text(study, arguments, [], alike, asked), [*report, f"chose: {study}"]
 
 
@@ -233,7 +238,9 @@ def _of_network(
     images: list[Path], rows: list[Path], states: list[Path], report: list[str]
 ) -> tuple[str, list[str]]:
     """Return the config of a classifier of images, or of a network of tables."""
-    report.append("could not tell: which function makes the network; put it as `model`")
+    put = _NAMED if images else _FUNCTION
+    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
+    model = ("model", "nets.py:net", f"a placeholder: put {put}")
     train, target = _split(images or rows, report)
     given: list[_Line] = [] if target is None else [("targets", str(target), "")]
     if images:
@@ -241,23 +248,33 @@ def _of_network(
         inner = (
             path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
         )
-        asked = _first_ids([path.relative_to(explained).as_posix() for path in inner])
-        arguments = [("images", str(train), ""), *given, _MODEL]
+        relative = [path.relative_to(explained) for path in inner]
+        asked = _some_ids([path.as_posix() for path in relative], [i.parts[0] for i in relative])
+        arguments = [("images", str(train), ""), *given, model]
         text = _text("image_folder", arguments, [], states, [asked])
         return text, [*report, "chose: image_folder"]
-    row = read_rows(str(train))[0]
+    row, explained = read_rows(str(train))[0], read_rows(str(target or train))
     label = next((name for name in _LABELS if name in row), [*row][-1])
     report.append(f"could not tell: whether {label} is what the network predicts")
     output = "image_classification" if isinstance(row[label], int) else "regression"
-    asked = _first_ids(ids_of(read_rows(str(target or train))))
+    classes = [one.get(label) for one in explained] if output != "regression" else None
+    asked = _some_ids(ids_of(explained), classes)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
     kind = ("model_output", output, "regression for a number, image_classification for a class")
-    text = _text("tabular", [*arguments, _MODEL], [kind], states, [asked])
+    text = _text("tabular", [*arguments, model], [kind], states, [asked])
     return text, [*report, "chose: tabular"]
 
 
-def _first_ids(ids: Sequence[Any]) -> _Line:
-    return "targets", list(ids[:_N_TARGETS]), "ids of the rows to explain"
+def _some_ids(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> _Line:
+    """Return the first ids, of as many classes as there are: one of each in turn."""
+    if classes is not None:
+        seen = Counter[str]()
+        turns = []
+        for label in map(str, classes):
+            turns.append(seen[label])
+            seen[label] += 1
+        ids = [ids[i] for i in sorted(range(len(ids)), key=lambda i: turns[i])]
+    return "targets", list(ids[:_N_TARGETS]), "ids of what to explain"
 
 
 def _text(

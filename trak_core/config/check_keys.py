@@ -1,9 +1,10 @@
-"""Check keys of a config against each other, and fill in the defaults that follow from others.
+"""Check keys and paths of a config, and fill in the defaults that follow from other keys.
 
-Pure functions, for a config that its schema accepts; standard library only.
+For a config that its schema accepts; standard library only.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
@@ -89,8 +90,8 @@ def check_proofs(config: Mapping[str, Any]) -> None:
                 f"`lists` of {', '.join(lists) or 'none'}.",
                 code="config.proof_of_no_list",
             )
-        if about["experiment"] not in experiments or "data" in experiments[about["experiment"]]:
-            own = [key for key, value in experiments.items() if "data" not in value]
+        own = [name for name, value in experiments.items() if not {"data", "mean"} & set(value)]
+        if about["experiment"] not in own:
             raise InputError(
                 f"evaluation.lists: {name} must be measured on targets of the study's own: "
                 f"experiments {', '.join(own) or 'none'}. Found {about['experiment']}.",
@@ -117,6 +118,13 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 f"`{example}`, say.",
                 code="config.list_experiment",
             )
+    compared = lists.get("duplicates", {}).get("experiment")
+    if compared is not None and "mean" in config["experiments"][compared]:
+        raise InputError(
+            "lists: duplicates compares samples. Found those of "
+            f"{compared}, which is a mean. Name the experiment that has the targets.",
+            code="config.list_of_mean",
+        )
     if config["projection"] == EXACT and "duplicates" in lists:
         raise InputError(
             "lists: duplicates compares projected features. Found `projection: exact`, which keeps "
@@ -139,6 +147,30 @@ def check_conditions(config: Mapping[str, Any]) -> None:
                 "at most, out of all of the study's target_data(). "
                 f"Found {beside[0]} beside it. Leave either out.",
                 code="config.where_alone",
+            )
+
+
+def check_means(config: Mapping[str, Any]) -> None:
+    """Refuse means of experiments that are not there, or are means themselves."""
+    experiments = config["experiments"]
+    own = [name for name, about in experiments.items() if "mean" not in about]
+    for name, about in experiments.items():
+        beside = [key for key in ("targets", "data", "where") if key in about]
+        beside += ["shards"] * (about["shards"] != 1)
+        if "mean" in about and beside:
+            raise InputError(
+                f"experiments.{name}: `mean` must stand alone, or with `minus`: its one target is "
+                f"made of other experiments'. Found {beside[0]} beside it. Leave either out.",
+                code="config.mean_alone",
+            )
+        named = [about[key] for key in ("mean", "minus") if key in about]
+        wrong = [experiment for experiment in named if experiment not in own]
+        if wrong or ("minus" in about and len(set(named)) < 2):
+            raise InputError(
+                f"experiments.{name}: `mean` must name an experiment with targets of its own, and "
+                f"`minus` another one, out of {', '.join(own) or 'none'}. Found "
+                f"{' and '.join(named)}.",
+                code="config.mean_of",
             )
 
 
@@ -186,6 +218,13 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "`data`.",
             code="config.evaluated_question",
         )
+    means = [name for name in named if "mean" in config["experiments"][name]]
+    if means:
+        raise InputError(
+            "evaluation must name experiments with targets of their own, about which retrained "
+            f"models are asked. Found {means[0]}, which is a mean. Name those that it is made of.",
+            code="config.evaluated_mean",
+        )
     about = config["experiments"][removals["experiment"]] if removals else {}
     if about.get("targets") == "all" or "where" in about:
         means = "where" if "where" in about else "targets: all"
@@ -195,7 +234,8 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
             "experiment of their own.",
             code="config.removals_of_all",
         )
-    if lds and all("data" in experiment for experiment in config["experiments"].values()):
+    experiments = config["experiments"].values()
+    if lds and all({"data", "mean"} & set(experiment) for experiment in experiments):
         raise InputError(
             "An evaluation explains the study's own targets: some experiment must have `targets` "
             "without `data`. Found none.",
@@ -326,3 +366,64 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
             f"{article} probability"
         )
     return "; ".join(reasons)
+
+
+# Snakemake quotes paths on jobs' command lines, and executors of clusters wrap these once more for
+# a shell. These signs end a quoted word, or count within one.
+_SIGNS = "'\"`$\\\n\r"
+
+
+def check_paths(config: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Refuse shell signs in every path of a config, in ``others`` and in the working folder.
+
+    ``others`` are the config's own files and what its tables name.
+    """
+    for what, path in [
+        *_paths(config),
+        *(("a file", path) for path in others),
+        ("the working folder", str(Path.cwd())),
+    ]:
+        found = next((sign for sign in path if sign in _SIGNS), None)
+        if found is not None:
+            raise InputError(
+                f"Paths must be without signs that a shell reads: {' '.join(_SIGNS.split())}. Jobs "
+                f"get them on a command line. Found {found!r} in {path!r}, {what}. Rename it, or "
+                "give a link of another name.",
+                code="config.shell_sign",
+            )
+
+
+def check_given(entries: Iterable[str]) -> None:
+    """Refuse what ``--config`` says, if Snakemake would quote it for a shell so that parts run."""
+    for entry in entries:
+        found = next((sign for sign in entry if sign in "'\\\n\r"), None)
+        if found is not None:
+            raise InputError(
+                "--config: on an executor of clusters, values must be without apostrophe, "
+                f"backslash and ends of lines, because a shell reads them. Found {found!r} in "
+                f"{entry!r}. Write it into a file, and name that by --configfile.",
+                code="config.shell_value",
+            )
+
+
+def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each path that a config says, with its key."""
+    yield "study", config["study"]
+    yield "model_output", output_name(config.get("model_output", ""))
+    checkpoints = config["checkpoints"]
+    if isinstance(checkpoints, str):
+        yield "checkpoints", checkpoints
+    elif "training" not in config:
+        for name, entry in checkpoints.items():
+            yield f"checkpoints.{name}", entry if isinstance(entry, str) else str(entry["path"])
+    for name, experiment in config["experiments"].items():
+        for key in ("targets", "data"):
+            if isinstance(experiment.get(key), str):
+                yield f"experiments.{name}.{key}", experiment[key]
+    for file in config["data_files"]:
+        yield "data_files", file
+    truth = config.get("evaluation", {}).get("ground_truth")
+    if truth is not None:
+        yield "evaluation.ground_truth", truth
+    if "conda" in config["compute"]:
+        yield "compute.conda", config["compute"]["conda"]

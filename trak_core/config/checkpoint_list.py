@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.tables import read_table
+from trak_core.config.read_config import read_table
 from trak_core.errors import InputError
 from trak_core.spec import stream_of
 

@@ -11,6 +11,7 @@ from trak_core.config.check_keys import (
     check_evaluation,
     check_exact,
     check_lists,
+    check_means,
     check_preconditioner,
     check_proofs,
     fill_in_scoring,
@@ -23,10 +24,16 @@ from trak_core.config.checkpoint_list import (
     come_from_along_runs,
     runs_of,
 )
-from trak_core.config.tables import ALL_TARGETS, target_ids
+from trak_core.config.read_config import (
+    ALL_TARGETS,
+    module_folders,
+    output_file,
+    python_modules,
+    target_ids,
+)
 from trak_core.errors import InputError
-from trak_core.model_outputs.table import About, about_output, output_name, place_of
-from trak_core.provenance import content_digest, mentions, study_digest, study_modules
+from trak_core.model_outputs.table import About, about_output, output_name
+from trak_core.provenance import content_digest, mentions, study_digest
 from trak_core.spec import (
     EXACT,
     TRAIN,
@@ -49,7 +56,7 @@ _HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
 # Functions of a study that are called to show samples alone, for columns alone, and for targets.
-_SHOWING = {"draw", "describe", "token_texts"}
+_SHOWING = {"draw", "describe", "token_texts", "class_names"}
 _COLUMNS = {"train_columns", "target_columns"}
 _TARGETS = {"target_data", "target_ids", "encode"}
 
@@ -89,11 +96,6 @@ def targets_digest(
     return content_digest(ids and [str(i) for i in ids], *code)
 
 
-def _folders(question: Path, study: Path) -> list[Path]:
-    """Return where a job that loads a study, then a question in Python, looks for modules."""
-    return [question.parent, study.parent]
-
-
 @cache
 def _question_digest(path: Path, study: Path) -> str:
     """Hash a question once: all jobs of a start are planned for what it said then."""
@@ -104,7 +106,7 @@ def _question_digest(path: Path, study: Path) -> str:
         )
     if path.suffix != ".py":
         return file_digest(path)
-    return study_digest(path, folders=_folders(path, study))
+    return study_digest(path, folders=module_folders(path, study))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ class Specs:
     Attributes:
         config: Plain values; every default is filled in.
         checkpoints: By id, sorted.
-        experiments: Names with the ids of their targets; None for all that there are.
+        experiments: Names with the ids of their targets; None for all that there are. Those that
+            are means of others are in ``means``.
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
@@ -165,8 +168,8 @@ class Specs:
     @property
     def shards(self) -> dict[str, int]:
         """Jobs that each split's features are cut into."""
-        experiments = self.config["experiments"].items()
-        shards = {name: experiment["shards"] for name, experiment in experiments}
+        experiments = self.config["experiments"]
+        shards = {name: experiments[name]["shards"] for name in self.experiments}
         return {TRAIN: self.config["compute"]["shards"], **shards}
 
     @property
@@ -222,6 +225,25 @@ class Specs:
         return {name: about["where"] for name, about in experiments if "where" in about}
 
     @property
+    def means(self) -> dict[str, list[str]]:
+        """Experiments of one target: what it is the mean of, and of what else it is less that."""
+        experiments = self.config["experiments"].items()
+        return {
+            name: [about[key] for key in ("mean", "minus") if key in about]
+            for name, about in experiments
+            if "mean" in about
+        }
+
+    @property
+    def scored(self) -> list[str]:
+        """All experiments, in the config's order."""
+        return list(self.config["experiments"])
+
+    def mean_of(self, experiment: str) -> str | None:
+        """Return in words what an experiment's one target is the mean of."""
+        return ", less that of ".join(self.means.get(experiment, ())) or None
+
+    @property
     def has_columns(self) -> bool:
         """Whether the study, or a question in Python, may have columns of its own."""
         questions = [path for path in self.questions.values() if path.endswith(".py")]
@@ -244,6 +266,9 @@ class Specs:
 
     def targets_digest(self, split: str) -> str | None:
         """Return the hash of an experiment's targets, None for the training samples."""
+        if split in self.means:
+            named = [(name, self.targets_digest(name)) for name in self.means[split]]
+            return content_digest("mean", *named)
         if split not in self.experiments:
             return None
         if split in self.conditions:
@@ -434,36 +459,6 @@ class Specs:
         )
 
 
-def _modules(study: Path, questions: Sequence[Path]) -> list[Path]:
-    """Return Python files and what they import beside them; refuse two that are one module."""
-    named = study_modules(study)
-    # A job finds a question's folder first, also for what the study imports.
-    pairs = [(code, _folders(path, study)) for path in questions for code in (study, path)]
-    for name, file in (m for code, folders in pairs for m in study_modules(code, folders).items()):
-        other = named.setdefault(name, file)
-        if other.resolve() != file.resolve():
-            raise InputError(
-                "Python files of a study and its experiments, and what lies beside them, are "
-                "modules of one process: each must have a name of its own. Found "
-                f"{other} and {file}; rename one."
-            )
-    return [*named.values()]
-
-
-def _output_file(model_output: str | Mapping[str, str], study: Path) -> Path | None:
-    """Return the file of a model output of the config's own, unless it is the study's."""
-    place = place_of(output_name(model_output))
-    if place is None or Path(place[0]).resolve() == study.resolve():
-        return None
-    if not Path(place[0]).is_file():
-        raise InputError(
-            f"model_output: the file of the function must exist. Found nothing at {place[0]} (from "
-            f"{Path.cwd()}).",
-            code="config.missing_output",
-        )
-    return Path(place[0])
-
-
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
     """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
 
@@ -477,9 +472,11 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
         check_exact(config)
     check_preconditioner(config)
     check_conditions(config)
+    check_means(config)
     experiments = {
         name: target_ids(experiment["targets"]) if "targets" in experiment else None
         for name, experiment in config["experiments"].items()
+        if "mean" not in experiment
     }
     if "evaluation" in config:
         check_evaluation(config)
@@ -491,10 +488,10 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]
-    output = _output_file(config["model_output"], study)
+    output = output_file(config["model_output"], study)
     code = [Path(path) for path in tables if path.endswith(".py")]
-    modules = _modules(study, [*code, *([output] if output else [])])
+    modules = python_modules(study, [*code, *([output] if output else [])])
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
-    output_digest = study_digest(output, folders=_folders(output, study)) if output else None
+    output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
     return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)

@@ -74,7 +74,7 @@ _FOLDER = re.compile(r"[A-Za-z0-9._/-]+")
 _STUDIES = Path(__file__).parents[1] / "studies"
 _FUNCTIONS = (
     *("make_model", "train_data", "target_data", "train_ids", "target_ids", "encode", "describe"),
-    *("train_columns", "target_columns"),
+    *("train_columns", "target_columns", "class_names"),
 )
 
 # Arguments that the pipeline gives itself, by place and by name; functions that get no others.

@@ -21,6 +21,7 @@ from trak_core.gradients.batch_size import (
     samples_that_fit,
 )
 from trak_core.gradients.checks import (
+    Variety,
     check_finite,
     check_finite_gramian,
     check_labels,
@@ -29,7 +30,6 @@ from trak_core.gradients.checks import (
     explain_not_finite,
     refuse_not_finite,
 )
-from trak_core.gradients.memory_formats import memory_formats_kept_apart
 from trak_core.gradients.methods import (
     GradientMethod,
     choose_method,
@@ -57,11 +57,11 @@ from trak_core.gradients.per_sample import (
     columns_of,
     graph_to,
     in_evaluation_mode,
+    memory_formats_kept_apart,
     n_params,
     per_sample,
     select_parameters,
 )
-from trak_core.gradients.variety import Variety
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]
 __all__ += ["MemoryByLength", "Room", "SampleMemory", "budget_bytes", "in_chunks"]

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from trak_core.autograd.contributions import PIECE
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
-from trak_core.errors import InputError
+from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
-from trak_core.system.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
 

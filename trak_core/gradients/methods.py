@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from trak_core.autograd.contributions import Dense
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
-from trak_core.errors import InputError
+from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.arbiter import Twin
 from trak_core.gradients.consumers import Digest, Formed, SampleConsumer
-from trak_core.gradients.memory_formats import memory_formats_kept_apart
 from trak_core.gradients.model_inputs import (
     Batch,
     Samples,
@@ -30,10 +29,10 @@ from trak_core.gradients.per_sample import (
     check_graph,
     differentiating,
     in_evaluation_mode,
+    memory_formats_kept_apart,
     per_sample,
 )
 from trak_core.model_outputs.model_output import ModelOutput, of_sample, over_samples
-from trak_core.system.out_of_memory import is_out_of_memory
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trak_core.autograd.contributions import PIECE, Contribution, add_product, summed_parts
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
-from trak_core.errors import InputError
+from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
     Samples,
@@ -28,7 +28,6 @@ from trak_core.gradients import (
     memory_formats_kept_apart,
 )
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
-from trak_core.system.out_of_memory import is_out_of_memory
 
 
 class Engine:

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
     MemoryByLength,
@@ -23,7 +23,7 @@ from trak_core.gradients import (
 from trak_core.gradients.batch_size import PIECE_BYTES
 from trak_core.model.length_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
-from trak_core.model.named_output import N_OTHERS, OTHERS_SEED, model_output
+from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
@@ -32,7 +32,6 @@ from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
-from trak_core.system.out_of_memory import is_out_of_memory
 
 _FEW = 8  # samples that are checked before the expensive work
 # Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.

@@ -1,9 +1,16 @@
-"""Classification of images, texts or anything else: the log-odds of the label."""
+"""Classification of samples, of pixels, or by several labels at once: log-odds of the labels."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
-from trak_core.model_outputs.model_output import ModelOutput, at_least_float32, read_logits
+from trak_core.errors import InputError
+from trak_core.model_outputs.model_output import IGNORED, ModelOutput, at_least_float32, read_logits
+
+# Margins above it: log(1 + e) for e = exp(-margin) by its series, exact to float64's rounding.
+_CONFIDENT = 15.0
+# Losses below it: the same for exp(loss) - 1.
+_FITTED = 1e-3
 
 
 def margin(logits: Tensor, label: Tensor) -> Tensor:
@@ -40,4 +47,124 @@ CLASSIFICATION = ModelOutput(
     prediction=lambda logits, label: logits.argmax(-1),
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
+)
+
+
+def _log_loss_of_token(margins: Tensor) -> Tensor:
+    """Return log(-log p) of tokens from their margins, also where p rounds to 1."""
+    confident = margins > _CONFIDENT
+    e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
+    series = -margins - e / 2 + 5 * e**2 / 24
+    # Each branch sees harmless numbers where the other is taken: no NaN in either's gradient.
+    plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
+    return torch.where(confident, series, plain)
+
+
+def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
+    """Return log(P / (1 - P)), P the product of the probabilities whose log-odds are ``margins``.
+
+    Only those that ``counted`` says take part. All of shape (n,), or of any other; a scalar.
+    """
+    margins, counted = margins.flatten(), counted.flatten()
+    loss = torch.where(counted, softplus(-margins), 0).sum()
+    log_loss = torch.logsumexp(
+        torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
+    )
+    fitted = loss < _FITTED
+    # log(exp(l) - 1) = log l + l / 2 + l^2 / 24 - ...
+    small = -(log_loss + loss / 2 + loss**2 / 24)
+    plain = torch.where(fitted, 1, loss)
+    return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
+
+
+def _pixels(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the margin of every pixel, and which of them count."""
+    counted = labels != IGNORED
+    return margin(logits.movedim(0, -1), torch.where(counted, labels, 0)), counted
+
+
+def _mean(numbers: Tensor, counted: Tensor) -> Tensor:
+    return torch.where(counted, numbers, 0).sum() / counted.sum()
+
+
+def mean_pixel_margin(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of the labelled pixels' log-odds log(p / (1 - p)), float32 or float64.
+
+    Logits have shape (classes, height, width), labels (height, width), with ``IGNORED`` (-100)
+    where a pixel doesn't count; one must.
+
+    Source: the margin of Park et al., "TRAK", ICML 2023, section 3.1, a pixel at a time.
+    """
+    return _mean(*_pixels(logits, labels))
+
+
+def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of 1 - p: -dl/df as all margins move alike, l the mean cross entropy."""
+    margins, counted = _pixels(logits, labels)
+    return _mean(torch.sigmoid(-margins), counted)
+
+
+def _pixels_right(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(0) == labels).sum().float()
+
+
+SEGMENTATION = ModelOutput(
+    read=read_logits,
+    value=mean_pixel_margin,
+    loss_weight=_pixels_loss_weight,
+    curvature=None,
+    prediction=_pixels_right,
+    label_number=lambda labels: (labels != IGNORED).sum(),
+    label_ndim=2,
+    n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
+)
+
+
+def _margins(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-odds of each label as it is, and which of them count."""
+    if logits.shape != labels.shape:
+        raise InputError(
+            "multi_label needs a logit for each label. Found logits of shape "
+            f"{tuple(logits.shape)} and labels of shape {tuple(labels.shape)} for one sample.",
+            code="model_outputs.labels",
+        )
+    return at_least_float32(torch.where(labels > 0, logits, -logits)), labels != IGNORED
+
+
+def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return log(P / (1 - P)), P = prod_k p_k the probability of all labels as they are.
+
+    p_k is sigmoid(z_k) where the label is 1, sigmoid(-z_k) where it is 0. With l = -log P, the sum
+    of the labels' binary cross entropies, l = log(1 + exp(-f)). Finite wherever logits are; a
+    scalar, float32 or float64.
+
+    Logits and labels have the same shape. Labels are 1, 0 or ``IGNORED`` (-100); one must count.
+
+    Source: Park et al., "TRAK", ICML 2023, section 3.1, with the set of labels as the class.
+    """
+    return log_odds_of_all(*_margins(logits, labels))
+
+
+def _labels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
+    return torch.sigmoid(-labels_log_odds(logits, labels))
+
+
+def _labels_curvature(logits: Tensor, labels: Tensor) -> Tensor:
+    f = labels_log_odds(logits, labels)
+    return torch.sigmoid(f) * torch.sigmoid(-f)
+
+
+def _labels_right(logits: Tensor, labels: Tensor) -> Tensor:
+    margins, counted = _margins(logits, labels)
+    return (counted & (margins > 0)).sum().float()
+
+
+MULTI_LABEL = ModelOutput(
+    read=read_logits,
+    value=labels_log_odds,
+    loss_weight=_labels_loss_weight,
+    curvature=_labels_curvature,
+    prediction=_labels_right,
+    label_number=lambda labels: (labels != IGNORED).sum(),
+    n_classes=lambda logits: 2,
 )

@@ -5,25 +5,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
 
-from trak_core.model_outputs.classification import margin
+from trak_core.model_outputs.classification import log_odds_of_all, margin
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
-
-# Margins above it: log(1 + e) for e = exp(-margin) by its series, exact to float64's rounding.
-_CONFIDENT = 15.0
-# Losses below it: the same for exp(loss) - 1.
-_FITTED = 1e-3
-
-
-def _log_loss_of_token(margins: Tensor) -> Tensor:
-    """Return log(-log p) of tokens from their margins, also where p rounds to 1."""
-    confident = margins > _CONFIDENT
-    e = torch.exp(-torch.where(confident, margins, _CONFIDENT))
-    series = -margins - e / 2 + 5 * e**2 / 24
-    # Each branch sees harmless numbers where the other is taken: no NaN in either's gradient.
-    plain = torch.log(softplus(-torch.where(confident, _CONFIDENT, margins)))
-    return torch.where(confident, series, plain)
 
 
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
@@ -42,23 +26,6 @@ def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     """
     counted = labels != IGNORED
     return log_odds_of_all(margin(logits, torch.where(counted, labels, 0)), counted)
-
-
-def log_odds_of_all(margins: Tensor, counted: Tensor) -> Tensor:
-    """Return log(P / (1 - P)), P the product of the probabilities whose log-odds are ``margins``.
-
-    Only those that ``counted`` says take part. All of shape (n,), or of any other; a scalar.
-    """
-    margins, counted = margins.flatten(), counted.flatten()
-    loss = torch.where(counted, softplus(-margins), 0).sum()
-    log_loss = torch.logsumexp(
-        torch.where(counted, _log_loss_of_token(margins), -torch.inf), dim=-1
-    )
-    fitted = loss < _FITTED
-    # log(exp(l) - 1) = log l + l / 2 + l^2 / 24 - ...
-    small = -(log_loss + loss / 2 + loss**2 / 24)
-    plain = torch.where(fitted, 1, loss)
-    return torch.where(fitted, small, -plain - torch.log(-torch.expm1(-plain)))
 
 
 def sequence_log_odds(logits: Tensor, labels: Tensor) -> Tensor:

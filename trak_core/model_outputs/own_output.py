@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, came_from_no_memory
 from trak_core.model_outputs.model_output import ModelOutput, at_least_float32, random_output
-from trak_core.system.out_of_memory import came_from_no_memory
 
 
 def own_output(made: object, name: str) -> ModelOutput:

@@ -82,13 +82,13 @@ def _regression() -> "ModelOutput":
 
 
 def _segmentation() -> "ModelOutput":
-    from trak_core.model_outputs.segmentation import SEGMENTATION
+    from trak_core.model_outputs.classification import SEGMENTATION
 
     return SEGMENTATION
 
 
 def _multi_label() -> "ModelOutput":
-    from trak_core.model_outputs.multi_label import MULTI_LABEL
+    from trak_core.model_outputs.classification import MULTI_LABEL
 
     return MULTI_LABEL
 
@@ -100,7 +100,7 @@ def _token_log_odds() -> "ModelOutput":
 
 
 def _loss() -> "ModelOutput":
-    from trak_core.model_outputs.loss import LOSS
+    from trak_core.model_outputs.regression import LOSS
 
     return LOSS
 

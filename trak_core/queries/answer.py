@@ -2,7 +2,8 @@
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ import pandas as pd
 
 from trak_core.model_outputs.table import about_output
 from trak_core.queries.asked import Asked
+from trak_core.report.number_formats import of_target
+from trak_core.report.read import named
 from trak_core.scoring.scores import largest, most_frequent
 
 # What a table of training samples for a reader leaves out.
 _LEFT_OUT = ["prediction", "output", "output_sd"]
+_SAID = "label", "prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Answer:
         top: The strongest of either sign by score, the most helpful first: ``train_id``, ``score``,
             what is known of the training sample, and ``described_text``.
         model_output: What the config says of the model output f.
+        class_names: What the study calls the classes, by number; empty if it doesn't.
     """
 
     asked: Asked
@@ -37,6 +42,7 @@ class Answer:
     scores: pd.Series
     top: pd.DataFrame
     model_output: str | Mapping[str, str]
+    class_names: Sequence[str] = ()
 
     def side(self, sign: int) -> pd.DataFrame:
         """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
@@ -44,16 +50,27 @@ class Answer:
         It has the columns that tell a reader what a training sample is.
         """
         label = about_output(self.model_output).label
+        top = self.top.assign(label=[self._named(number) for number in self.top["label"].tolist()])
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
-        known = self.top.loc[self.top["score"] * sign > 0, :].drop(columns=left_out)
+        known = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
         if label not in known:  # else a column of the study's own
             known = known.rename(columns={"label": label})
         return known if sign > 0 else known.iloc[::-1]
 
     def said(self) -> str:
-        """Return what the models make of the sample, in words."""
+        """Return what the models make of the sample, in words: the output, then its prediction."""
+        about = about_output(self.model_output)
         sd = f" ± {self.target['output_sd']:.2g}" if self.target["output_sd"] > 0 else ""
-        return f"{about_output(self.model_output).name}: {self.target['output']:.4g}{sd}"
+        label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
+        if prediction == self.target["output"]:  # of regression
+            about = replace(about, prediction="")
+        named = dict(zip(_SAID, map(self._named, (label, prediction)), strict=True))
+        words = of_target(SimpleNamespace(**named), about)
+        return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
+
+    def _named(self, number: Any) -> Any:
+        is_class = about_output(self.model_output).labels_are_classes
+        return named(self.class_names, number) if is_class else number
 
     def __repr__(self) -> str:
         """Return the sample and its strongest training samples."""

@@ -11,7 +11,7 @@ from trak_core.queries.answer import Answer
 from trak_core.queries.held_run import HeldRun
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
 from trak_core.report.explore import explore
-from trak_core.report.read import File
+from trak_core.report.read import File, with_class_names
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
@@ -32,7 +32,8 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
             return show_sample(held.study, sample_id, sample, characters, draws)
 
         described = held.study.has("describe")
-        explored = explore(_file(held, answers), show, drawn=draws, described=described)
+        file = with_class_names(_file(held, answers), held.study.class_names())
+        explored = explore(file, show, drawn=draws, described=described)
         return rendered(explored, held.study.path.name, k)
 
 

@@ -1,7 +1,6 @@
 """Make a sample of what somebody asks: a line, as an experiment's `data` has them, or a sample."""
 
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.study.split import Samples, Split, checked_ids, users_code
 from trak_core.study.study import Study
-from trak_core.study.targets import parsed_json
+from trak_core.study.targets import parsed_json, shortened
 
 _TEXT = "text"
 
@@ -60,15 +59,21 @@ def asked_line(study: Study, line: Mapping[str, Any], number: int) -> Asked:
     fields = {key: value for key, value in line.items() if key != "id"}
     (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
     encode = study.function("encode")
+    signature = inspect.signature(encode)
     try:
-        inspect.signature(encode).bind(**fields)
+        signature.bind(**fields)
     except TypeError as error:
+        example = ", ".join(
+            f'"{name}": ...'
+            for name, taken in signature.parameters.items()
+            if taken.default is taken.empty and taken.kind is not taken.VAR_KEYWORD
+        )
         raise InputError(
-            f"A line must have the fields that the study's encode{inspect.signature(encode)} "
-            f"takes. Found {', '.join(fields) or 'none'}: {error}.",
+            f"A line must be a JSON object with the fields that the study's encode{signature} "
+            f"takes, such as {{{example}}}. Found {', '.join(fields) or 'none'}: {error}.",
             code="queries.line",
         ) from error
-    with users_code(f"{study.path}: encode() of {_shortened(json.dumps(fields, default=str))},"):
+    with users_code(f"{study.path}: encode() of {shortened(fields)},"):
         return Asked(own_id, encode(**fields), fields)
 
 
@@ -91,7 +96,3 @@ def asked_of(study: Study, given: Any, number: int, samples: Samples) -> Asked:
 
 def _types(fields: Mapping[str, Any]) -> dict[str, type]:
     return {name: type(value) for name, value in fields.items()}
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:80]}..."

@@ -242,6 +242,7 @@ class HeldRun:
             pd.Series(scores, self.columns.index, name=asked.id),
             top,
             self.specs.config["model_output"],
+            self.study.class_names(),
         )
 
     def _text(self, sample_id: int | str, sample: Any) -> str:

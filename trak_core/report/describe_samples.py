@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trak_core.report.read import File, rows_with, strongest
+from trak_core.spec import MEAN_OF
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 
@@ -88,6 +89,21 @@ def targets_shown(n_experiments: int) -> list[int]:
     return [each if i * each < _IN_ALL else 0 for i in range(n_experiments)]
 
 
+class Words(str):
+    """What stands in place of a sample, where there is none to show."""
+
+    __slots__ = ()
+
+
+def targets_of_mean(experiment: File) -> Split | None:
+    """Return words in place of an experiment's one target, if it is a mean of others; else None."""
+    targets = experiment.tables["targets"]
+    if MEAN_OF not in targets:
+        return None
+    words = [Words(f"the mean of {mean_of}") for mean_of in targets[MEAN_OF].tolist()]
+    return Split(words, targets["id"].tolist())
+
+
 def find_examples(
     study: Study,
     experiments: Sequence[File],
@@ -141,9 +157,16 @@ def are_drawn(study: Study, train: Split) -> bool:
 def show_sample(
     study: Study, sample_id: Any, sample: Any, characters: int, draws: bool
 ) -> Picture | str:
-    """Return a sample drawn, with its text if there is one; or its text; or printed."""
+    """Return a sample drawn, with its text if there is one; or its text; or printed.
+
+    A target that is a mean of others has words alone, those of ``targets_of_mean``.
+    """
+    if isinstance(sample, Words):
+        return str(sample)
     describes = study.has("describe")
     text = readable(study.describe(sample_id, sample), characters) if describes else ""
+    if draws and text in study.class_names():
+        text = ""  # which stands beside it
     if study.has("draw"):
         with users_code(f"{study.path}: drawing a sample"):
             return replace(drawn(study.function("draw"), sample), text=text)

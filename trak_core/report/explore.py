@@ -16,6 +16,7 @@ import pandas as pd
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
 from trak_core.report.read import File, output_of, rows_with
+from trak_core.spec import MEAN_OF
 from trak_core.study.columns import RESERVED
 
 # Training samples of either sign beside a target; targets that show without the script.
@@ -102,7 +103,8 @@ class Answer:
     @property
     def n_left_out(self) -> tuple[int, int]:
         """Targets that are not on the page, and samples on it that don't show."""
-        samples = [*self.targets, *self.train]
+        is_mean = MEAN_OF in self.experiment.tables["targets"]
+        samples = [*self.train] if is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 
@@ -275,11 +277,13 @@ def explore(
         if n_bytes <= _ROWS or n_targets == 1:
             break
         n_targets = max(1, int(0.95 * n_targets * _ROWS / n_bytes))
+    # A target that is a mean of others is no sample.
+    shown = [] if MEAN_OF in experiment.tables["targets"] else targets
     first = {i for entry in targets[:AT_ONCE] for i, *_ in entry["influences"]}
-    asked = [(True, entry) for entry in targets[:AT_ONCE]]
+    asked = [(True, entry) for entry in shown[:AT_ONCE]]
     asked += [(False, train[i]) for i in sorted(first)]
     n_at_once = len(asked)
-    asked += [(True, entry) for entry in targets[AT_ONCE:]]
+    asked += [(True, entry) for entry in shown[AT_ONCE:]]
     asked += [(False, entry) for i, entry in enumerate(train) if i not in first]
     pictures = _fill(asked, n_at_once, show, _PAGE - _MARKUP - n_bytes, drawn=drawn)
     for entry in (*targets, *train):

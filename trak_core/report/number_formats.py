@@ -4,6 +4,7 @@ from typing import Any
 from urllib.parse import quote
 
 from trak_core.model_outputs.table import About
+from trak_core.spec import MEAN_OF
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -52,13 +53,15 @@ def anchor(sample_id: Any) -> str:
 
 def is_right(target: Any, output: About) -> bool | None:
     """Return whether the models predict a target's label; None where no prediction is a label."""
-    if not (output.labels_are_classes or output.needs_pairs):
+    if hasattr(target, MEAN_OF) or not (output.labels_are_classes or output.needs_pairs):
         return None
     return bool(target.label == target.prediction)
 
 
 def of_target(target: Any, output: About) -> str:
-    """Return what stands in a row of ``targets``: ``label 3, predicted 5``."""
+    """Return what stands in a row of ``targets``: ``label 3, predicted 5``; or what it means."""
+    if hasattr(target, MEAN_OF):
+        return f"the mean of {target.mean_of}"
     parts = ((output.label, target.label), (output.prediction, target.prediction))
     return ", ".join(f"{word} {label(value)}" for word, value in parts if word)
 

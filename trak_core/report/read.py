@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,30 @@ def output_of(experiment: File) -> About:
     """Return what is known of the model output that an experiment's scores are of."""
     name, words = experiment.spec["model_output"], experiment.attributes.get("output_words")
     return about_output({**json.loads(words), "function": name} if words else name)
+
+
+def with_class_names(file: File, names: Sequence[str]) -> File:
+    """Return a file's tables with the classes' names in place of their numbers, if they have any.
+
+    A number without a name stays. Models without classes have none.
+    """
+    if not names or not output_of(file).labels_are_classes:
+        return file
+    columns = ("label", "prediction", "train_label")
+    tables = {
+        key: table.assign(**{
+            column: [named(names, value) for value in table[column].tolist()]
+            for column in columns
+            if column in table
+        })
+        for key, table in file.tables.items()
+    }
+    return replace(file, tables=tables)
+
+
+def named(names: Sequence[str], number: Any) -> Any:
+    """Return the name of a class; its number, if it has none."""
+    return names[number] if 0 <= number < len(names) else number
 
 
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:

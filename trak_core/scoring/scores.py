@@ -118,7 +118,8 @@ def help_and_harm(scores: np.ndarray) -> np.ndarray:
     """
     n_targets = scores.shape[1]
     up = np.maximum(scores, 0).sum(axis=1, dtype=np.float64)
-    return np.stack([up, -np.minimum(scores, 0).sum(axis=1, dtype=np.float64)], axis=1) / n_targets
+    down = np.maximum(-scores, 0).sum(axis=1, dtype=np.float64)
+    return np.stack([up, down], axis=1) / n_targets
 
 
 def harmed_class(scores: np.ndarray, labels: np.ndarray) -> np.ndarray:

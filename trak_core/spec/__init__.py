@@ -3,6 +3,7 @@
 from trak_core.spec.jobs import (
     ADAPTER_CONFIG,
     EXACT,
+    MEAN_OF,
     OPTIMIZER_FILE,
     TRAIN,
     Combine,
@@ -29,6 +30,7 @@ from trak_core.spec.projection import (
 __all__ = [
     "ADAPTER_CONFIG",
     "EXACT",
+    "MEAN_OF",
     "OPTIMIZER_FILE",
     "TRAIN",
     "Combine",

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from trak_core.scoring.scores import (
     most_frequent,
     unit_of,
 )
-from trak_core.spec import EXACT, TRAIN, ScoresSpec
+from trak_core.spec import EXACT, MEAN_OF, TRAIN, ScoresSpec
 from trak_core.stages._inputs import score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -124,6 +125,7 @@ def average_scores(
     output_words: Mapping[str, str] | None = None,
     study_file: Path | None = None,
     question: Path | None = None,
+    mean_of: str | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -134,11 +136,13 @@ def average_scores(
     ``columns``: what labels and predictions are; ``defaults``: what the config left open; and
     ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
+    ``mean_of`` says in words what the one target is the mean of, None for targets out of data.
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
         is_exact = spec.features.projection.get("kind") == EXACT
         kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
+        kind = kind if mean_of is None else replace(kind, rule="average_targets")
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec, kind)
@@ -192,6 +196,7 @@ def average_scores(
             helpful = harmful = None
             sums, harmed = [], []
             has_classes = about_output(spec.features.model_output).labels_are_classes
+            has_classes = has_classes and mean_of is None
             for start, stop in blocks_with_progress(n_train, block, "training samples"):
                 mean = read_scores(start, stop).astype(np.float32)
                 if values is not None:
@@ -205,7 +210,10 @@ def average_scores(
             if harmed:
                 train["harmed_label"] = np.concatenate(harmed)
             for key, table in (("targets", targets), ("train", train)):
-                own = _own_columns(study_file, question, spec, key, table["id"].tolist())
+                if key == "targets" and mean_of is not None:
+                    own = pd.DataFrame({MEAN_OF: [mean_of]})
+                else:
+                    own = _own_columns(study_file, question, spec, key, table["id"].tolist())
                 writer.table(key, table.join(own), ["id"])
             assert helpful is not None
             assert harmful is not None

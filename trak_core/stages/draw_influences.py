@@ -24,14 +24,16 @@ from trak_core.report.describe_samples import (
     EACH,
     Examples,
     Picture,
+    Words,
     are_drawn,
     find_examples,
     printed,
     readable,
     show_sample,
+    targets_of_mean,
 )
 from trak_core.report.explore import EACH_ON_PAGE, Answer, Tokens, explore
-from trak_core.report.read import File, read_experiment
+from trak_core.report.read import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
@@ -62,7 +64,12 @@ def _texts(study: Study, split: Split, name: str) -> pd.DataFrame:
     for start, stop in blocks_with_progress(len(split.ids), 1, f"texts of {name}"):
         for row in range(start, stop):
             sample_id, sample = split.ids[row], split.samples[row]
-            text = study.describe(sample_id, sample) if study.has("describe") else printed(sample)
+            if isinstance(sample, Words):
+                text = sample
+            elif study.has("describe"):
+                text = study.describe(sample_id, sample)
+            else:
+                text = printed(sample)
             texts.append(" ".join(readable(text, BEGINNING).split()))
     return pd.DataFrame({"id": split.ids, "text": texts})
 
@@ -179,8 +186,11 @@ def draw_influences(
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
     experiment = read_experiment(scores, scores.parents[1], _MOST_TARGETS, EACH_ON_PAGE)
+    experiment = with_class_names(experiment, study.class_names())
     ids = experiment.tables["targets"]["id"].tolist()
-    targets = split_of(study, experiment.spec["experiment"], ids, question)
+    targets = targets_of_mean(experiment)
+    if targets is None:
+        targets = split_of(study, experiment.spec["experiment"], ids, question)
     (examples,) = find_examples(study, [_few(experiment)], train, [targets])
     _draw(figure, examples)
     known = _self_influence(self_influence, experiment)

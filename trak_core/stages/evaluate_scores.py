@@ -3,6 +3,7 @@
 ``docs/reference/evaluation-files.md`` describes the tables of the file that is written.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,14 +18,17 @@ from trak_core.artifacts import (
     EVALUATION,
     EXACT_SCORES,
     FEATURES,
+    RETRAINED,
     SCORES,
     Artifact,
     check_made_for,
+    check_retrained,
     check_same,
     check_splits,
     check_together,
     create,
     open_artifact,
+    read_frame,
 )
 from trak_core.config.check_keys import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
@@ -41,7 +45,14 @@ from trak_core.evaluation.baselines import (
     setting_sums,
     subset_sums,
 )
-from trak_core.evaluation.lds import CONFIDENCE, curve_counts, lds_tables, sweep_tables
+from trak_core.evaluation.lds import (
+    CONFIDENCE,
+    GroundTruth,
+    curve_counts,
+    lds_tables,
+    order_models,
+    sweep_tables,
+)
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import (
     EXACT,
@@ -53,7 +64,6 @@ from trak_core.spec import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._ground_truth import read_ground_truth
 from trak_core.stages._inputs import normal_weights, read_rows, score_rows
 from trak_core.system.progress import software
 
@@ -277,3 +287,29 @@ def evaluate_scores(
             for key, table in zip(("sweep", "best"), sweep_tables(swept, own, truth), strict=True):
                 writer.table(key, table, [])
     print(summary.to_string(index=False))
+
+
+def read_ground_truth(
+    paths: Sequence[Path], train_ids: list[Any], target_ids: list[Any], spec: RetrainedSpec | None
+) -> GroundTruth:
+    """Return subsets and outputs of all files, with samples in the order of the given ids.
+
+    ``spec`` is what the pipeline's files must be made for; None for one file of a user's.
+    """
+    parts, source = [], []
+    for path in paths:
+        if spec is None:
+            masks, outputs = (read_frame(path, key) for key in ("masks", "outputs"))
+            digest = hashlib.blake2b(masks[0].tobytes() + outputs[0].tobytes(), digest_size=16)
+            source.append(digest.hexdigest())
+        else:
+            with open_artifact(path, RETRAINED) as file:
+                check_retrained(file, spec, RETRAINED.rule)
+                masks, outputs = (
+                    (file.matrix(key)[:], file.index(key), file.columns(key))
+                    for key in ("masks", "outputs")
+                )
+                source.append(file.content_hash)
+        parts.append(order_models(masks, outputs, train_ids, target_ids, path))
+    masks, outputs = zip(*parts, strict=True)
+    return GroundTruth(np.concatenate(masks), np.concatenate(outputs, axis=1), source)

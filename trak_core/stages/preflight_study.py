@@ -28,7 +28,7 @@ from trak_core.gradients import (
     shapes_of,
 )
 from trak_core.model.length_order import naming_text
-from trak_core.model.named_output import model_output as named_output
+from trak_core.model.sample_outputs import model_output as named_output
 from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE

@@ -1,11 +1,12 @@
 """Write the report of a study: one page that needs nothing beside it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.report.describe_samples import EACH, find_examples, targets_shown
+from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
 from trak_core.report.read import (
     File,
     Results,
@@ -19,6 +20,7 @@ from trak_core.report.read import (
     read_removals,
     read_self_influence,
     read_timings,
+    with_class_names,
 )
 from trak_core.report.render import report as report_page
 from trak_core.spec import TRAIN
@@ -44,6 +46,9 @@ def _check_scores(results: Results) -> None:
 
 def _targets(study: Study, scores: File, config: Mapping[str, Any]) -> Split:
     """Return an experiment's targets that are shown, from the study or from its own file."""
+    means = targets_of_mean(scores)
+    if means is not None:
+        return means
     name, ids = scores.spec["experiment"], scores.tables["shown"]["id"].tolist()
     data = config["experiments"][name].get("data")
     return split_of(study, name, ids, data and Path(data))
@@ -98,6 +103,10 @@ def write_report(
     )
     _check_scores(results)
     study = Study.load(study_file)
+    names = study.class_names()
+    experiments = [with_class_names(file, names) for file in experiments]
+    own = [with_class_names(file, names) for file in results.self_influence]
+    results = replace(results, experiments=experiments, self_influence=own)
     targets = (_targets(study, file, config) for file in experiments)
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
     page = report_page(results, examples)

@@ -1,15 +1,16 @@
 """Study a classifier of images that lie in a folder for each class, or that a table names."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, function_at, needed
+from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, function_at, needed
 from trak_core.studies.rows import columns_from, field, ids_of, read_rows
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
@@ -28,8 +29,10 @@ def image_folder(
         images: The training images: a folder with a folder for each class, whose images have their
             paths as ids; or a table with the columns ``path`` (from the table's folder), ``label``
             and perhaps ``id``.
-        model: ``file.py:function`` of a function that takes the number of classes and returns the
-            module, weights unset, such as ``timm.create_model("resnet18", num_classes=n)``.
+        model: The name of a network of timm's, or of torchvision's where timm has none of the name:
+            ``resnet18``, or ``timm/resnet18`` and ``torchvision/resnet18`` to say whose. Or
+            ``file.py:function`` of a function that takes the number of classes and returns the
+            module, weights unset.
         targets: Images to explain, likewise; the training images, if there are none.
         classes: Names of the classes in the order of the model's logits; sorted, if not given.
         transform: ``file.py:function`` of a function that makes a tensor of a PIL image, as in
@@ -48,7 +51,7 @@ def image_folder(
         name = str(field(row, "label"))
         if name not in numbers:
             raise InputError(
-                f"study_arguments: a label must be one of the classes {', '.join(names)}, which "
+                f"A label must be one of the classes {', '.join(names)}, which "
                 f"{'`classes` gives' if classes else f'come from {images}'}. Found {name} for "
                 f"{row['path']}.",
                 code="studies.label",
@@ -63,6 +66,15 @@ def image_folder(
             )
         return pixels, torch.tensor(numbers[name])
 
+    def asked(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        if not Path(str(row["path"])).is_file():
+            raise InputError(
+                f"The image of a line must be a file. Found nothing at {row['path']} (from "
+                f"{Path.cwd()}).",
+                code="studies.asked_image",
+            )
+        return sample(row)
+
     def draw(axes: Any, one: tuple[Tensor, Tensor]) -> None:
         pixels = one[0].movedim(0, -1)
         darkest, brightest = pixels.min(), pixels.max()
@@ -70,16 +82,48 @@ def image_folder(
 
     used = {"path", "label"}
     return ReadyStudy(
-        make_model=lambda: function_at(model, "model")(len(names)),
+        make_model=lambda: _network(model, len(names)),
         train_data=lambda: Rows(rows, sample),
         train_ids=lambda: ids_of(rows),
         target_data=lambda: Rows(target_rows, sample),
         target_ids=lambda: ids_of(target_rows),
-        encode=lambda **row: sample(row),
+        encode=encoder(asked, {"path": "new/17.png", "label": names[0]}, ("path", "label")),
         describe=lambda one: names[int(one[1])],
         draw=draw,
+        class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
+    )
+
+
+def _network(model: str, n_classes: int) -> nn.Module:
+    """Return the network that a name or a function stands for, weights unset."""
+    if ":" in model or model.endswith(".py"):
+        return function_at(model, "model")(n_classes)
+    library, _, name = model.rpartition("/")
+    known: list[str] = []
+    if library in {"", "timm"}:
+        needed("timm", "vision")
+        import timm  # pyright: ignore[reportMissingImports] -- in the extra `vision`
+
+        if timm.is_model(name):
+            return timm.create_model(name, num_classes=n_classes, pretrained=False)
+        known += timm.list_models()
+    if library in {"", "torchvision"}:
+        needed("torchvision", "vision")
+        from torchvision import models  # pyright: ignore[reportMissingImports]
+
+        if name in models.list_models(module=models):
+            return models.get_model(name, weights=None, num_classes=n_classes)
+        known += models.list_models(module=models)
+    close = get_close_matches(name, dict.fromkeys(known), n=3) or [
+        "timm/resnet18",
+        "torchvision/resnet18",
+    ]
+    raise InputError(
+        "study_arguments: model must name a network of timm's or torchvision's, or a function as "
+        f"file.py:function. Found {model}; there are such as {', '.join(close)}.",
+        code="studies.network",
     )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import ADAPTER_CONFIG
-from trak_core.studies.ready_study import ReadyStudy, Rows, needed
+from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, needed
 from trak_core.studies.rows import columns_from, filled_in, ids_of, read_rows, used_by
 
 _TEXT = "{text}"
@@ -69,6 +69,11 @@ def language_model(
 
     rows = read_rows(texts)
 
+    def encode(**row: Any) -> dict[str, Tensor]:
+        if text is None and "messages" in row:
+            return sample(row)
+        return encoder(sample, rows[0], sorted(used_by(prompt, text or _TEXT)))(**row)
+
     def target_rows() -> list[dict[str, Any]]:
         if targets is None:
             raise InputError(
@@ -86,7 +91,7 @@ def language_model(
         train_ids=lambda: ids_of(rows),
         target_data=lambda: Rows(target_rows(), sample),
         target_ids=lambda: ids_of(target_rows()),
-        encode=lambda **row: sample(row),
+        encode=encode,
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
         token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
         train_columns=lambda: columns_from(rows, used),

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study.study import Study
+from trak_core.study.targets import shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class ReadyStudy:
     target_columns: Callable[[], pd.DataFrame]
     draw: Callable[[Any, Any], None] | None = None
     token_texts: Callable[[Any], list[str]] | None = None
+    class_names: Callable[[], list[str]] | None = None
 
 
 class Rows:
@@ -44,6 +46,27 @@ class Rows:
 
     def __getitem__(self, index: int) -> Any:
         return self._sample(self._rows[index])
+
+
+def encoder(
+    sample: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any], names: Iterable[str]
+) -> Callable[..., Any]:
+    """Return the study's ``encode``: a sample of a line, which must have the fields ``names``.
+
+    ``row`` is one that has them, for who must be told what a line is.
+    """
+    example = {name: row.get(name, "...") for name in names}
+
+    def encode(**line: Any) -> Any:
+        if not example.keys() <= line.keys():
+            raise InputError(
+                f"A line must be a JSON object with {' and '.join(example)}, such as "
+                f"{shortened(example)}. Found {shortened(line)}.",
+                code="studies.line",
+            )
+        return sample(line)
+
+    return encode
 
 
 def needed(package: str, extra: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, function_at
+from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, function_at
 from trak_core.studies.rows import columns_from, field, ids_of, read_rows
 
 
@@ -42,7 +42,7 @@ def tabular(
             answer = numbers[row[label]] if classes else float(field(row, label))
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
-                f"study_arguments: the columns {', '.join(names)} must be numbers, and {label} a "
+                f"The columns {', '.join(names)} must be numbers, and {label} a "
                 f"number or one of `classes`. Found {dict(row)}.",
                 code="studies.numbers",
             ) from error
@@ -56,10 +56,11 @@ def tabular(
         train_ids=lambda: ids_of(rows),
         target_data=lambda: Rows(target_rows, sample),
         target_ids=lambda: ids_of(target_rows),
-        encode=lambda **row: sample(row),
+        encode=encoder(sample, rows[0], (*names, label)),
         describe=lambda one: ", ".join(
             f"{name} {value:.4g}" for name, value in zip(names, one[0].tolist(), strict=True)
         ),
+        class_names=(lambda: [str(name) for name in classes]) if classes else None,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
     )

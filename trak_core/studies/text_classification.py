@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, needed
+from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, needed
 from trak_core.studies.rows import columns_from, field, filled_in, ids_of, read_rows, used_by
 
 
@@ -41,6 +41,9 @@ def text_classification(
     tokenizer: Any = AutoTokenizer.from_pretrained(weights)
     config: Any = AutoConfig.from_pretrained(weights)
     numbers = dict(config.label2id)
+    given = [str(config.id2label[number]) for number in range(len(config.id2label))]
+    # Without names transformers calls the classes so.
+    names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
 
     def make_model() -> nn.Module:
         return AutoModelForSequenceClassification.from_config(config)
@@ -50,7 +53,7 @@ def text_classification(
         number = numbers.get(str(of_row), of_row)
         if isinstance(number, bool) or not isinstance(number, int):
             raise InputError(
-                f"study_arguments: a label must be a class's number or one of the model's names, "
+                f"A label must be a class's number or one of the model's names, "
                 f"{', '.join(map(str, numbers))}. Found {of_row!r}.",
                 code="studies.label",
             )
@@ -69,9 +72,10 @@ def text_classification(
         train_ids=lambda: ids_of(rows),
         target_data=lambda: Rows(target_rows, sample),
         target_ids=lambda: ids_of(target_rows),
-        encode=lambda **row: sample(row),
+        encode=encoder(sample, rows[0], (*used_by(text), label)),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
         token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
+        class_names=lambda: names,
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows, used),
     )

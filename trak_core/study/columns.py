@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
-from trak_core.spec import TRAIN
+from trak_core.spec import MEAN_OF, TRAIN
 from trak_core.study.split import checked_ids, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import read_questions
@@ -22,7 +22,7 @@ from trak_core.study.targets import read_questions
 RESERVED = frozenset({
     *("id", "index", "label", "prediction", "output", "output_sd", "loss_weight"),
     *("help", "harm", "harmed_label", "self_influence", "rank", "score", "target_id", "train_id"),
-    *("sign", "target_text", "target_output", "described_text"),
+    *("sign", "target_text", "target_output", "described_text", MEAN_OF),
 })
 _MOST_BYTES = 255
 

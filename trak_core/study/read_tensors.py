@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trak_core.errors import InputError
-from trak_core.system.out_of_memory import came_from_no_memory
+from trak_core.errors import InputError, came_from_no_memory
 
 # How files of torch.save begin: since 1.6 as a zip file, before as a pickle.
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from trak_core.errors import InputError, ToldToStopError
+from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
 from trak_core.study.retraining_draws import flipped_labels
-from trak_core.system.out_of_memory import came_from_no_memory, no_room
 
 _MAX_ID = 255
 

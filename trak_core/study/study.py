@@ -12,6 +12,7 @@ Its functions take no arguments unless said otherwise:
     draw(axes, sample)       optional: draws one sample into matplotlib axes
     describe(sample)         optional: returns one sample as a text to read
     token_texts(sample)      optional: returns what stands for each of its tokens, a list of texts
+    class_names()            optional: names of the classes, in the order of the labels 0, 1, 2, ...
 
 A sample is a tuple: the model's positional arguments, then the label. Or it is a dict: the model's
 named arguments, and the label as `labels`. Image-text pairs have no label. All samples have the
@@ -123,6 +124,20 @@ class Study:
                 code="study.token_texts",
             )
         return texts
+
+    def class_names(self) -> list[str]:
+        """Return the classes' names by their number; none if the study doesn't name them."""
+        if not self.has("class_names"):
+            return []
+        with users_code(f"{self.path}: class_names()"):
+            names = list(self.function("class_names")())
+        wrong = [type(name).__name__ for name in names if not isinstance(name, str)]
+        if wrong:
+            raise InputError(
+                f"{self.path}: class_names() must return a list of texts. Found {wrong[0]} in it.",
+                code="study.class_names",
+            )
+        return names
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:
         """Return the training samples, for the name ``TRAIN``, or the targets of an experiment.

@@ -35,13 +35,14 @@ class _Encoded:
 
     def __getitem__(self, index: int) -> Any:
         encode = self.study.function("encode")
-        line = f"number {index + 1} of {self.path}, {_shortened(self.lines[index])}"
+        line = f"number {index + 1} of {self.path}, {shortened(self.lines[index])}"
         with users_code(f"{self.study.path}: encode() of {line},"):
             return encode(**self.lines[index])
 
 
-def _shortened(line: Mapping[str, Any]) -> str:
-    text = json.dumps(line, ensure_ascii=False)
+def shortened(line: Mapping[str, Any]) -> str:
+    """Return a line as JSON, or its beginning."""
+    text = json.dumps(line, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
@@ -111,7 +112,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
         if not isinstance(line, dict) or line.keys() != keys or None in [*line, *line.values()]:
             raise InputError(
                 f"{path}: every line must fill the same fields, none with null, for the study's "
-                f"encode(). Found {_shortened(line)} as number {number}; the first has "
+                f"encode(). Found {shortened(line)} as number {number}; the first has "
                 f"{', '.join(keys) or 'none'}."
             )
     if not lines:

@@ -16,9 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, no_room
 from trak_core.provenance import code_digest, code_files, content_digest
-from trak_core.system.out_of_memory import no_room
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -183,7 +183,7 @@ def _serve(
     Imports saw this environment; forks may open as many files as these limits say.
     """
     lasting = lasting_of(environment)
-    # What was imported for a request, and what is to be when nobody asks for anything.
+    # What was imported for a request, and what will be when nobody asks.
     imported: set[str] = set()
     later: deque[str] = deque()
     # By the descriptor to watch: each fork's process, and the connection that asked for it.

@@ -20,8 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from trak_core.errors import InputError, ToldToStopError
-from trak_core.system.out_of_memory import came_from_no_memory, no_room
+from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
 
 # glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
 # taken from the heap, of which glibc allows no more.

@@ -12,7 +12,7 @@ from snakemake.settings.types import SharedFSUsage
 from snakemake.utils import validate
 
 import trak_core
-from trak_core.config.check_paths import check_given, check_paths
+from trak_core.config.check_keys import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
     check_sources,
@@ -122,7 +122,7 @@ pathvars:
 
 wildcard_constraints:
     checkpoint=any_of(specs.checkpoints),
-    experiment=any_of(specs.experiments),
+    experiment=any_of(specs.scored),
     split=any_of(specs.shards),
     shard=r"\d+",
 

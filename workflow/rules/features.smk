@@ -108,6 +108,8 @@ rule compute_scores:
         "<results>/logs/compute_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_scores/{experiment}/{checkpoint}.tsv"
+    wildcard_constraints:
+        experiment=any_of(specs.experiments),
     priority: scores_first
     conda:
         environment

@@ -41,6 +41,8 @@ rule compute_exact_scores:
         "<results>/logs/compute_exact_scores/{experiment}/{checkpoint}.log",
     benchmark:
         "<results>/benchmarks/compute_exact_scores/{experiment}/{checkpoint}.tsv"
+    wildcard_constraints:
+        experiment=any_of(specs.experiments),
     priority: scores_first
     conda:
         environment

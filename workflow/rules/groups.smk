@@ -30,4 +30,4 @@ rule sum_groups:
         "../scripts/stage.py"
 
 
-timed("sum_groups/{e}", e=specs.experiments)
+timed("sum_groups/{e}", e=specs.scored)

@@ -1,9 +1,9 @@
 rule write_report:
     input:
         # Without a name: the report is the last to run, so that every stage's time is in it.
-        expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
+        expand("<results>/figures/{experiment}.png", experiment=specs.scored),
         timings if stored else [],
-        scores=expand("<results>/scores/{experiment}.h5", experiment=specs.experiments),
+        scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
         normal_matrices=(
             [] if specs.is_exact else of_checkpoints("normal_matrix/{c}.h5")
         ),
@@ -39,7 +39,7 @@ if measured_files:
     # Before what is measured, whose trainings take most of a run.
     use rule write_report as write_report_first with:
         input:
-            expand("<results>/figures/{experiment}.png", experiment=specs.experiments),
+            expand("<results>/figures/{experiment}.png", experiment=specs.scored),
             scores=rules.write_report.input.scores,
             normal_matrices=rules.write_report.input.normal_matrices,
             groups=group_files,

@@ -30,10 +30,45 @@ rule average_scores:
         digest=specs.digests["columns"] if specs.has_columns else None,
         study_file=config["study"] if specs.has_columns else None,
         question=lambda wildcards: specs.questions.get(wildcards.experiment),
+        mean_of=lambda wildcards: specs.mean_of(wildcards.experiment),
     message:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
     script:
         "../scripts/stage.py"
+
+
+if specs.means:
+
+    rule average_targets:
+        input:
+            members=lambda wildcards: [
+                f"{folder}/scores/{e}/{wildcards.checkpoint}.h5"
+                for e in specs.means[wildcards.experiment]
+            ],
+        output:
+            scores="<results>/scores/{experiment}/{checkpoint}.h5",
+        log:
+            "<results>/logs/average_targets/{experiment}/{checkpoint}.log",
+        benchmark:
+            "<results>/benchmarks/average_targets/{experiment}/{checkpoint}.tsv"
+        wildcard_constraints:
+            experiment=any_of(specs.means),
+        priority: scores_first
+        conda:
+            environment
+        threads: 1
+        resources:
+            mem_mb=job_mb,
+            memory_mb=compute["memory_mb"],
+        params:
+            code=code_of("average_targets"),
+            spec=checkpoint_scores_spec,
+        message:
+            "Averaging targets for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
+        script:
+            "../scripts/stage.py"
+
+    timed("average_targets/{e}/{c}", e=specs.means, c=specs.checkpoints)
 
 
 rule compute_token_scores:
@@ -83,9 +118,10 @@ rule draw_influences:
     input:
         scores="<results>/scores/{experiment}.h5",
         self_influence=known_self_influence,
-        token_scores=(
-            ["<results>/token_scores/{experiment}.h5"]
+        token_scores=lambda wildcards: (
+            [f"{folder}/token_scores/{wildcards.experiment}.h5"]
             if config["answers"]["tokens"]
+            and wildcards.experiment in specs.experiments
             else []
         ),
     output:
@@ -113,5 +149,5 @@ rule draw_influences:
         "../scripts/stage.py"
 
 
-timed("average_scores/{e}", e=specs.experiments)
-timed("draw_influences/{e}", e=specs.experiments)
+timed("average_scores/{e}", e=specs.scored)
+timed("draw_influences/{e}", e=specs.scored)

@@ -125,9 +125,7 @@ def timed(job, /, **names):
 
 
 # The files that a config wants beside scores: none for what it leaves out.
-group_files = [
-    f"{folder}/groups/{e}.h5" for e in specs.experiments if "groups" in config
-]
+group_files = [f"{folder}/groups/{e}.h5" for e in specs.scored if "groups" in config]
 distortion_files = of_ends("distortion/{c}.h5") if "distortion" in config else []
 evaluation_files = [f"{folder}/evaluation/{e}.h5" for e in specs.measured]
 removals_files = [

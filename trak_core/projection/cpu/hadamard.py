@@ -8,12 +8,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.cpu.kernel_basics import compiled, fill_words
 from trak_core.projection.cpu.sample_lanes import (
     LANES,
     LaneArrays,
+    compiled,
     fill_from_lanes,
     fill_lanes,
+    fill_words,
     flush,
     intrinsic,
     tiles_of,

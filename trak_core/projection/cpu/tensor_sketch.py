@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trak_core.projection.cpu.kernel_basics import compiled, fill_words
 from trak_core.projection.cpu.sample_lanes import (
     LANES,
+    compiled,
     fill_from_lanes,
     fill_lanes,
+    fill_words,
     flush,
     tiles_of,
 )

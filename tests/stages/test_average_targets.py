@@ -1,0 +1,110 @@
+"""Means and contrasts of experiments: one column, which follows from the whole matrices."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from linear_study import with_two_checkpoints
+from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
+
+from trak_core.artifacts import ArtifactError, verify
+from trak_core.provenance import content_digest
+from trak_core.stages.average_targets import average_targets
+from trak_core.stages.draw_influences import draw_influences
+
+SETTINGS = {"combine": "unit_average", "model_output": "regression", "normalize": True}
+PROJECTED = {"projection": {"kind": "rademacher", "proj_dim": 8, "seed": 0}}
+EXACT = {"projection": {"kind": "exact"}, "dtype": "float64"}
+ASKED = (["target-3", "target-1", "target-7"], ["target-0", "target-9"])
+
+
+def table(path, key):
+    rows = pd.read_hdf(path, key)
+    assert isinstance(rows, pd.DataFrame)
+    return rows
+
+
+def scored(folder, way, study, checkpoints, targets):
+    if way == "exact":
+        return run_exact_stages(folder, study, checkpoints, targets, **SETTINGS)
+    more = {"proj_dim": 8, "kind": "rademacher", "keep": way}
+    return run_stages(folder, study, checkpoints, targets, **SETTINGS, **more)
+
+
+def contrast_of(folder, way, checkpoints):
+    """The scores of the first targets' mean less the second's, and how to make a part of them."""
+    specs = [
+        scores_spec(checkpoints, own, **SETTINGS, **(EXACT if way == "exact" else PROJECTED))
+        for own in ASKED
+    ]
+    digest = content_digest("mean", *(("mine", spec.targets_digest) for spec in specs))
+    spec = replace(specs[0], experiment="contrast", targets_digest=digest)
+
+    def part(checkpoint, members=(0, 1)):
+        path = folder / f"scores/contrast/{checkpoint}.h5"
+        average_targets(
+            scores=path,
+            members=[folder / f"{m}/scores/mine/{checkpoint}.h5" for m in members],
+            spec=spec.under(checkpoint),
+            code="code",
+            memory_mb=64,
+        )
+        return path
+
+    parts = [part(checkpoint) for checkpoint in sorted(checkpoints)]
+    phis = [folder / f"0/features/{c}/train.h5" for c in sorted(checkpoints)]
+    final = folder / "scores/contrast.h5"
+    phis = phis if way == "top_k" else []
+    return averaged(final, parts, spec, phis, mean_of="mine, less that of others"), part
+
+
+@pytest.mark.parametrize("way", ["full", "top_k", "exact"])
+def test_a_contrast_is_that_of_the_columns(way, tmp_path):
+    study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    full, outputs = [], []
+    for number, targets in enumerate(ASKED):
+        scores = scored(tmp_path / str(number), way, study, checkpoints, targets)
+        outputs.append(table(scores, "targets")["output"].mean())
+        if way == "top_k":
+            scores = scored(tmp_path / f"full-{number}", "full", study, checkpoints, targets)
+        full.append(read_scores(scores))
+    path, part = contrast_of(tmp_path, way, checkpoints)
+    verify(path)
+    expected = full[0].mean(axis=1) - full[1].mean(axis=1)
+    near = {"rtol": 0, "atol": 2e-6 * np.abs(expected).max()}
+    top = table(path, "top_influences")
+    np.testing.assert_allclose(top["score"], expected.loc[top["train_id"]], **near)
+    assert top.loc[top["sign"] > 0, "train_id"].tolist() == expected.nlargest(5).index.tolist()
+    train = table(path, "train").set_index("id")
+    np.testing.assert_allclose(train["help"] - train["harm"], expected, **near)
+    if way != "top_k":
+        assert read_scores(path).columns.tolist() == ["contrast"]
+        np.testing.assert_allclose(read_scores(path)["contrast"], expected, **near)
+    (about,) = table(path, "targets").itertuples()
+    assert (about.id, about.mean_of) == ("contrast", "mine, less that of others")
+    assert about.output == pytest.approx(outputs[0] - outputs[1], rel=1e-5)
+    # Scores of other targets than the config's are told from them.
+    with pytest.raises(ArtifactError, match="agree in the targets to average"):
+        part("c0", (1, 0))
+
+
+def test_a_mean_is_shown_by_its_words(tmp_path):
+    study, checkpoints, _ = with_two_checkpoints(tmp_path)
+    for number, targets in enumerate(ASKED):
+        scored(tmp_path / str(number), "full", study, checkpoints, targets)
+    path, _ = contrast_of(tmp_path, "full", checkpoints)
+    page, texts = tmp_path / "answer.html", tmp_path / "texts.h5"
+    draw_influences(
+        figure=tmp_path / "figure.png",
+        answer=page,
+        texts=texts,
+        scores=path,
+        study_file=study,
+        code="code",
+    )
+    text = page.read_text()
+    assert "<p>the mean of mine, less that of others</p>" in text
+    assert "without" not in text.split("<svg")[0].split("push f up most")[1]
+    (words,) = table(texts, "targets")["text"]
+    assert words == "the mean of mine, less that of others"
