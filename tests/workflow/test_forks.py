@@ -107,8 +107,13 @@ def test_forked_jobs_leave_the_same_files(marked):
     assert "\nReport: " not in output
     shutil.rmtree(marked.path("results"))  # what the preflight has found
     marked.path("parents.txt").unlink()
-    status, output = marked.snakemake("scores", python=sys.executable)
+    given = ("--config", "compute={threads: 1}")
+    status, output = marked.snakemake("scores", *given, python=sys.executable)
     assert status == 0, output
+    # What `trak ask` goes by.
+    record = read_record(marked.path("results/config.json"))
+    assert record["by_command"] == {"compute": {"threads": 1}}
+    assert record["config_files"] == ["study.yaml"]
     assert "\nScores: results/scores/few.h5\n" in output
     assert "\nReport: " not in output  # it was not asked for
     forked = marked.artifacts()

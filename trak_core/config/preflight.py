@@ -22,7 +22,7 @@ from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
 from trak_core.provenance import may_change_imports, stat_signature, study_imports
-from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
+from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.condition import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record
 from trak_core.system.forks import Fork, start_fork_server
@@ -325,6 +325,8 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
+    # Its scores are never in memory together.
+    n_targets.pop(POOL, None)
     check_memory(
         memory_mb,
         proj_dim=proj_dim,

@@ -19,6 +19,8 @@ from trak_core.spec.projection import (
 EXACT = "exact"
 # The split of the training samples; every other one is an experiment's targets.
 TRAIN = "train"
+# The split of samples to select from, on which nothing was trained.
+POOL = "pool"
 # The column that says what the one target of an experiment is the mean of.
 MEAN_OF = "mean_of"
 # The optimizer's state in a checkpoint's folder, as transformers' Trainer calls it.

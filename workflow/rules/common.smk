@@ -25,7 +25,7 @@ from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
-from trak_core.provenance import stat_signature
+from trak_core.provenance import mentions, stat_signature
 from trak_core.system.dispatch import imports_of
 from trak_core.system.files import code_digests, hold_results
 from trak_core.system.forks import can_fork, offer_forks, start_fork_server
