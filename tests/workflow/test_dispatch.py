@@ -84,7 +84,8 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
     assert {rule for rule, job in jobs.items() if job["priority"] > 0} == {
         *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
         *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
-        *("average_scores", "average_targets", "draw_influences", "write_report_first"),
+        *("average_scores", "average_scores_shard", "average_targets", "draw_influences"),
+        "write_report_first",
         *("compute_outputs", "select_targets", "compute_token_scores"),
     }
 

@@ -60,7 +60,7 @@ def compute_scores(
             own = {key: scored.spec.get(key) for key in shared}
             check_same("specification of both splits", shared, own, pool, FEATURES.rule)
         n_samples, proj_dim = scored.matrix("features").shape
-        sample_ids, target_ids = scored.index("features"), target_file.index("features")
+        sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = Damped.read(matrix_file, train_file, spec)
         target_features = target_file.matrix("features")[:].astype(np.float64)

@@ -104,6 +104,12 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
+# The study, where lists may have its names of classes.
+naming_study = (
+    config["study"] if mentions(Path(config["study"]), {"class_names"}) else None
+)
+
+
 def list_scores(kind):
     """The scores that a list is made of: of training samples, or of a pool."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"
@@ -114,6 +120,18 @@ def shards_of(wildcards):
     n = specs.shards[wildcards.split]
     shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+train_features = (
+    of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
+)
+
+
+def scores_shards(wildcards):
+    """The parts of an average, which is cut as training features are."""
+    n = compute["shards"]
+    shards = f"{folder}/scores/{wildcards.experiment}/shards"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
 
 
 # The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
