@@ -110,7 +110,7 @@ LIGHT = [
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *((f"trak_core.config.{name}", HEAVY) for name in ("check_keys", "job_specs", "preflight")),
         ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
-        ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.scoring.exact", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.compute_normal_matrix", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
