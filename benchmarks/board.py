@@ -81,7 +81,8 @@ def train_missing(size: Size, text: str, folder: Path, cores: int, end: float) -
 def check_folder(folder: Path, size: Size, text: str) -> None:
     """Stop if the folder holds another board."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, about = folder / "about.yaml", {"text": text, **asdict(size)}
+    digest = board(size, text).digest
+    path, about = folder / "about.yaml", {"text": text, "digest": digest, **asdict(size)}
     if path.exists() and yaml.safe_load(path.read_text()) != about:
         sys.exit(f"{folder} holds another board ({path.read_text()}): take another folder")
     path.write_text(yaml.safe_dump(about))

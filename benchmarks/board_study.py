@@ -5,6 +5,7 @@ the loss, and the divisor stays, so that trainings of one seed differ by that al
 """
 
 import ast
+import hashlib
 import os
 import re
 import sys
@@ -41,7 +42,7 @@ class Size:
         questions: m, held-out pieces.
         length: Words a piece.
         words: Entries of the vocabulary; 0 is any other word.
-        width: Of the hidden states.
+        width: Numbers in a hidden state.
         layers: Blocks.
         epochs: Passes over the training pieces.
         rate: The highest learning rate.
@@ -83,15 +84,14 @@ def _docstrings() -> list[str]:
         if not {"test", "tests", "idlelib", "site-packages"} & set(path.parts)
     )
     found = []
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
     for i in np.random.default_rng(0).permutation(len(paths)):
         try:
             tree = ast.parse(paths[i].read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError):
             continue  # files that hold mistakes for lib2to3's tests
-        for node in ast.walk(tree):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                found.append(text)
+        nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+        found += [text for node in nodes if (text := ast.get_docstring(node))]
     return found
 
 
@@ -119,6 +119,11 @@ class Board:
     size: Size
     tokens: Tensor
     pieces: list[list[str]]
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens: texts are those of the Python that runs, and its packages."""
+        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
 
     @property
     def train(self) -> Tensor:
@@ -239,8 +244,8 @@ class Training:
     """One training of the board.
 
     Attributes:
-        name: Of its file.
-        seed: Of first weights and order.
+        name: That of its file.
+        seed: That of first weights and order.
         drop: Per cent of the pieces that are left out; 0 for none.
         number: Which draw of them.
         perturbed: Whether first weights are perturbed by 1e-4 of their size.
