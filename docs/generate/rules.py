@@ -32,6 +32,8 @@ PARAMS = {
     "keep": "`scoring.keep`",
     "mean_of": "the experiment's `mean` and `minus`",
     "output_words": "the words of a `model_output` of your own",
+    "pool": "`lists.select.pool`",
+    "pool_spec": "what decides the pool's features",
     "question": "the experiment's own `data`",
     "retrained_spec": "`evaluation.subsets`",
     "scores_spec": "what decides the scores' numbers",
@@ -54,13 +56,14 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     smoke["evaluation"]["lists"] = ["suspects"]
+    select = {"select": {"experiment": "mix", "pool": "pool.py"}}
     described = {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}}
     return {
         "projected": smoke
         | {"experiments": smoke["experiments"] | described}
         | {"distortion": {}, "groups": ["label"], "compute": {"shards": 2}}
         | {"answers": {"tokens": True}}
-        | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}},
+        | {"lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")} | select},
         "exact": exact | {"projection": "exact"},
     }
 
@@ -74,6 +77,7 @@ def all_rules() -> dict[str, dict[str, Any]]:
         for name, config in _configs().items():
             place = Path(folder, name)
             place.mkdir()
+            (place / "pool.py").write_text("from digits import target_data, target_ids\n")
             (place / "config.yaml").write_text(yaml.safe_dump(config))
             command = [sys.executable, script, place / "config.yaml", place, place / "rules.json"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from pathlib import Path
 
 import pytest
 import yaml
@@ -47,6 +48,31 @@ def test_what_a_start_left_is_found_from_anywhere(tmp_path, monkeypatch):
     path.write_text(path.read_text().replace("s.py", "t.py"))
     with refused("config.no_record"):
         recorded_config(results)
+
+
+def test_what_a_start_was_given_beside_its_config_counts(tmp_path, monkeypatch):
+    """For this file alone, today's, and as long as no other start has come."""
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    path, other = Path("mine.yaml"), Path("other.yaml")
+    text = "study: s.py\nscoring: {damping: 2, top: 3}\nexperiments: {a: {targets: [1]}}\n"
+    for file in (path, other):
+        file.write_text(f"{text}model_output: regression\ncheckpoints: {{c: c.pt}}\n")
+    entries = ["scoring={damping: 5}", "experiments={b: {targets: ['1']}}"]
+    given = {"scoring": {"damping": "5"}, "experiments": {"b": {"targets": ["1"]}}}
+    record_config({}, Path("results"), [path.absolute()], given, entries)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    monkeypatch.chdir(tmp_path / "moved")
+    config = read_config(path, SCHEMA)
+    assert (config["scoring"]["damping"], config["scoring"]["top"]) == (5, 3)
+    targets = {name: one["targets"] for name, one in config["experiments"].items()}
+    assert targets == {"a": [1], "b": ["1"]}
+    path.write_text(path.read_text().replace("top: 3", "top: 4"))
+    assert read_config(path, SCHEMA)["scoring"]["top"] == 4
+    assert read_config(other, SCHEMA)["scoring"]["damping"] == 2
+    record_config({}, Path("results"), [path])
+    assert read_config(path, SCHEMA)["scoring"]["damping"] == 2
 
 
 def test_what_is_no_config_is_refused(tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from workspace import REPOSITORY
 
-from trak_core.artifacts import FEATURES, create
+from trak_core.artifacts import FEATURES, ArtifactError, create
 from trak_core.config.memory_needs import (
     Need,
     average_need,
@@ -257,6 +257,37 @@ def run_scoring(folder, n_train):
         matrix = {"normal_matrix": file["matrix"], "keep": keep}
         compute_scores(scores=file["one"], **inputs, **matrix, **common)
         average_scores(**paths, features=features, **about, **common)
+
+
+@pytest.mark.parametrize("keep", ["full", "top_k"])
+def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, keep):
+    """Of five blocks of rows; some of seven shards have none, and none of two is half."""
+    own, n_train, scored = SPEC.under("c"), 5000, tmp_path / "c.h5"
+    train, mine, matrix = (tmp_path / f"{name}.h5" for name in ("train", "mine", "matrix"))
+    write_features(train, own.of_train(), n_train)
+    write_features(mine, own.of_targets(), 200)
+    common = {"code": "", "memory_mb": 64}
+    compute_normal_matrix(
+        normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **common
+    )
+    inputs = {"train_path": train, "targets_path": mine, "normal_matrix": matrix, "spec": own}
+    compute_scores(scores=scored, **inputs, keep=keep, **common)
+    common |= {"checkpoint_scores": [scored], "spec": SPEC, "columns": "", "defaults": "", "top": 5}
+    features = [train] if keep == "top_k" else []
+    average_scores(scores=tmp_path / "whole.h5", features=features, **common)
+    whole = (tmp_path / "whole.h5").read_bytes()
+    for n in (2, 7):
+        shards = [tmp_path / f"{i}-of-{n}.h5" for i in range(1, n + 1)]
+        for i, shard in enumerate(shards, start=1):
+            average_scores(scores=shard, features=features, shard=i, n_shards=n, **common)
+        joined = tmp_path / "joined.h5"
+        average_scores(scores=joined, features=[], shards=shards, **common)
+        assert joined.read_bytes() == whole
+    for wrong, words in ((shards[:-1], "order of shards"), ([*shards[1:], shards[0]], "order of")):
+        with pytest.raises(ArtifactError, match=rf"must agree in the {words}"):
+            average_scores(scores=tmp_path / "no.h5", features=[], shards=wrong, **common)
+    with pytest.raises(ArtifactError, match="must agree in the order of shards"):
+        average_scores(scores=tmp_path / "no.h5", features=[], shards=shards, **common | {"top": 6})
 
 
 NOISE = """

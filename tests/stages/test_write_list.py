@@ -3,11 +3,15 @@
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
-from pipeline import run_stages, scores_spec
+from pipeline import ON_CPU, averaged, run_stages, scores_spec
 
 from trak_core.artifacts import ArtifactError
+from trak_core.spec import POOL
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.find_duplicates import find_duplicates
 from trak_core.stages.write_list import write_list
+from trak_core.study.columns import with_class_names
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
 
@@ -70,3 +74,60 @@ def test_lists_are_those_of_the_table(finished, tmp_path):
             kind="suspects",
             code="code",
         )
+
+
+def test_a_pool_is_scored_as_training_samples_are(tmp_path):
+    """Scores of a pool that has the training samples are theirs."""
+    study, checkpoints, targets = with_two_checkpoints(tmp_path)
+    (tmp_path / "again.py").write_text("from study import train_data as target_data\n")
+    given = {"model_output": "regression", "combine": "unit_average", "normalize": True}
+    kept = {"proj_dim": 8, "kind": "rademacher", "keep": "top_k"}
+    path = run_stages(tmp_path, study, checkpoints, targets, **given, **kept)
+    spec = scores_spec(checkpoints, targets, projection=PROJECTION, **given)
+    parts, pools = [], []
+    for checkpoint in sorted(checkpoints):
+        own, folder = spec.under(checkpoint), tmp_path / "features" / checkpoint
+        of_pool = own.features.of(POOL, "digest")
+        compute_features(
+            features=folder / "pool.h5",
+            checkpoint=checkpoints[checkpoint],
+            study_file=study,
+            spec=of_pool,
+            question=tmp_path / "again.py",
+            **ON_CPU,
+        )
+        parts.append(tmp_path / f"pool/mine/{checkpoint}.h5")
+        pools.append(folder / "pool.h5")
+        inputs = {
+            "train_path": folder / "train.h5",
+            "targets_path": folder / "mine.h5",
+            "normal_matrix": tmp_path / f"normal_matrix/{checkpoint}.h5",
+            "pool": pools[-1],
+            "pool_spec": of_pool,
+        }
+        compute_scores(
+            scores=parts[-1], **inputs, spec=own, keep="top_k", code="code", memory_mb=500
+        )
+    pool = averaged(tmp_path / "pool/mine.h5", parts, spec, pools)
+    for key in ("train", "top_influences"):
+        pd.testing.assert_frame_equal(pd.read_hdf(pool, key), pd.read_hdf(path, key))
+    # Scores of the training samples don't go with features of the pool.
+    train = [tmp_path / f"scores/mine/{checkpoint}.h5" for checkpoint in sorted(checkpoints)]
+    with pytest.raises(ArtifactError, match="agree in the training features"):
+        averaged(tmp_path / "mixed.h5", train, spec, pools)
+
+
+def test_lists_have_the_names_of_classes(finished, tmp_path):
+    """A number without a name stays; so do all where they are no classes."""
+    (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 'dog']\n")
+    rows = pd.DataFrame({"id": [4, 5, 6], "label": [1, 0, -1], "suggested_label": [0, 0, 2]})
+    given = ("label", "prediction", "suggested_label"), tmp_path / "named.py"
+    named = with_class_names(rows, *given, "image_classification")
+    assert named["label"].tolist() == ["dog", "cat", -1]
+    assert named["suggested_label"].tolist() == ["cat", "cat", 2]
+    assert with_class_names(rows, *given, "multi_label") is rows
+    _, path, _ = finished
+    lists = [tmp_path / name for name in ("plain.csv", "named.csv")]
+    for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
+        write_list(listed=listed, scores=path, kind="drop", study_file=study, code="code")
+    assert lists[0].read_text() == lists[1].read_text()  # of a regression

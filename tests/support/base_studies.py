@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 from own_checkpoints import own_study
 from running import small_study
-from workspace import Workspace, scoring
+from workspace import Workspace, jobs, scoring
 
 TRAINED = {
     "model_output": "image_classification",
@@ -69,7 +69,10 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
     del study.config["checkpoints"]["c2"], study.config["experiments"]["one"]
     study.config |= {"evaluation": copy.deepcopy(EVALUATION), "groups": ["label"]}
     study.config["lists"] = ["drop"]
-    assert study.run("all") == {
+    status, output = study.snakemake("all")
+    assert status == 0, output
+    assert "\nGroups: results/groups/few.h5\n" in output
+    assert jobs(output) == {
         "average_scores": 1,
         "draw_influences": 1,
         "write_report_first": 1,

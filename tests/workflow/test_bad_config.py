@@ -69,6 +69,7 @@ VALUES = {
     "a results folder that ends a line": ("results", "results\n", "as its meaning says"),
 }
 DATE = datetime.date(2024, 1, 1)
+POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
 PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
@@ -141,7 +142,8 @@ REFUSALS = {
         "a list of an unknown experiment": ({"lists": {"drop": {"experiment": "b"}}}, "b"),
     },
     "config.list_features": {
-        "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates")
+        "copies without features": (EXACT | {"lists": ["duplicates"]}, "duplicates"),
+        "a pool without features": (EXACT | POOLED, "select with a pool"),
     },
     "config.proof_of_no_list": {
         "a proof of no list": (PROVED | {"lists": ["suspects"]}, "drop", "suspects")
@@ -150,6 +152,15 @@ REFUSALS = {
         "a proof on targets that are not there": (
             PROVED | {"lists": ["drop"], "evaluation": {"lists": {"drop": {"experiment": "b"}}}},
             "Found b",
+        )
+    },
+    "config.proof_of_pool": {
+        "a proof on a pool": (PROVED | POOLED | {"evaluation": {"lists": ["select"]}}, "select")
+    },
+    "config.pool_name": {
+        "an experiment called as the pool": (
+            POOLED | experiment("pool") | {"lists": {"select": {"pool": "diabetes.py"}}},
+            "Found pool",
         )
     },
     "config.proof_fractions": {

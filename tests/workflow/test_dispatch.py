@@ -58,10 +58,12 @@ def jobs(tmp_path_factory):
         "answers": {"tokens": True},
         "experiments": everything["experiments"]
         | {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}},
-        "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")},
+        "lists": {kind: {"experiment": "mix"} for kind in ("suspects", "duplicates")}
+        | {"select": {"experiment": "mix", "pool": "unlabelled.py"}},
     }
     everything["evaluation"]["lists"] = ["suspects"]
     exact = {"study": str(REPOSITORY / "tests/studies/diabetes.py"), **EXACT}
+    (folder / "unlabelled.py").write_text("from digits import target_data, target_ids\n")
     save_weights(folder / "c0.pt")
     (folder / "mine.h5").touch()
     return {job["rule"]: job for c in (everything, exact) for job in jobs_of(folder, c)}
@@ -82,7 +84,8 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
     assert {rule for rule, job in jobs.items() if job["priority"] > 0} == {
         *("train_checkpoint", "compute_features", "compute_features_shard", "join_shards"),
         *("compute_normal_matrix", "compute_scores", "compute_gramian", "compute_exact_scores"),
-        *("average_scores", "average_targets", "draw_influences", "write_report_first"),
+        *("average_scores", "average_scores_shard", "average_targets", "draw_influences"),
+        "write_report_first",
         *("compute_outputs", "select_targets", "compute_token_scores"),
     }
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from running import Running, small_study
 
+from trak_core.system.files import read_record
 from trak_core.system.fork_server import serve_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
@@ -98,8 +99,13 @@ def test_forked_jobs_leave_the_same_files(marked):
     status, output = marked.snakemake("--dry-run")
     assert status == 0, output
     assert "\nReport: " not in output
-    status, output = marked.snakemake("scores", python=sys.executable)
+    given = ("--config", "compute={threads: 1}")
+    status, output = marked.snakemake("scores", *given, python=sys.executable)
     assert status == 0, output
+    # What `trak ask` goes by.
+    record = read_record(marked.path("results/config.json"))
+    assert record["by_command"] == {"compute": {"threads": 1}}
+    assert record["config_files"] == ["study.yaml"]
     assert "\nScores: results/scores/few.h5\n" in output
     assert "\nReport: " not in output  # it was not asked for
     forked = marked.artifacts()

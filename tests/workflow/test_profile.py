@@ -15,7 +15,14 @@ WITH_GPU = {
 APART = WITH_GPU | {
     *("train_checkpoint", "train_checkpoint_flipped", "retrain_subsets", "retrain_without_random"),
     *("retrain_without_top", "evaluate_scores", "compute_self_influence", "find_flipped"),
-    *("compare_removals", "write_report", "write_list", "find_duplicates", "retrain_list"),
+    *(
+        "compare_removals",
+        "write_report",
+        "write_report_first",
+        "write_list",
+        "find_duplicates",
+        "retrain_list",
+    ),
     *("prove_list", "select_targets"),
 }
 
@@ -24,7 +31,7 @@ def test_every_rule_has_its_place_and_every_name_is_a_rule():
     profile = yaml.safe_load((REPOSITORY / "slurm/profile.yaml").read_text())
     text = "".join(p.read_text() for p in (REPOSITORY / "workflow/rules").glob("*.smk"))
     rules = set(re.findall(r"^ *rule (\w+):$", text, flags=re.M))
-    rules |= set(re.findall(r"^use rule \w+ as (\w+) with:$", text, flags=re.M))
+    rules |= set(re.findall(r"^ *use rule \w+ as (\w+) with:$", text, flags=re.M))
     # Those of trainings are made in a loop.
     rules |= set(re.findall(r"\"(train_checkpoint\w*)\"", text)) - {"train_checkpoint"}
     rules |= {"train_checkpoint"}

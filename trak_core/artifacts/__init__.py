@@ -35,6 +35,7 @@ from trak_core.artifacts.format import (
     REMOVALS,
     RETRAINED,
     SCORES,
+    SCORES_SHARD,
     SELF_INFLUENCE,
     TARGETS,
     TOKEN_SCORES,
@@ -49,5 +50,6 @@ __all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS"]
 __all__ += ["EVALUATION", "EXACT_SCORES", "FEATURES", "FEATURE_SHARD", "FLIPPED", "GRAMIAN"]
 __all__ += ["OUTPUTS", "PROOF", "TARGETS", "TOKEN_SCORES", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
+__all__ += ["SCORES_SHARD"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
 __all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]

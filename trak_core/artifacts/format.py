@@ -78,6 +78,7 @@ GRAMIAN = ArtifactKind(
 # The same files by another road.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
+SCORES_SHARD = ArtifactKind("trak-scores-shard", ("help", "harm"), "average_scores_shard")
 DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
 RETRAINED = ArtifactKind("trak-retrained", ("masks", "outputs", "predictions"), "retrain_subsets")
 EMBEDDINGS = ArtifactKind("trak-embeddings", ("train", "targets"), "compute_embeddings")
@@ -100,6 +101,7 @@ PROOF = ArtifactKind("trak-evaluation", ("summary", "models"), "prove_list")
 # Every kind once; ``verify`` knows a file by its type and keys.
 KINDS = (
     *(FEATURES, NORMAL_MATRIX, GRAMIAN, CHECKPOINT_SCORES, SCORES, DISTORTION),
+    SCORES_SHARD,
     *(RETRAINED, EMBEDDINGS, SELF_INFLUENCE, ANSWERS, GROUPS, OUTPUTS, TARGETS),
     TOKEN_SCORES,
     *(EVALUATION, FLIPPED, REMOVALS, PROOF),
@@ -230,12 +232,15 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
     return value | {key: [json.loads(row) for row in rows[:]] for key, rows in lists.items()}
 
 
-def table_columns(table: h5py.Dataset, columns: Iterable[tuple[str, str, int]]) -> dict[str, Any]:
+def table_columns(
+    table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], read: slice = slice(None)
+) -> dict[str, Any]:
     """Return columns of a table that pandas wrote, by name, field and place in the field.
 
-    A field is a column, or a block of columns of one dtype: strings or numbers.
+    A field is a column, or a block of columns of one dtype: strings or numbers. ``read`` are the
+    rows to be read.
     """
-    rows, values = table[()], {}
+    rows, values = table[read], {}
     for name, part, place in columns:
         column = rows[part] if rows[part].ndim == 1 else rows[part][:, place]
         values[name] = plain_ids(column) if column.dtype.kind == "S" else column

@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
 import h5py
 import numpy as np
@@ -17,6 +17,7 @@ from trak_core.artifacts.format import (
     ValuesHash,
     content_hash,
     ids_array,
+    plain_ids,
     put_attributes,
     table_columns,
     write_object,
@@ -28,6 +29,10 @@ if TYPE_CHECKING:  # most jobs write no table
     import pandas as pd
 
 _Place = tuple[str, str, int]
+# Columns of a table: pandas' own, or stored ones by name.
+Table = Union["pd.DataFrame", Mapping[str, np.ndarray]]
+# Rows of a table that pandas has at a time, in more memory than they take.
+_PIECE_ROWS = 2**18
 _PANDAS_VERSION = "0.15.2"  # of pandas' HDF5 layout; pandas 3 no longer writes it
 # What PyTables and pandas look for, in the order in which files have it.
 _FRAME = {
@@ -122,7 +127,7 @@ class Writer:
     path: Path
     file: h5py.File
     raw: SealingFile
-    tables: list[tuple[str, "pd.DataFrame", list[str]]] = field(default_factory=list)
+    tables: list[tuple[str, "Table", list[str]]] = field(default_factory=list)
     matrices: list[MatrixWriter] = field(default_factory=list)
 
     def matrix(
@@ -156,15 +161,20 @@ class Writer:
         """Write one value a sample, or ids."""
         array = ids_array(values) if isinstance(values, list) else np.asarray(values)
         chunks = (min(len(array), 2**16),)
-        self.file.create_dataset(key, data=array, chunks=chunks, fletcher32=True)
+        # Nothing at all has no chunks.
+        stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(array) else {}
+        self.file.create_dataset(key, data=array, **stored)
 
     def scalar(self, key: str, value: float) -> None:
         """Write one number."""
         self.file.create_dataset(key, data=value)
 
-    def table(self, key: str, rows: "pd.DataFrame", searchable: Sequence[str]) -> None:
-        """Write a small table by pandas itself; ``where=`` can name the ``searchable`` columns."""
-        if rows.empty:  # pandas would not write it
+    def table(self, key: str, rows: "Table", searchable: Sequence[str]) -> None:
+        """Write a table by pandas itself; ``where=`` can name the ``searchable`` columns.
+
+        Columns may be stored ones, by name: pandas then has a piece of the rows at a time.
+        """
+        if not _length(rows):  # pandas would not write it
             raise ArtifactError(
                 f"{self.path}: the table {key!r} must have a row. Found none: is every "
                 "score exactly 0?"
@@ -172,7 +182,41 @@ class Writer:
         self.tables.append((key, rows, list(searchable)))
 
 
-def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]) -> list[_Place]:
+def _length(rows: Table) -> int:
+    return len(next(iter(rows.values()))) if isinstance(rows, Mapping) else len(rows)
+
+
+def _pieces(rows: Table) -> Iterator["pd.DataFrame"]:
+    """Yield the rows of a table, so many at a time as pandas writes at once."""
+    import pandas as pd
+
+    for start in range(0, _length(rows), _PIECE_ROWS):
+        place = slice(start, start + _PIECE_ROWS)
+        if isinstance(rows, Mapping):
+            columns = {
+                name: plain_ids(values[place]) if values.dtype.kind == "S" else values[place]
+                for name, values in rows.items()
+            }
+            size = len(next(iter(columns.values())))
+            yield pd.DataFrame(columns, index=pd.RangeIndex(start, start + size))
+        else:
+            yield rows.iloc[place]
+
+
+def _widths(rows: Table, searchable: list[str]) -> dict[str, int]:
+    """Return the bytes of each text column, or of a block of them, in the whole table."""
+    widths: dict[str, int] = {}
+    for name in rows:
+        values = np.asarray(rows[name])
+        if values.dtype.kind in "OSTU":
+            where = name if name in searchable else "values"
+            width = max((len(str(v).encode()) for v in values), default=1)
+            width = values.dtype.itemsize if values.dtype.kind == "S" else width
+            widths[where] = max(widths.get(where, 1), width)
+    return widths
+
+
+def _put_table(path: Path, key: str, rows: Table, searchable: list[str]) -> list[_Place]:
     """Return name, field and place of each column in a table that pandas writes here.
 
     pandas keeps that as a pickle, which a reader must not open.
@@ -183,27 +227,39 @@ def _put_table(path: Path, key: str, rows: "pd.DataFrame", searchable: list[str]
     packing: Any = {"track_times": False, "complib": "zlib", "complevel": 0}
     # pandas 2 reads back what equals it as missing: not a text, nor an id, has one.
     packing["nan_rep"] = "\x1a"
+    if _length(rows) > _PIECE_ROWS:
+        packing["min_itemsize"] = _widths(rows, searchable)
     with pd.HDFStore(path, "a", fletcher32=True) as store:
-        store.put(key, rows, format="table", data_columns=searchable, index=False, **packing)
+        for piece in _pieces(rows):
+            given = {"data_columns": searchable, "index": False, **packing}
+            store.put(key, piece, format="table", append=key in store, **given)
         # pandas 2 reads no table without it.
         group: Any = store.get_node(key)
         group._v_attrs.pandas_version = _PANDAS_VERSION
         table: Any = store.get_node(f"{key}/table")
         names = {field: table.attrs[f"{field}_kind"] for field in table.colnames[1:]}
     places = {name: (field, i) for field, held in names.items() for i, name in enumerate(held)}
-    return [(name, *places[name]) for name in rows.columns]
+    return [(name, *places[name]) for name in rows]
 
 
-def _reads_back(path: Path, key: str, rows: "pd.DataFrame", columns: list[_Place]) -> bool:
+def _reads_back(path: Path, key: str, rows: Table, columns: list[_Place]) -> bool:
     """Say whether a table reads as it was written: PyTables hides failed writes."""
     try:
         with h5py.File(path) as file:
             table: Any = file[f"{key}/table"]
-            values = table_columns(table, columns)
-        return all(
-            np.array_equal(values[name], rows[name], equal_nan=rows[name].dtype.kind == "f")
-            for name in rows
-        )
+            if len(table) != _length(rows):
+                return False
+            for piece in _pieces(rows):
+                first = int(piece.index[0])
+                values = table_columns(table, columns, slice(first, first + len(piece)))
+                if not all(
+                    np.array_equal(
+                        values[name], piece[name], equal_nan=piece[name].dtype.kind == "f"
+                    )
+                    for name in piece
+                ):
+                    return False
+        return True
     except Exception:  # of many kinds, where the file breaks off
         return False
 
@@ -265,7 +321,8 @@ def _add_tables(path: Path, partial: Path, writer: Writer, known: dict[str, str]
 def _hdf5(raw: SealingFile, mode: str) -> Generator[h5py.File, None, None]:
     """Give HDF5's file of these bytes; what the disk said of a write is the error."""
     try:
-        with h5py.File(raw, mode) as file:
+        # Chunks are written whole: without a cache their order is theirs, whatever the blocks.
+        with h5py.File(raw, mode, rdcc_nbytes=0) as file:
             yield file
     except Exception as error:
         if raw.failure is None or error is raw.failure:

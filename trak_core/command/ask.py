@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -189,7 +190,7 @@ def _held_run(config_file: str) -> "HeldRun":
     """Return the run of a config, with its study loaded."""
     import torch
 
-    from trak_core.config.read_config import read_config
+    from trak_core.config.read_config import given_by_command, read_config
     from trak_core.queries.finished_run import FinishedRun
     from trak_core.queries.held_run import HeldRun
     from trak_core.system.job import quiet_libraries
@@ -197,6 +198,11 @@ def _held_run(config_file: str) -> "HeldRun":
     quiet_libraries()
     schema = workflow_folder() / "schemas/config.schema.yaml"
     config = read_config(Path(config_file), schema)
+    given = given_by_command(Path(config_file), config)
+    if given:
+        print(
+            f"Notice: as the run was started, with --config {json.dumps(given)}.", file=sys.stderr
+        )
     torch.set_num_threads(config["compute"]["threads"])
     run = FinishedRun.of_config(config, Path(config["results"]), Path.cwd())
     return HeldRun(run, lambda notice: print(notice, file=sys.stderr, flush=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE, about_output, output_name
-from trak_core.spec import EXACT, Combine, ProjectionKind, Weighting
+from trak_core.spec import EXACT, POOL, Combine, ProjectionKind, Weighting, subset_size
 from trak_core.spec.condition import MOST_TARGETS, Condition
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
@@ -90,6 +90,12 @@ def check_proofs(config: Mapping[str, Any]) -> None:
                 f"`lists` of {', '.join(lists) or 'none'}.",
                 code="config.proof_of_no_list",
             )
+        if "pool" in lists[name]:
+            raise InputError(
+                "evaluation.lists trains on the study's train_data(). Found select, whose samples "
+                "are a pool's: leave it out, and compare models that you train on the list.",
+                code="config.proof_of_pool",
+            )
         own = [name for name, value in experiments.items() if not {"data", "mean"} & set(value)]
         if about["experiment"] not in own:
             raise InputError(
@@ -118,18 +124,27 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 f"`{example}`, say.",
                 code="config.list_experiment",
             )
-    compared = lists.get("duplicates", {}).get("experiment")
-    if compared is not None and "mean" in config["experiments"][compared]:
+    pool = "pool" in lists.get("select", {})
+    of_features = {"duplicates": "duplicates" in lists, "select with a pool": pool}
+    for name in (name for name, is_there in of_features.items() if is_there):
+        compared = lists[name.split()[0]]["experiment"]
+        if "mean" in config["experiments"][compared]:
+            raise InputError(
+                f"lists: {name} needs targets of an experiment's own. Found {compared}, which is a "
+                "mean. Name the experiment that has the targets.",
+                code="config.list_of_mean",
+            )
+        if config["projection"] == EXACT:
+            raise InputError(
+                f"lists: {name} compares projected features. Found `projection: exact`, which "
+                "keeps none. Leave it out, or take a projection.",
+                code="config.list_features",
+            )
+    if pool and POOL in experiments:
         raise InputError(
-            "lists: duplicates compares samples. Found those of "
-            f"{compared}, which is a mean. Name the experiment that has the targets.",
-            code="config.list_of_mean",
-        )
-    if config["projection"] == EXACT and "duplicates" in lists:
-        raise InputError(
-            "lists: duplicates compares projected features. Found `projection: exact`, which keeps "
-            "none. Leave it out, or take a projection.",
-            code="config.list_features",
+            f"experiments: none must be called {POOL} where lists.select has a pool, whose files "
+            f"are called so. Found {POOL}. Rename it.",
+            code="config.pool_name",
         )
 
 
@@ -300,6 +315,14 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
     """Refuse an evaluation of more samples, or more of an experiment's targets, than there are."""
+    fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
+    size = subset_size(n_train, fraction)
+    if "subsets" in evaluation and not 0 < size < n_train:
+        raise InputError(
+            "evaluation.subsets.fraction must keep at least one training sample, and leave out "
+            f"one. Found {fraction}, which keeps {size} of {n_train}.",
+            code="config.subset_size",
+        )
     n_removed = max(evaluation.get("removals", {}).get("n_removed", ()), default=0)
     if n_removed >= n_train:
         raise InputError(
@@ -422,6 +445,8 @@ def _paths(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"experiments.{name}.{key}", experiment[key]
     for file in config["data_files"]:
         yield "data_files", file
+    if "pool" in lists_of(config).get("select", {}):
+        yield "lists.select.pool", lists_of(config)["select"]["pool"]
     truth = config.get("evaluation", {}).get("ground_truth")
     if truth is not None:
         yield "evaluation.ground_truth", truth

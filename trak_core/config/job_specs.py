@@ -23,6 +23,7 @@ from trak_core.config.checkpoint_list import (
     checkpoint_table,
     come_from_along_runs,
     runs_of,
+    seeds_of_runs,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -36,6 +37,7 @@ from trak_core.model_outputs.table import About, about_output, output_name
 from trak_core.provenance import content_digest, mentions, study_digest
 from trak_core.spec import (
     EXACT,
+    POOL,
     TRAIN,
     Combine,
     FeaturesSpec,
@@ -50,8 +52,8 @@ from trak_core.spec import (
 from trak_core.spec.condition import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
-# Halves, and targets with their removals, that one job trains for.
-_HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
+# Subsets, and targets with their removals, that one job trains for.
+_SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
@@ -168,9 +170,9 @@ class Specs:
     @property
     def shards(self) -> dict[str, int]:
         """Jobs that each split's features are cut into."""
-        experiments = self.config["experiments"]
-        shards = {name: experiments[name]["shards"] for name in self.experiments}
-        return {TRAIN: self.config["compute"]["shards"], **shards}
+        shards = {name: self.config["experiments"][name]["shards"] for name in self.experiments}
+        pool = {} if self.pool is None else {POOL: 1}
+        return {TRAIN: self.config["compute"]["shards"], **shards, **pool}
 
     @property
     def reported(self) -> dict[str, Any]:
@@ -212,27 +214,27 @@ class Specs:
 
     @property
     def questions(self) -> dict[str, str]:
-        """Files of targets that experiments bring by themselves."""
-        experiments = self.config["experiments"].items()
-        return {
-            name: experiment["data"] for name, experiment in experiments if "data" in experiment
-        }
+        """Files of targets that experiments bring by themselves, and of the pool to select from."""
+        about = self.config["experiments"]
+        own = {name: about[name]["data"] for name in about if "data" in about[name]}
+        return own if self.pool is None else own | {POOL: self.pool}
+
+    @property
+    def pool(self) -> str | None:
+        """The file of samples to select from; None where these are the training samples."""
+        return self.lists.get("select", {}).get("pool")
 
     @property
     def conditions(self) -> dict[str, str]:
         """What experiments say of their targets, by name, where they don't name any."""
-        experiments = self.config["experiments"].items()
-        return {name: about["where"] for name, about in experiments if "where" in about}
+        about = self.config["experiments"]
+        return {name: about[name]["where"] for name in about if "where" in about[name]}
 
     @property
     def means(self) -> dict[str, list[str]]:
         """Experiments of one target: what it is the mean of, and of what else it is less that."""
-        experiments = self.config["experiments"].items()
-        return {
-            name: [about[key] for key in ("mean", "minus") if key in about]
-            for name, about in experiments
-            if "mean" in about
-        }
+        means = {n: e for n, e in self.config["experiments"].items() if "mean" in e}
+        return {n: [e[key] for key in ("mean", "minus") if key in e] for n, e in means.items()}
 
     @property
     def scored(self) -> list[str]:
@@ -246,8 +248,8 @@ class Specs:
     @property
     def has_columns(self) -> bool:
         """Whether the study, or a question in Python, may have columns of its own."""
-        questions = [path for path in self.questions.values() if path.endswith(".py")]
-        return any(mentions(Path(path), _COLUMNS) for path in [self.config["study"], *questions])
+        files = [self.config["study"], *self.questions.values()]
+        return any(mentions(Path(path), _COLUMNS) for path in files if path.endswith(".py"))
 
     @property
     def lists(self) -> dict[str, dict[str, Any]]:
@@ -269,7 +271,7 @@ class Specs:
         if split in self.means:
             named = [(name, self.targets_digest(name)) for name in self.means[split]]
             return content_digest("mean", *named)
-        if split not in self.experiments:
+        if split not in {*self.experiments, *self.questions}:
             return None
         if split in self.conditions:
             where = self.conditions[split]
@@ -277,8 +279,8 @@ class Specs:
             code = self.digests["targets" if is_plain else "columns"]
             return content_digest(["where", where], code)
         question = Path(self.questions[split]) if split in self.questions else None
-        study = Path(self.config["study"])
-        return targets_digest(self.experiments[split], question, self.digests, study)
+        ids, study = self.experiments.get(split), Path(self.config["study"])
+        return targets_digest(ids, question, self.digests, study)
 
     @property
     def all_features(self) -> FeaturesSpec:
@@ -382,8 +384,8 @@ class Specs:
         """Experiments whose scores are compared with retrained models."""
         if not {"subsets", "ground_truth"} & set(self.evaluation):
             return []
-        explained = [name for name in self.experiments if name not in self.questions]
-        return list(self.evaluation.get("experiments", explained))
+        own = [name for name in self.experiments if name not in self.questions]
+        return list(self.evaluation.get("experiments", own))
 
     @property
     def measures_features(self) -> bool:
@@ -419,16 +421,18 @@ class Specs:
         return settings_of(sweep, own)
 
     @property
-    def halves(self) -> RetrainedSpec:
-        """What decides models retrained on random halves."""
+    def random_subsets(self) -> RetrainedSpec:
+        """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
-        return self._retrained("halves", subsets["seeds"], subsets["seed"])
+        spec = self._retrained("random", subsets["seeds"], subsets["seed"])
+        runs = {run: self.training_arguments(run) for run in self.runs}
+        seeds = seeds_of_runs(runs, spec.seeds) if subsets["same_seeds"] else None
+        return replace(spec, fraction=subsets["fraction"], run_seeds=seeds)
 
-    def half_groups(self) -> list[tuple[int, int]]:
-        """Return the first and last half of each job."""
-        count = self.evaluation["subsets"]["count"]
-        starts = range(0, count, _HALVES_A_JOB)
-        return [(start, min(start + _HALVES_A_JOB, count) - 1) for start in starts]
+    def subset_groups(self) -> list[tuple[int, int]]:
+        """Return the first and last subset of each job."""
+        starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
+        return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     @property
     def random_removals(self) -> RetrainedSpec:
@@ -443,10 +447,9 @@ class Specs:
 
     def removal_groups(self) -> list[list[int | str]]:
         """Return the targets of each job."""
-        removals = self.evaluation["removals"]
-        targets = list((self.experiments[removals["experiment"]] or [])[: removals["targets"]])
-        starts = range(0, len(targets), _REMOVALS_A_JOB)
-        return [targets[start : start + _REMOVALS_A_JOB] for start in starts]
+        about, step = self.evaluation["removals"], _REMOVALS_A_JOB
+        targets = list((self.experiments[about["experiment"]] or [])[: about["targets"]])
+        return [targets[i : i + step] for i in range(0, len(targets), step)]
 
     def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
         return RetrainedSpec(
@@ -484,7 +487,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     check_proofs(config)
     study = Path(config["study"])
     data = data_digests(config["data_files"], results / "data_files.json", writes=writes)
-    tables = [config["checkpoints"]]
+    tables = [config["checkpoints"], lists_of(config).get("select", {}).get("pool")]
     for experiment in config["experiments"].values():
         tables += [experiment.get("targets"), experiment.get("data")]
     tables = [path for path in tables if isinstance(path, str) and path != ALL_TARGETS]

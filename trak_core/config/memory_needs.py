@@ -122,10 +122,26 @@ def average_need(
     checkpoint at a time.
     """
     kept = min(top, n_train) * n_targets
-    fixed = 256 * (n_train + n_targets) + 400 * kept + 8 * (solved_dim or 0) * n_targets
+    fixed = 80 * n_train + 256 * n_targets + 400 * kept + 8 * (solved_dim or 0) * n_targets
     row = 64 * n_targets + 40 * n_checkpoints + 12 * (solved_dim or 0)
     job = f"the average for {n_train} training samples, {n_targets} targets and scoring.top {top}"
     return Need(job, fixed, row)
+
+
+def shard_rows(n_train: int, block: int, shard: int, n_shards: int) -> tuple[int, int]:
+    """Return the training samples of one shard of an average, which are whole blocks, or none.
+
+    Blocks are those of the average in one piece, so that each product is the same.
+    """
+    n_blocks = -(-n_train // block)
+    start, stop = (block * (n_blocks * i // n_shards) for i in (shard - 1, shard))
+    return start, min(stop, n_train)
+
+
+def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
+    """Return whether the solved targets of all checkpoints may stay in memory, each of ``size``."""
+    spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
+    return 8 * size * (n_checkpoints - 1) <= spare
 
 
 @dataclass(frozen=True, slots=True)

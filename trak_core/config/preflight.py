@@ -21,7 +21,7 @@ from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
 from trak_core.provenance import code_digest, stat_signature
-from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, TRAIN, projection_of
+from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.condition import MOST_TARGETS
 from trak_core.system.files import read_record, write_record
 
@@ -142,6 +142,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
+        "weighted": specs.evaluation.get("subsets", {}).get("same_seeds", False),
         "group_by": config.get("groups", []),
     }
 
@@ -268,6 +269,8 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     n_targets = {split: sizes["n_samples"] for split, sizes in facts["splits"].items()}
     n_targets |= {name: min(n_targets[name], MOST_TARGETS) for name in specs.conditions}
     n_train = n_targets.pop(TRAIN)
+    # Its scores are never in memory together.
+    n_targets.pop(POOL, None)
     check_memory(
         memory_mb,
         proj_dim=proj_dim,

@@ -10,7 +10,13 @@ from typing import Any
 import yaml
 
 from trak_core.config.ready_made import with_ready_study
-from trak_core.config.schema import check_config, check_unique_keys, with_defaults
+from trak_core.config.schema import (
+    check_config,
+    check_unique_keys,
+    merged,
+    with_defaults,
+    with_values_read,
+)
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules
@@ -88,6 +94,9 @@ _RECORD = "config.json"
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
     """Return a config with its schema's defaults, as a start of Snakemake has it; write nothing.
 
+    What the last start with this config was given by ``--config`` counts, if it left that in the
+    results folder that the file names.
+
     Raises:
         InputError: If the config is not valid, as at a start.
     """
@@ -98,19 +107,41 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
             f"{path}: a config must be a mapping of keys to values. Found {type(config).__name__}.",
             code="config.no_mapping",
         )
-    config = with_ready_study(config, writes=False)
+    config = with_ready_study(merged(config, given_by_command(path, config)), writes=False)
     rules = yaml.safe_load(schema.read_text(encoding="utf-8"))
     check_config(config, rules)
     config = with_defaults(config, rules)
     return config | {"results": str(Path(config["results"]))}
 
 
-def record_config(config: Mapping[str, Any], results: Path) -> None:
+def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``--config`` said at the last start with this config file alone."""
+    results = config.get("results", "results")
+    known = read_record(Path(results) / _RECORD) if isinstance(results, str) else {}
+    files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
+    is_same = [file.resolve() for file in files] == [path.resolve()]
+    return known["by_command"] if is_same else {}
+
+
+def record_config(
+    config: Mapping[str, Any],
+    results: Path,
+    config_files: Sequence[Path] = (),
+    given: Mapping[str, Any] | None = None,
+    entries: Sequence[str] = (),
+) -> None:
     """Keep the config of a start in its results folder, for who has no more than that folder.
 
-    The working folder, from which the config's paths count, is kept relative to it.
+    The working folder, from which the config's paths count, is kept relative to it. So are the
+    ``config_files`` of the start, and what it was ``given`` by ``--config`` beside them, whose
+    ``entries`` stand as on the command line.
     """
-    known = {"config": dict(config), "folder": os.path.relpath(Path.cwd(), results)}
+    known = {
+        "config": dict(config),
+        "folder": os.path.relpath(Path.cwd(), results),
+        "config_files": [os.path.relpath(file) for file in config_files],
+        "by_command": with_values_read(given or {}, entries),
+    }
     if read_record(results / _RECORD) != known:
         write_record(results / _RECORD, known)
 

@@ -81,18 +81,19 @@ _TextKeyLoader.add_constructor(
 )
 
 
+def merged(value: Any, given: Any) -> Any:
+    """Return what is given in place of a value; mappings key by key, as Snakemake does."""
+    if not isinstance(value, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
+
+
 def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
     """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
 
     It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
     The entries stand as on the command line, ``key=value``; one that is no YAML is refused.
     """
-
-    def merged(value: Any, given: Any) -> Any:
-        if not isinstance(value, Mapping) or not isinstance(given, Mapping):
-            return given
-        return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
-
     read = dict(config)
     for key, _, text in (entry.partition("=") for entry in entries):
         if isinstance(read.get(key), Mapping | list):

@@ -25,7 +25,7 @@ from trak_core.model_outputs.language_modelling import warn_of_masked_model
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 from trak_core.model_outputs.own_output import own_output
 from trak_core.model_outputs.table import TABLE, about_output, place_of
-from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.spec import POOL, TRAIN, FeaturesSpec
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
@@ -176,7 +176,7 @@ def write_columns(
     writer.vector("labels", labels.numpy())
     writer.vector("outputs", outputs.float().numpy())
     writer.vector("predictions", predictions.numpy())
-    if spec.split in {None, TRAIN}:
+    if spec.split in {None, TRAIN, POOL}:
         warn_of_saturation(weights, spec.model_output)
         writer.vector("loss_weights", weights.float().numpy())
         for column in curvature:

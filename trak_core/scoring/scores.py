@@ -170,13 +170,18 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
             rows = np.broadcast_to(np.arange(len(part))[:, None], part.shape)
         else:
             rows, part = _packed(above, part)
-        rows = np.vstack([seen.rows, start + first + rows])
-        scores = np.vstack([seen.scores, part])
-        # Stable, so that of equal scores the earlier row stays.
-        order = np.argsort(-scores, axis=0, kind="stable")[:keep]
-        seen = Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
+        seen = merged(seen, Extremes(start + first + rows, part), keep)
         first += max(keep, first)
     return seen
+
+
+def merged(earlier: Extremes, later: Extremes, keep: int) -> Extremes:
+    """Return the ``keep`` largest of every column, of rows and of those that come after them."""
+    rows = np.vstack([earlier.rows, later.rows])
+    scores = np.vstack([earlier.scores, later.scores])
+    # Stable, so that of equal scores the earlier row stays.
+    order = np.argsort(-scores, axis=0, kind="stable")[:keep]
+    return Extremes(*(np.take_along_axis(values, order, axis=0) for values in (rows, scores)))
 
 
 def _packed(chosen: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

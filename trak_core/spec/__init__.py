@@ -5,6 +5,7 @@ from trak_core.spec.jobs import (
     EXACT,
     MEAN_OF,
     OPTIMIZER_FILE,
+    POOL,
     TRAIN,
     Combine,
     FeaturesSpec,
@@ -18,6 +19,7 @@ from trak_core.spec.jobs import (
     parse_spec,
     projection_of,
     settings_of,
+    subset_size,
 )
 from trak_core.spec.projection import (
     ProjectionKind,
@@ -32,6 +34,7 @@ __all__ = [
     "EXACT",
     "MEAN_OF",
     "OPTIMIZER_FILE",
+    "POOL",
     "TRAIN",
     "Combine",
     "FeaturesSpec",
@@ -49,5 +52,6 @@ __all__ = [
     "projection_of",
     "settings_of",
     "stream_of",
+    "subset_size",
     "usual_kind",
 ]

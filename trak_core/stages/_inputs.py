@@ -37,14 +37,19 @@ def read_rows(values: Rows, *, normalize: bool = False, first: int | None = None
     return lambda start, stop: unit_rows(values[start:stop, :first])
 
 
-def similarity_rows(part: Artifact, features: Artifact | None, *, normalize: bool) -> ReadRows:
-    """Return how to get rows of one checkpoint's A_c: as stored, or from the solved targets."""
+def similarity_rows(
+    part: Artifact, features: Artifact | None, *, normalize: bool, in_memory: bool = False
+) -> ReadRows:
+    """Return how to get rows of one checkpoint's A_c: as stored, or from the solved targets.
+
+    Unless these are to stay ``in_memory``, they are read again for every block of rows.
+    """
     if features is None:
         return read_rows(part.matrix("similarities"))
     hashes = part.spec.get("train_features"), features.content_hash
     check_same("training features", *hashes, features.path, FEATURES.rule)
-    # Read again for every block: one checkpoint's solved targets are in memory at a time.
     solved = part.matrix("solved_targets")
+    solved = solved[:] if in_memory else solved
     phi = read_rows(features.matrix("features"), normalize=normalize)
     return lambda start, stop: similarities(phi(start, stop), solved[:])
 
@@ -102,7 +107,7 @@ def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: floa
     if norm is not None:
         writer.scalar("train_norm", norm)
     for side, file in (("train", train), ("target", targets)):
-        writer.vector(f"{side}_ids", file.ids("sample_ids"))
+        writer.vector(f"{side}_ids", file.vector("sample_ids"))
         for key in _PER_SAMPLE:
             writer.vector(f"{side}_{key}", file.vector(key))
 

@@ -1,10 +1,12 @@
-"""Average the checkpoints of an experiment into its scores."""
+"""Average the checkpoints of an experiment into its scores, in one piece or in shards of rows."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,23 +16,28 @@ from trak_core.artifacts import (
     EXACT_SCORES,
     FEATURES,
     SCORES,
+    SCORES_SHARD,
     Artifact,
+    Writer,
+    check_same,
     check_together,
     create,
     open_artifact,
 )
-from trak_core.config.memory_needs import average_need
+from trak_core.artifacts.format import plain_ids
+from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.scores import (
     Extremes,
     harmed_class,
     help_and_harm,
     largest,
+    merged,
     most_frequent,
     unit_of,
 )
-from trak_core.spec import EXACT, MEAN_OF, TRAIN, ScoresSpec
-from trak_core.stages._inputs import score_rows, similarity_rows
+from trak_core.spec import EXACT, MEAN_OF, POOL, TRAIN, ScoresSpec
+from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
@@ -56,61 +63,152 @@ def _by_blocks(
     return [np.concatenate(done) for done in blocks]
 
 
-def _samples(parts: Sequence[Artifact], side: str, block: int) -> pd.DataFrame:
+def _samples(parts: Sequence[Artifact], side: str, block: int) -> dict[str, np.ndarray]:
     """Return ids, labels and what checkpoints make of them: means, and the commonest class."""
-    ids = parts[0].ids(f"{side}_ids")
-    labels = parts[0].vector(f"{side}_labels")
+    ids = parts[0].vector(f"{side}_ids")
     is_class = parts[0].vector(f"{side}_predictions", 0, 1).dtype.kind != "f"
     common = most_frequent if is_class else _mean
     (predictions,) = _by_blocks(parts, f"{side}_predictions", len(ids), block, common)
     outputs, spreads = _by_blocks(parts, f"{side}_outputs", len(ids), block, _mean, _sd)
-    return pd.DataFrame({
+    return {
         "id": ids,
-        "label": labels,
+        "label": parts[0].vector(f"{side}_labels"),
         "prediction": predictions,
         "output": outputs,
         "output_sd": spreads,
-    })
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What is kept of the scores of some training samples, of all targets.
+
+    ``by_sample`` holds ``help``, ``harm`` and perhaps ``harmed_label``, of shape (rows,).
+    ``harmful`` are the largest of negated scores. Without a row there are none.
+    """
+
+    helpful: Extremes | None
+    harmful: Extremes | None
+    by_sample: dict[str, np.ndarray]
+
+    @classmethod
+    def of(
+        cls, blocks: Iterable[tuple[int, np.ndarray]], labels: np.ndarray | None, top: int
+    ) -> "_Seen":
+        """Return it from blocks of rows, each with its first row; labels are classes, or None."""
+        helpful = harmful = None
+        by_sample: dict[str, list[np.ndarray]] = {"help": [], "harm": []}
+        if labels is not None:
+            by_sample["harmed_label"] = []
+        for start, mean in blocks:
+            for key, sums in zip(("help", "harm"), help_and_harm(mean).T, strict=True):
+                by_sample[key].append(sums.astype(np.float32))
+            if labels is not None:
+                by_sample["harmed_label"].append(harmed_class(mean, labels))
+            helpful = largest(helpful, start, mean, top)
+            harmful = largest(harmful, start, -mean, top)
+        return cls(helpful, harmful, _joined(by_sample))
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Artifact], top: int) -> "_Seen":
+        """Return it from shards that have rows, in order."""
+        keys = [key for key in ("help", "harm", "harmed_label") if shards[0].has(key)]
+        by_sample = {key: [shard.vector(key) for shard in shards] for key in keys}
+
+        def extremes(key: str) -> Extremes:
+            each = (
+                Extremes(shard.matrix(f"{key}_rows")[:], shard.matrix(key)[:]) for shard in shards
+            )
+            return reduce(lambda seen, own: merged(seen, own, top), each)
+
+        return cls(extremes("helpful"), extremes("harmful"), _joined(by_sample))
+
+    def write(self, writer: Writer, targets: np.ndarray) -> None:
+        """Write it as a shard."""
+        for key, values in self.by_sample.items():
+            writer.vector(key, values)
+        for key, seen in (("helpful", self.helpful), ("harmful", self.harmful)):
+            if seen is not None:
+                ranks = np.arange(len(seen.rows))
+                writer.matrix(key, ranks, targets)[:] = seen.scores
+                writer.matrix(f"{key}_rows", ranks, targets, dtype=np.int64)[:] = seen.rows
+
+
+def _joined(blocks: dict[str, list[np.ndarray]]) -> dict[str, np.ndarray]:
+    return {key: np.concatenate(parts or [np.empty(0)]) for key, parts in blocks.items()}
 
 
 def _influences(
-    helpful: Extremes, harmful: Extremes, train: pd.DataFrame, targets: pd.DataFrame
-) -> pd.DataFrame:
-    """Return each target's largest scores of either sign; ``harmful`` are of negated scores."""
+    seen: _Seen, train: Mapping[str, np.ndarray], targets: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return each target's largest scores of either sign."""
+    helpful, harmful = seen.helpful, seen.harmful
+    assert helpful is not None
+    assert harmful is not None
     # (target, sign, rank): the order of the table.
     rows = np.stack([helpful.rows.T, harmful.rows.T], axis=1)
     sizes = np.stack([helpful.scores.T, harmful.scores.T], axis=1)
     kept = sizes > 0
     target, sign, rank = np.nonzero(kept)
     signs, train_rows = np.array([1, -1])[sign], rows[kept]
-    return pd.DataFrame({
-        "target_id": targets["id"].to_numpy()[target],
+    return {
+        "target_id": targets["id"][target],
         "rank": rank + 1,
         "sign": signs,
-        "train_id": train["id"].to_numpy()[train_rows],
-        "train_label": train["label"].to_numpy()[train_rows],
+        "train_id": train["id"][train_rows],
+        "train_label": train["label"][train_rows],
         "score": (signs * sizes[kept]).astype(np.float32),
-    })
+    }
 
 
 def _own_columns(
-    study_file: Path | None,
-    question: Path | None,
-    spec: ScoresSpec,
-    key: str,
-    ids: Sequence[int | str],
+    study_file: Path | None, question: Path | None, name: str, stored_ids: np.ndarray
 ) -> pd.DataFrame:
-    """Return what the study, or a file of targets, knows of the samples of a table."""
-    is_train = key == "train"
-    if (is_train or question is None or question.suffix == ".py") and study_file is None:
-        return pd.DataFrame(index=range(len(ids)))
+    """Return what the study, or a file of samples, knows of the samples of a table."""
+    if (question is None or question.suffix == ".py") and study_file is None:
+        return pd.DataFrame(index=range(len(stored_ids)))
     # Only here, because it brings torch.
     from trak_core.study.columns import columns_of
     from trak_core.study.study import Study
 
     study = None if study_file is None else Study.load(study_file)
-    name = TRAIN if is_train else str(spec.experiment)
-    return columns_of(study, name, ids, None if is_train else question)
+    return columns_of(study, name, plain_ids(stored_ids), question)
+
+
+def _with_own(
+    table: dict[str, np.ndarray], own: pd.DataFrame
+) -> dict[str, np.ndarray] | pd.DataFrame:
+    """Return a table with columns of the study's own, as pandas has it if there are any."""
+    if own.columns.empty:
+        return table
+    plain = {key: plain_ids(v) if v.dtype.kind == "S" else v for key, v in table.items()}
+    return pd.DataFrame(plain).join(own)
+
+
+def _shard_scores(shards: Sequence[Artifact], block: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the scores in shards, block of rows by block of rows, each with its first row."""
+    first = 0
+    for shard in shards:
+        values = shard.matrix("scores")
+        for start in range(0, len(values), block):
+            yield first + start, values[start : start + block]
+        first += len(values)
+
+
+def _check_shards(shards: Sequence[Artifact], file_spec: dict, n_train: int, top: int) -> None:
+    """Refuse shards of other scores, or that are not all rows in order."""
+    first = 0
+    for number, shard in enumerate(shards, start=1):
+        own = {key: value for key, value in shard.spec.items() if key != "shard"}
+        check_same("specification of shards", file_spec, own, shard.path, SCORES_SHARD.rule)
+        last = first + len(shard.vector("help"))
+        expected = {"rows": [first, last], "number": number, "of": len(shards), "top": top}
+        stored = shard.spec.get("shard")
+        check_same("order of shards", expected, stored, shard.path, SCORES_SHARD.rule)
+        first = last
+    if first != n_train:
+        rows = f"{n_train} training samples", f"{first} training samples"
+        check_same("rows of all shards", *rows, shards[-1].path, SCORES_SHARD.rule)
 
 
 def average_scores(
@@ -118,6 +216,7 @@ def average_scores(
     scores: Path,
     checkpoint_scores: Sequence[Path],
     features: Sequence[Path],
+    shards: Sequence[Path] = (),
     spec: ScoresSpec,
     defaults: str,
     columns: str,
@@ -126,6 +225,9 @@ def average_scores(
     study_file: Path | None = None,
     question: Path | None = None,
     mean_of: str | None = None,
+    pool: Path | None = None,
+    shard: int = 1,
+    n_shards: int = 1,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -137,6 +239,11 @@ def average_scores(
     ``output_words``: what it says of a model output of its own, None for one with a name here. A
     ``study_file``, and the experiment's own file of targets (``question``), bring columns.
     ``mean_of`` says in words what the one target is the mean of, None for targets out of data.
+    Scores of a ``pool``, the study's samples in this file, have them in place of training samples.
+
+    With ``n_shards`` above 1 the file holds what one ``shard`` of the training samples gives, from
+    1 on. From the files of all ``shards``, in order, comes the file that one piece would be, to
+    the last bit.
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
@@ -145,34 +252,60 @@ def average_scores(
         kind = kind if mean_of is None else replace(kind, rule="average_targets")
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
+        pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
         check_together(parts, spec, kind)
-        rows = [
-            similarity_rows(part, phi, normalize=spec.normalize)
-            for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
-        ]
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
-        block = average_need(
-            n_train=n_train,
-            n_targets=n_targets,
-            n_checkpoints=len(parts),
-            top=top,
-            solved_dim=spec.features.projection["proj_dim"] if phis else None,
-        ).rows(memory_mb)
-        # Early checkpoints count for the scores; what models say is what they say in the end.
-        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
-        train, targets = (_samples(ends, side, block) for side in ("train", "target"))
-        (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
-        read_scores = score_rows(parts, rows, spec)
+        solved_dim = spec.features.projection["proj_dim"] if phis else None
+        sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}
+        sizes |= {"top": top, "solved_dim": solved_dim}
+        block = average_need(n_train=n_train, **sizes).rows(memory_mb)
+        start, stop = shard_rows(n_train, block, shard, n_shards)
+        own_need = average_need(n_train=stop - start, **sizes)
+        size = (solved_dim or 0) * n_targets
+        in_memory = holds_solved(own_need, block, memory_mb, len(parts), size)
         file_spec = spec.as_dict() | {
             "projection": {k: v for k, v in parts[0].spec["projection"].items() if k != "stream"},
             "checkpoints": [part.spec["checkpoint"] for part in parts],
         }
+        made_from = [part.provenance for part in parts]
+        provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
+        about = about_output(spec.features.model_output)
+        has_classes = about.labels_are_classes and mean_of is None
+        labels = parts[0].vector("target_labels") if has_classes else None
+
+        def blocks() -> Iterator[tuple[int, np.ndarray]]:
+            """Yield scores of the shard, or of all, from all checkpoints."""
+            rows = [
+                similarity_rows(part, phi, normalize=spec.normalize, in_memory=in_memory)
+                for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
+            ]
+            read_scores: ReadRows = score_rows(parts, rows, spec)
+            for i, j in blocks_with_progress(stop - start, block, "training samples"):
+                yield start + i, read_scores(start + i, start + j).astype(np.float32)
+
+        if n_shards > 1:
+            own = {"rows": [start, stop], "number": shard, "of": n_shards, "top": top}
+            file_spec["shard"] = own
+            with create(scores, SCORES_SHARD, file_spec, provenance) as writer:
+                taken = blocks()
+                if not phis and stop > start:
+                    ids = parts[0].vector("train_ids", start, stop), parts[0].vector("target_ids")
+                    taken = _written(writer, *ids, start, taken)
+                seen = _Seen.of(taken, labels, top)
+                seen.write(writer, parts[0].vector("target_ids"))
+            return
+        # Early checkpoints count for the scores; what models say is what they say in the end.
+        ends = [parts[spec.checkpoints.index(checkpoint)] for checkpoint in spec.ends]
+        train, targets = (_samples(ends, side, block) for side in ("train", "target"))
+        (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
+        if pieces:
+            _check_shards(pieces, file_spec, n_train, top)
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
             scores,
             SCORES,
             file_spec,
-            software(code, "cpu", "numpy", "pandas", made_from=[part.provenance for part in parts]),
+            provenance,
             unit=unit_of(spec),
             sign=(
                 "positive: the training sample pushes the target's model output up; scores of a "
@@ -189,35 +322,40 @@ def average_scores(
             normalize=int(spec.normalize),
             **own_output,
         ) as writer:
-            values = None
-            if not phis:
-                ids = train["id"].tolist(), targets["id"].tolist()
-                values = writer.matrix("scores", *ids, chunks=(1024, 64))
-            helpful = harmful = None
-            sums, harmed = [], []
-            has_classes = about_output(spec.features.model_output).labels_are_classes
-            has_classes = has_classes and mean_of is None
-            for start, stop in blocks_with_progress(n_train, block, "training samples"):
-                mean = read_scores(start, stop).astype(np.float32)
-                if values is not None:
-                    values[start:stop] = mean
-                sums.append(help_and_harm(mean))
-                if has_classes:
-                    harmed.append(harmed_class(mean, targets["label"].to_numpy()))
-                helpful = largest(helpful, start, mean, top)
-                harmful = largest(harmful, start, -mean, top)
-            train["help"], train["harm"] = np.concatenate(sums).T.astype(np.float32)
-            if harmed:
-                train["harmed_label"] = np.concatenate(harmed)
+            ids = train["id"], targets["id"]
+            if pieces:
+                # With few training samples some have none.
+                pieces = [piece for piece in pieces if piece.has("helpful")]
+                seen = _Seen.of_shards(pieces, top)
+                if pieces[0].has("scores"):
+                    for _ in _written(writer, *ids, 0, _shard_scores(pieces, block)):
+                        pass
+            else:
+                taken = blocks() if phis else _written(writer, *ids, 0, blocks())
+                seen = _Seen.of(taken, labels, top)
+            train |= seen.by_sample
             for key, table in (("targets", targets), ("train", train)):
                 if key == "targets" and mean_of is not None:
                     own = pd.DataFrame({MEAN_OF: [mean_of]})
                 else:
-                    own = _own_columns(study_file, question, spec, key, table["id"].tolist())
-                writer.table(key, table.join(own), ["id"])
-            assert helpful is not None
-            assert harmful is not None
-            influences = _influences(helpful, harmful, train, targets)
+                    name = str(spec.experiment) if key == "targets" else POOL if pool else TRAIN
+                    file = question if key == "targets" else pool
+                    own = _own_columns(study_file, file, name, table["id"])
+                writer.table(key, _with_own(table, own), ["id"])
             # Not `sign`: queries are numexpr's, to which that is a function, and find nothing.
             searchable = ["target_id", "rank", "train_id", "score"]
-            writer.table("top_influences", influences, searchable)
+            writer.table("top_influences", _influences(seen, train, targets), searchable)
+
+
+def _written(
+    writer: Writer,
+    train_ids: np.ndarray,
+    target_ids: np.ndarray,
+    first: int,
+    blocks: Iterable[tuple[int, np.ndarray]],
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield blocks of scores that have been written; the file's first row is ``first``."""
+    values = writer.matrix("scores", train_ids, target_ids, chunks=(1024, 64))
+    for start, mean in blocks:
+        values[start - first : start - first + len(mean)] = mean
+        yield start, mean

@@ -65,10 +65,11 @@ def average_targets(
         provenance = software(code, "cpu", "numpy", made_from=[part.provenance for part in parts])
         with create(scores, kind, file_spec, provenance) as writer:
             rows = first.matrix(key)
-            values = writer.matrix(key, first.index(key), [name], dtype=rows.dtype)
+            ids = first.vector(f"{key}/axis1")
+            values = writer.matrix(key, ids, [name], dtype=rows.dtype)
             for start, stop in blocks_with_progress(len(rows), max(1, block), "rows"):
-                values[start:stop, 0] = mean(f"{key}/block0_values", start, stop)
-            writer.vector("train_ids", first.ids("train_ids"))
+                values[start:stop] = mean(f"{key}/block0_values", start, stop)[:, None]
+            writer.vector("train_ids", first.vector("train_ids"))
             for column in ("loss_weights", *(f"train_{column}" for column in _PER_SAMPLE)):
                 writer.vector(column, first.vector(column))
             if spec.norm_power is not None:

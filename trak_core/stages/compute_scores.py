@@ -1,5 +1,6 @@
 """Score every training sample for every target of an experiment under one checkpoint."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ from trak_core.artifacts import (
     CHECKPOINT_SCORES,
     FEATURES,
     NORMAL_MATRIX,
+    check_made_for,
+    check_same,
     check_splits,
     create,
     open_artifact,
@@ -15,7 +18,7 @@ from trak_core.artifacts import (
 from trak_core.config.memory_needs import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
-from trak_core.spec import ScoresSpec
+from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.stages._inputs import Damped, read_rows, write_samples
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -28,6 +31,8 @@ def compute_scores(
     normal_matrix: Path,
     spec: ScoresSpec,
     keep: str,
+    pool: Path | None = None,
+    pool_spec: FeaturesSpec | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -38,15 +43,24 @@ def compute_scores(
     every phi_i is divided by its length. With ``keep="top_k"`` only the solved targets are kept,
     and the average streams Phi_c again: n x m is never stored; the other choice is ``full``. A
     damped matrix that is singular is refused.
+
+    A file of features of a ``pool``, samples on which nothing was trained, takes the place of the
+    training samples' in A_c; the matrix stays theirs. Only solved targets are kept then.
     """
-    with (
-        open_artifact(train_path, FEATURES) as train_file,
-        open_artifact(targets_path, FEATURES) as target_file,
-        open_artifact(normal_matrix, NORMAL_MATRIX) as matrix_file,
-    ):
+    with ExitStack() as stack:
+        train_file = stack.enter_context(open_artifact(train_path, FEATURES))
+        target_file = stack.enter_context(open_artifact(targets_path, FEATURES))
+        matrix_file = stack.enter_context(open_artifact(normal_matrix, NORMAL_MATRIX))
         shared = check_splits(train_file, target_file, spec, FEATURES)
-        n_train, proj_dim = train_file.matrix("features").shape
-        train_ids, target_ids = train_file.index("features"), target_file.index("features")
+        scored = train_file
+        if pool is not None:
+            assert pool_spec is not None
+            scored = stack.enter_context(open_artifact(pool, FEATURES))
+            check_made_for(scored, pool_spec, FEATURES.rule)
+            own = {key: scored.spec.get(key) for key in shared}
+            check_same("specification of both splits", shared, own, pool, FEATURES.rule)
+        n_samples, proj_dim = scored.matrix("features").shape
+        sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
         damped = Damped.read(matrix_file, train_file, spec)
         target_features = target_file.matrix("features")[:].astype(np.float64)
@@ -55,17 +69,17 @@ def compute_scores(
             **spec.as_dict(),
             **shared,
             "lambda": damped.ridge,
-            "train_features": train_file.content_hash,
+            "train_features": scored.content_hash,
         }
         made_from = [train_file.provenance, target_file.provenance]
         provenance = software(code, "cpu", "numpy", "scipy", made_from=made_from)
         with create(scores, CHECKPOINT_SCORES, file_spec, provenance) as writer:
             if keep == "full":
-                values = writer.matrix("similarities", train_ids, target_ids, chunks=(1024, 64))
-                rows = read_rows(train_file.matrix("features"), normalize=spec.normalize)
-                for start, stop in blocks_with_progress(n_train, block, "training samples"):
+                values = writer.matrix("similarities", sample_ids, target_ids, chunks=(1024, 64))
+                rows = read_rows(scored.matrix("features"), normalize=spec.normalize)
+                for start, stop in blocks_with_progress(n_samples, block, "training samples"):
                     values[start:stop] = similarities(rows(start, stop), solved)
             else:
                 names = range(proj_dim), target_ids
                 writer.matrix("solved_targets", *names, dtype=np.float64)[:] = solved
-            write_samples(writer, train_file, target_file, damped.norm)
+            write_samples(writer, scored, target_file, damped.norm)

@@ -41,9 +41,9 @@ def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
             raise InputError("A split must have at least one shard. Found none.")
         _check(parts)
         first = parts[0]
-        ids = [sample_id for part in parts for sample_id in part.index("features")]
+        ids = np.concatenate([part.vector("sample_ids") for part in parts])
         matrix = first.matrix("features")
-        columns = first.columns("features")
+        columns = first.vector("features/axis0")
         sources = [part.provenance for part in parts]
         # Shards may come from different machines: everything that took part is named.
         provenance = {

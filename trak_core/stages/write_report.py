@@ -23,7 +23,7 @@ from trak_core.report.read import (
     with_class_names,
 )
 from trak_core.report.render import report as report_page
-from trak_core.spec import TRAIN
+from trak_core.spec import POOL, TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
@@ -87,7 +87,7 @@ def write_report(
     ]
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
-    known |= {*config.get("lists", ())}
+    known |= {POOL, *config.get("lists", ())}
     results = Results(
         config=config,
         experiments=experiments,
@@ -106,7 +106,8 @@ def write_report(
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
     own = [with_class_names(file, names) for file in results.self_influence]
-    results = replace(results, experiments=experiments, self_influence=own)
+    groups = {key: with_class_names(file, names) for key, file in results.groups.items()}
+    results = replace(results, experiments=experiments, self_influence=own, groups=groups)
     targets = (_targets(study, file, config) for file in experiments)
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
     page = report_page(results, examples)

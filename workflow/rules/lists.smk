@@ -21,6 +21,8 @@ rule write_list:
         mem_mb=job_mb,
     params:
         code=code_of("write_list"),
+        digest=specs.digests["whole"] if naming_study else None,
+        study_file=naming_study,
         fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
@@ -29,6 +31,50 @@ rule write_list:
 
 
 timed("write_list/{kind}", kind=[kind for kind in specs.lists if kind != "duplicates"])
+
+
+if specs.pool is not None:
+
+    use rule compute_scores as compute_scores_pool with:
+        input:
+            train_path="<results>/features/{checkpoint}/train.h5",
+            targets_path="<results>/features/{checkpoint}/{experiment}.h5",
+            normal_matrix="<results>/normal_matrix/{checkpoint}.h5",
+            pool="<results>/features/{checkpoint}/pool.h5",
+        output:
+            scores="<results>/pool/{experiment}/{checkpoint}.h5",
+        log:
+            "<results>/logs/compute_scores_pool/{experiment}/{checkpoint}.log",
+        benchmark:
+            "<results>/benchmarks/compute_scores_pool/{experiment}/{checkpoint}.tsv"
+        priority: 0
+        params:
+            keep="top_k",
+            pool_spec=lambda wildcards: specs.features(
+                wildcards.checkpoint, "pool"
+            ).as_dict(),
+        message:
+            "Scoring the pool for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
+
+    use rule average_scores as average_scores_pool with:
+        input:
+            checkpoint_scores=of_checkpoints("pool/{experiment}/{c}.h5"),
+            features=of_checkpoints("features/{c}/pool.h5"),
+        output:
+            scores="<results>/pool/{experiment}.h5",
+        log:
+            "<results>/logs/average_scores_pool/{experiment}.log",
+        benchmark:
+            "<results>/benchmarks/average_scores_pool/{experiment}.tsv"
+        priority: 0
+        params:
+            pool=specs.pool,
+        message:
+            "Averaging the checkpoints of the pool for {wildcards.experiment}"
+
+    pool_for = specs.lists["select"]["experiment"]
+    timed("compute_scores_pool/{e}/{c}", e=[pool_for], c=specs.checkpoints)
+    timed("average_scores_pool/{e}", e=[pool_for])
 
 
 if "duplicates" in specs.lists:
@@ -54,6 +100,8 @@ if "duplicates" in specs.lists:
             memory_mb=compute["memory_mb"],
         params:
             code=code_of("find_duplicates"),
+            digest=specs.digests["whole"] if naming_study else None,
+            study_file=naming_study,
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
             "Looking for copies among all samples: {output.listed}"

@@ -2,11 +2,8 @@ rule average_scores:
     input:
         checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
         # Where only the solved targets were kept.
-        features=(
-            of_checkpoints("features/{c}/train.h5")
-            if scoring["keep"] == "top_k"
-            else []
-        ),
+        features=[] if compute["shards"] > 1 else train_features,
+        shards=scores_shards,
     output:
         scores="<results>/scores/{experiment}.h5",
     log:
@@ -35,6 +32,23 @@ rule average_scores:
         "Averaging the checkpoints of experiment {wildcards.experiment}"
     script:
         "../scripts/stage.py"
+
+
+use rule average_scores as average_scores_shard with:
+    input:
+        checkpoint_scores=of_checkpoints("scores/{experiment}/{c}.h5"),
+        features=train_features,
+    output:
+        scores=temp("<results>/scores/{experiment}/shards/{shard}-of-{n_shards}.h5"),
+    log:
+        "<results>/logs/average_scores/{experiment}/{shard}-of-{n_shards}.log",
+    benchmark:
+        "<results>/benchmarks/average_scores/{experiment}/{shard}-of-{n_shards}.tsv"
+    wildcard_constraints:
+        n_shards=r"\d+",
+    message:
+        "Averaging the checkpoints of experiment {wildcards.experiment}, shard {wildcards.shard} of "
+        "{wildcards.n_shards}"
 
 
 if specs.means:
@@ -150,4 +164,7 @@ rule draw_influences:
 
 
 timed("average_scores/{e}", e=specs.scored)
+if compute["shards"] > 1:
+    shards = [f"{i}-of-{compute['shards']}" for i in range(1, compute["shards"] + 1)]
+    timed("average_scores/{e}/{i}", e=specs.scored, i=shards)
 timed("draw_influences/{e}", e=specs.scored)

@@ -104,15 +104,34 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
+# The study, where lists may have its names of classes.
+naming_study = (
+    config["study"] if mentions(Path(config["study"]), {"class_names"}) else None
+)
+
+
 def list_scores(kind):
-    """The scores that a list is made of."""
-    return f"{folder}/scores/{specs.lists[kind]['experiment']}.h5"
+    """The scores that a list is made of: of training samples, or of a pool."""
+    of = "pool" if kind == "select" and specs.pool is not None else "scores"
+    return f"{folder}/{of}/{specs.lists[kind]['experiment']}.h5"
 
 
 def shards_of(wildcards):
     n = specs.shards[wildcards.split]
     shards = f"{folder}/shards/{wildcards.checkpoint}/{wildcards.split}"
     return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)]
+
+
+train_features = (
+    of_checkpoints("features/{c}/train.h5") if scoring["keep"] == "top_k" else []
+)
+
+
+def scores_shards(wildcards):
+    """The parts of an average, which is cut as training features are."""
+    n = compute["shards"]
+    shards = f"{folder}/scores/{wildcards.experiment}/shards"
+    return [f"{shards}/{i}-of-{n}.h5" for i in range(1, n + 1)] if n > 1 else []
 
 
 # The files that Snakemake's `benchmark:` leaves. In a store they are inputs of the report. Elsewhere
@@ -167,5 +186,8 @@ def name_results():
     lists = {str(job.output[0]) for job in jobs if "listed" in dict(job.output.items())}
     if lists:
         logger.info(f"Lists: {', '.join(sorted(lists))}")
+    groups = {str(job.output[0]) for job in jobs if job.rule.name == "sum_groups"}
+    if groups:
+        logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")

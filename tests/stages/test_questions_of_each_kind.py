@@ -1,0 +1,136 @@
+"""Questions to runs of adapters, of pairs, of tokens and of an output of one's own."""
+
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import yaml
+from few_words import tokenizer, write
+from pipeline import read_scores, run_config
+
+import trak_core
+from trak_core.command.main import main
+
+peft = pytest.importorskip("peft", reason="with the extra `test`")
+models, texts = pytest.importorskip("models"), pytest.importorskip("texts")
+
+ROWS = [
+    {"id": f"t{i}", "text": text}
+    for i, text in enumerate(["sky is blue", "the sun", "red sky is", "the grass is green"])
+]
+QUESTION = [{"id": "q", "text": "the sky is red"}]
+PAIRS = """
+import models, torch
+
+def make_model():
+    return models.clip()
+
+def train_data():
+    return [models.sample("clip", i, torch.float32) for i in range(12)]
+
+def target_data():
+    return [models.sample("clip", i, torch.float32) for i in range(12, 15)]
+
+def encode(number):
+    return models.sample("clip", number, torch.float32)
+"""
+OWN = """
+import torch
+
+def make_model():
+    return torch.nn.Linear(3, 2)
+
+def samples(first, n):
+    torch.manual_seed(first)
+    return [(torch.randn(3), torch.randn(2)) for _ in range(n)]
+
+def train_data():
+    return samples(0, 12)
+
+def target_data():
+    return samples(1, 3)
+
+def encode(number):
+    return target_data()[number]
+
+def distance(returned, label):
+    return -((returned - label) ** 2).sum()
+"""
+
+
+def of_texts(folder, **more):
+    texts.gpt2().save_pretrained(folder / "out")
+    tokenizer().save_pretrained(folder / "out")
+    write(folder / "train.jsonl", ROWS)
+    write(folder / "asked.jsonl", QUESTION)
+    config = {"study": "language_model", "study_arguments": {"texts": "train.jsonl"}}
+    return config | {"checkpoints": {"c0": "out"}} | more
+
+
+def adapter(folder):
+    config = of_texts(folder, checkpoints={"c0": "lora"})
+    base = texts.gpt2().from_pretrained(folder / "out")
+    settings = {"r": 2, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    made = peft.get_peft_model(base, peft.LoraConfig(**settings, task_type="CAUSAL_LM"))
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:  # which begin as 0
+            torch.nn.init.normal_(parameter, std=0.1)
+    made.save_pretrained(folder / "lora")
+    return config
+
+
+def tokens(folder):
+    return of_texts(folder, model_output="token_log_odds")
+
+
+def pairs(folder):
+    (folder / "pairs.py").write_text(PAIRS)
+    torch.save(models.clip().state_dict(), folder / "c0.pt")
+    write(folder / "asked.jsonl", [{"id": "q", "number": 13}])
+    return {"study": "pairs.py", "model_output": "clip", "checkpoints": {"c0": "c0.pt"}}
+
+
+def own(folder):
+    (folder / "own.py").write_text(OWN)
+    torch.save(torch.nn.Linear(3, 2).state_dict(), folder / "c0.pt")
+    write(folder / "asked.jsonl", [{"id": "q", "number": 1}])
+    words = {"function": "own.py:distance", "name": "minus the distance", "meaning": "the nearer"}
+    return {"study": "own.py", "model_output": words, "checkpoints": {"c0": "c0.pt"}}
+
+
+SAID = {
+    adapter: r"the joint log-odds of the tokens that count: \S+; tokens 3, right \d",
+    tokens: r"the log-odds of the tokens that count, added up: \S+; tokens 3, right \d",
+    pairs: r"the log-odds of the pair among others, both ways added up: \S+; told apart [01]",
+    own: r"minus the distance: \S+",
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
+@pytest.mark.parametrize(
+    ("kind", "projection"),
+    [*((kind, {"proj_dim": 16}) for kind in SAID), (pairs, "exact")],
+    ids=[*(kind.__name__ for kind in SAID), "exact pairs"],
+)
+def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, capsys):
+    torch.manual_seed(0)
+    asked = {"experiments": {"asked": {"data": "asked.jsonl"}}, "projection": projection}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(kind(tmp_path) | asked))
+    results = run_config(tmp_path / "mine.yaml")
+    expected = read_scores(results / "scores/asked.h5")["q"]
+    assert (expected != 0).all()
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    main(["ask", "mine.yaml", "--file", "asked.jsonl", "--csv", "out.csv", "--top", "20"])
+    out = capsys.readouterr().out
+    assert re.search(rf"^{SAID[kind]}$", out, re.M), out
+    found = pd.read_csv("out.csv").set_index("train_id")["score"].loc[expected.index]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)  # as the table rounds
+    line = trak_core.open("results")._held.asked((tmp_path / "asked.jsonl").read_text())
+    answer = trak_core.open("results").ask(line)
+    difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
+    assert difference <= 1e-6 * np.abs(expected).max()
+    targets = pd.read_hdf(results / "scores/asked.h5", "targets")
+    np.testing.assert_allclose(answer.target["output"], targets["output"][0], rtol=1e-5)
