@@ -5,7 +5,8 @@
 `471M` is a Llama in bfloat16 that transformers saved, random weights, and one text of 64 tokens:
 the look before any job (`trak run -n`), the model with its weights alone (`load`), and the features
 of the text, from the start of Python to its end. `long` is a Llama of width 256 and two layers in
-float32 with a vocabulary of 128,256, and one text of 1,024 tokens. `loads` is a process that
+float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
+vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
 imports torch and transformers and ends, to compare with. Times are CPU seconds of a process and all
 that it started; memory is the largest resident size of any of them. Prints a Markdown table.
 
@@ -29,6 +30,7 @@ for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 MODELS = {
     "471M": (1280, 3360, 20, 20, 32000, False, 64, "bfloat16"),
     "long": (256, 1024, 2, 4, 128_256, True, 1024, "float32"),
+    "deep": (256, 1024, 24, 4, 8192, True, 2048, "float32"),
 }
 
 STUDY = """\

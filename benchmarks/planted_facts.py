@@ -100,7 +100,7 @@ def learned(study: Study, folder: Path) -> dict[str, np.ndarray]:
 def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
     """Train two models on each random half, ten halves a file."""
     spec = RetrainedSpec(
-        subsets="halves",
+        subsets="random",
         arguments={"epochs": _EPOCHS},
         model_output=_OUTPUT,
         study_digest="",

@@ -102,7 +102,7 @@ def _make_features(study: Path, folder: Path) -> None:
 def _retrain(study: Path, folder: Path) -> GroundTruth:
     """Train on halves, and return which and what they say of the targets."""
     spec = RetrainedSpec(
-        subsets="halves",
+        subsets="random",
         arguments={"epochs": _EPOCHS},
         model_output=_CONFIG["model_output"],
         study_digest="",

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 
 if TYPE_CHECKING:  # only the figures' jobs need matplotlib
     from matplotlib.axes import Axes
@@ -62,10 +62,13 @@ def make_model() -> nn.Module:
     )
 
 
-def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple[int, nn.Module]]:
+def train(
+    seed: int, epochs: int, data: Dataset | None = None, sample_weights: Tensor | None = None
+) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all samples, and yield the model after every epoch.
 
-    ``seed`` decides first weights and order.
+    ``seed`` decides first weights and order. Each sample's loss counts by its weight, 1 if there
+    are none: samples of weight 0 are left out, and all else stays as it is.
 
     Yields:
         Epochs so far, and the model, which is trained on.
@@ -74,10 +77,14 @@ def train(seed: int, epochs: int, data: Dataset | None = None) -> Iterator[tuple
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=1e-2)
     samples = train_data() if data is None else data
-    loader = DataLoader(samples, batch_size=50, shuffle=True)
+    if sample_weights is None:
+        sample_weights = torch.ones(len(samples))  # pyright: ignore[reportArgumentType]
+    weighted = StackDataset(samples, TensorDataset(sample_weights))
+    loader = DataLoader(weighted, batch_size=50, shuffle=True)
     for epoch in range(1, epochs + 1):
-        for images, labels in loader:
-            loss = nn.functional.cross_entropy(model(images), labels)
+        for (images, labels), (weights,) in loader:
+            losses = nn.functional.cross_entropy(model(images), labels, reduction="none")
+            loss = (losses * weights).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -28,10 +28,12 @@ root_doc = "docs/index"
 include_patterns = [
     *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *("benchmarks/RESULTS.md", "config/README.md", "docs/*.md", "docs/**/*.md"),
+    "docs/notebooks/*.ipynb",
 ]
 exclude_patterns = [".*", "build", "results*", "tests", "docs/package.md"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-source_suffix = {".md": "markdown"}
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
+nb_execution_mode = "off"  # a test runs the notebooks; the site shows what they printed
 myst_heading_anchors = 4  # those that the code's host makes of headings
 
 autodoc_typehints_format = "short"

@@ -55,20 +55,28 @@ class _Source(NamedTuple):
     text: str
 
 
-def _module_file(roots: Sequence[Path], name: _Name) -> Path | None:
-    """Return the file that Python would import from folders, where the first counts most."""
-    file = None
-    for depth in range(1, len(name) + 1):
-        for root in roots:
-            stem = root.joinpath(*name[:depth])
+def _module_file(
+    roots: Sequence[Path], name: _Name, known: dict[_Name, tuple[Path | None, Sequence[Path]]]
+) -> Path | None:
+    """Return the file that Python would import from folders, where the first counts most.
+
+    ``known`` keeps what was looked for: the file of a name, and where what lies in it is.
+    """
+    if name not in known:
+        above = _module_file(roots, name[:-1], known) if name[1:] else None
+        within = known[name[:-1]][1] if name[1:] else roots
+        known[name] = None, within
+        # What a plain module has by a name is no module.
+        for root in within if above is None or above.name == "__init__.py" else ():
+            stem = root.joinpath(*name)
             # A package comes before a module. Not with_suffix: a name may hold a dot.
             files = (stem / "__init__.py", stem.with_name(f"{stem.name}.py"))
             file = next((path for path in files if path.is_file()), None)
             if file is not None:
                 # A package is all in one place. A folder that is none may have parts in several.
-                roots = [root]
+                known[name] = file, [root]
                 break
-    return file
+    return known[name][0]
 
 
 @cache
@@ -94,16 +102,22 @@ def _source(path: Path) -> _Source:
 
 
 def _imported_names(path: Path, name: _Name) -> Iterable[_Name]:
-    """Yield every dotted name in the import statements of a module's file."""
+    """Return every dotted name in the import statements of a module's file, each once."""
+    return _names_in(path, path.stat().st_mtime_ns, name)
+
+
+@cache
+def _names_in(path: Path, mtime_ns: int, name: _Name) -> tuple[_Name, ...]:
+    names: dict[_Name, None] = {}
     package = name if path.name == "__init__.py" else name[:-1]
-    for node in _source(path).imports:
+    for node in _read(path, mtime_ns).imports:
         if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
+            names |= dict.fromkeys(tuple(alias.name.split(".")) for alias in node.names)
         else:
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = above + (tuple(node.module.split(".")) if node.module else ())
-            yield base
-            yield from ((*base, alias.name) for alias in node.names)
+            names |= dict.fromkeys([base, *((*base, alias.name) for alias in node.names)])
+    return tuple(names)
 
 
 def _closure(
@@ -119,11 +133,14 @@ def _closure(
     closure: dict[_Name, Path] = {}
     given = {start: file}
     pending = [start[:depth] for depth in range(1, len(start) + 1)]
+    known: dict[_Name, tuple[Path | None, Sequence[Path]]] = {}
+    seen: set[_Name] = set()
     while pending:
         name = pending.pop()
-        if name in closure or (package and name[:1] != (package,)):
+        if name in seen or (package and name[:1] != (package,)):
             continue
-        file = given.get(name) or _module_file(roots, name)
+        seen.add(name)
+        file = given.get(name) or _module_file(roots, name, known)
         if file is None:
             continue
         closure[name] = file

@@ -1,5 +1,6 @@
 """How many samples fit into memory, and what happens when they don't."""
 
+import gc
 from unittest import mock
 
 import pytest
@@ -7,7 +8,12 @@ import torch
 from refused import refused
 from torch import nn
 
-from trak_core.gradients.batch_size import in_chunks, sample_memory, samples_that_fit
+from trak_core.gradients.batch_size import (
+    TooMuchMemoryError,
+    in_chunks,
+    sample_memory,
+    samples_that_fit,
+)
 from trak_core.gradients.per_sample import select_parameters
 from trak_core.model_outputs.classification import CLASSIFICATION
 
@@ -60,3 +66,16 @@ def test_memory_of_samples():
     assert samples_that_fit(whole, CPU, 100) == whole.most(100 * 2**20)
     with refused("gradients.memory_limit", "compute.memory_mb", "6 MiB", "3"):
         samples_that_fit(whole, CPU, 3)
+
+
+def test_measuring_leaves_nothing_behind():
+    """An operation that saves what it returns would keep the whole graph, if a hook had kept it."""
+    model = nn.Sequential(nn.Linear(3, 17), nn.Tanh(), nn.Linear(17, 2))
+    batch = torch.randn(2, 3), torch.tensor([0, 1])
+    what = model, select_parameters(model, None), CLASSIFICATION, batch
+    needed = sample_memory(*what)
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (2, 17)]
+    assert alive == []
+    with pytest.raises(TooMuchMemoryError):
+        sample_memory(*what, most_bytes=needed.activation_bytes - 1)

@@ -16,8 +16,8 @@ from trak_core.evaluation.correlations import (
 from trak_core.study.retraining_draws import (
     flipped_labels,
     flipped_samples,
-    random_half,
     random_removal,
+    random_subset,
     training_seed,
 )
 
@@ -95,12 +95,12 @@ def test_auc_counts_pairs():
 
 
 def test_halves_are_of_one_size_and_their_own():
-    halves = np.stack([random_half(31, i, seed=0) for i in range(300)])
+    halves = np.stack([random_subset(31, 15, i, seed=0) for i in range(300)])
     assert (halves.sum(axis=1) == 15).all()
     assert len({half.tobytes() for half in halves}) == 300
     # Every sample is in about half of them: within 4 standard deviations.
     assert (abs(halves.mean(axis=0) - 15 / 31) < 4 * 0.5 / np.sqrt(300)).all()
-    assert not np.array_equal(halves[0], random_half(31, 0, seed=1))
+    assert not np.array_equal(halves[0], random_subset(31, 15, 0, seed=1))
     assert (~random_removal(31, 4, draw=0, seed=0)).sum() == 4
     seeds = {training_seed(0, subset, repeat) for subset in range(50) for repeat in range(3)}
     assert len(seeds) == 150

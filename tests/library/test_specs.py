@@ -6,12 +6,21 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from refused import refused
 
 from trak_core.config import job_specs
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
-from trak_core.spec import Combine, FeaturesSpec, ScoresSpec, parse_spec, projection_of, usual_kind
+from trak_core.spec import (
+    Combine,
+    FeaturesSpec,
+    ScoresSpec,
+    parse_spec,
+    projection_of,
+    subset_size,
+    usual_kind,
+)
 
 # With the schema's defaults, but for what depends on the model output.
 CONFIG = {
@@ -30,7 +39,7 @@ CONFIG = {
     "compute": {"shards": 3, "memory_mb": 1000, "device": "cpu"},
 }
 EVALUATION = {
-    "subsets": {"count": 60, "seeds": 2, "seed": 7},
+    "subsets": {"count": 60, "seeds": 2, "seed": 7, "fraction": 0.5, "same_seeds": False},
     "baselines": ["random"],
     "sweep": {"damping": [0.5], "loss_weight_power": [1], "proj_dim": [16]},
     "flipped": {"fraction": 0.1},
@@ -75,7 +84,7 @@ def all_specs(specs):
         "self_influence": specs.self_influence,
     }
     if "subsets" in specs.evaluation:
-        found["halves"] = specs.halves
+        found["random_subsets"] = specs.random_subsets
     if "removals" in specs.evaluation:
         found |= {
             "random_removals": specs.random_removals,
@@ -198,7 +207,7 @@ FEATURES = {"distortion", "embeddings", *STORED}
 AVERAGES = {"scores", "self_influence", "flipped"}
 SCORES = {"checkpoint_scores", *AVERAGES}
 OF_FLIPPED = {"flipped", "flipped_features", "flipped_normal_matrix"}
-RETRAINED = {"halves", "random_removals", "top_removals"}
+RETRAINED = {"random_subsets", "random_removals", "top_removals"}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +229,10 @@ RETRAINED = {"halves", "random_removals", "top_removals"}
         ({"checkpoints": {"c0": {"seed": 0}}}, AVERAGES),
         ({"training": {"steps": 6}}, RETRAINED),
         ({"evaluation__flipped__fraction": 0.2}, OF_FLIPPED),
-        ({"evaluation__subsets__seeds": 3}, {"halves"}),
+        ({"evaluation__subsets__seeds": 3}, {"random_subsets"}),
         ({"evaluation__subsets__count": 9}, set()),
+        ({"evaluation__subsets__fraction": 0.9}, {"random_subsets"}),
+        ({"evaluation__subsets__same_seeds": True}, {"random_subsets"}),
         ({"evaluation__removals__n_removed": [4, 8]}, {"random_removals", "top_removals"}),
     ],
 )
@@ -316,11 +327,29 @@ def test_a_run_is_trained_once_for_all_of_its_times(made):
 
 def test_jobs_of_retraining(made):
     specs = made(evaluation=EVALUATION)
-    assert specs.half_groups() == [(0, 24), (25, 49), (50, 59)]
+    assert specs.subset_groups() == [(0, 24), (25, 49), (50, 59)]
     assert specs.removal_groups() == [[3, 1]]
-    assert specs.halves.seed == 7
-    assert specs.halves == replace(specs.halves, arguments={"steps": 5})
+    assert specs.random_subsets.seed == 7
+    assert specs.random_subsets.run_seeds is None
+    assert specs.random_subsets == replace(specs.random_subsets, arguments={"steps": 5})
     assert replace(specs.random_removals, subsets="top removals", draws=0) == specs.top_removals
+
+
+def test_seeds_of_runs_are_those_of_the_first(made):
+    same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
+    runs = {"checkpoints": {"b": {"seed": 5}, "a": {"seed": 3}, "c": {"seed": 4}}}
+    assert made(evaluation=same, **runs).random_subsets.run_seeds == [3, 5]
+    with refused("config.run_seeds", "2 runs", "c0: 0"):
+        made(evaluation=same, checkpoints={"c0": {"seed": 0}}).random_subsets.as_dict()
+    with refused("config.run_seeds", "2 runs", "c1: None"):
+        made(evaluation=same, checkpoints={"c0": {"seed": 0}, "c1": {}}).random_subsets.as_dict()
+
+
+@pytest.mark.parametrize(
+    ("n", "fraction", "size"), [(31, 0.5, 15), (100, 0.29, 29), (1200, 0.99, 1188), (7, 0.99, 6)]
+)
+def test_a_part_of_the_samples_is_rounded_down(n, fraction, size):
+    assert subset_size(n, fraction) == size
 
 
 def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):

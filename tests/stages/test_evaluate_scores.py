@@ -7,7 +7,10 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
+from refusals import preflight
+from refused import refused
 from small_run import (
+    ARGUMENTS,
     N_TARGETS,
     PROJ_DIM,
     REPEATS,
@@ -16,12 +19,17 @@ from small_run import (
     SUBSETS,
     embeddings_spec,
     loss_weights,
+    margin,
     stored,
 )
+from torch.utils.data import TensorDataset
+from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
 from trak_core.errors import InputError
 from trak_core.stages.compute_embeddings import compute_embeddings
+from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.study.study import Study
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +73,56 @@ def test_how_subsets_are_grouped_changes_no_byte(run, tmp_path):
     whole = pd.read_hdf(run.retrain(3, 6, tmp_path), "outputs")
     parts = pd.concat([pd.read_hdf(path, "outputs") for path in run.retrained])
     assert whole.equals(parts.loc[3:6])
+
+
+def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
+    spec = replace(RETRAINED, fraction=0.9, run_seeds=[0, 2])
+    job = {"study_file": STUDY, "code": "code", "batch_size": 16, "threads": 1, "spec": spec}
+    path = tmp_path / "very.h5"
+    retrain_subsets(retrained=path, first=0, last=1, **job)
+    masks, outputs = (pd.read_hdf(path, key) for key in ("masks", "outputs"))
+    assert masks.sum(axis=1).tolist() == [135, 135]
+    images, labels = run.study.split("mine", run.targets).batch(0, N_TARGETS)
+    train = run.study.function("train")
+    rows = [(subset, seed) for subset in range(2) for seed in (0, 2)]
+    for row, (subset, seed) in enumerate(rows):
+        weights = torch.tensor(masks.to_numpy()[subset]).float()
+        model = train(**ARGUMENTS, seed=seed, sample_weights=weights).eval()
+        with torch.no_grad():
+            logits = model(images)
+        expected = [margin(x, y).item() for x, y in zip(logits, labels, strict=True)]
+        assert np.abs(outputs[run.targets].to_numpy()[row] - expected).max() < 1e-3
+    own = train(**ARGUMENTS, seed=0, sample_weights=torch.ones(150)).state_dict()
+    stored = torch.load(run.checkpoints["c0"], weights_only=True)
+    assert all(torch.equal(own[key], value) for key, value in stored.items())
+    # A training that takes no weights, and one that heeds none.
+    mute = tmp_path / "mute.py"
+    mute.write_text(STUDY.read_text().replace("data=None, sample_weights=None", "data=None"))
+    with refused("study.no_sample_weights", "train(seed, steps, data=None)"):
+        preflight(mute, {}, retraining=ARGUMENTS, weighted=True)
+    deaf = tmp_path / "deaf.py"
+    deaf.write_text(STUDY.read_text().replace("losses * sample_weights", "losses"))
+    with refused("study.sample_weights", "weight 0"):
+        retrain_subsets(retrained=path, first=0, last=1, **job | {"study_file": deaf})
+
+
+def test_the_default_study_leaves_samples_of_weight_0_out():
+    """Whatever they hold; and with weights of 1 it is the training without weights, bit for bit."""
+    study = Study.load(REPOSITORY / "config/digits.py")
+    images, labels = study.split("train", None).batch(0, 1200)
+    weights = (torch.arange(1200) % 10 > 0).float()
+    garbled = images.clone()
+    garbled[weights == 0] = 9
+
+    def trained(images=images, **given):
+        data = TensorDataset(images, labels)
+        ((_, model),) = study.function("train")(seed=1, epochs=1, data=data, **given)
+        return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+    without = trained(sample_weights=weights)
+    assert torch.equal(trained(garbled, sample_weights=weights), without)
+    assert not torch.equal(trained(), without)
+    assert torch.equal(trained(sample_weights=torch.ones(1200)), trained())
 
 
 def test_lds_of_the_scores_is_scipys(run, evaluated):

@@ -11,6 +11,7 @@ from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.find_duplicates import find_duplicates
 from trak_core.stages.write_list import write_list
+from trak_core.study.columns import with_class_names
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
 
@@ -114,3 +115,19 @@ def test_a_pool_is_scored_as_training_samples_are(tmp_path):
     train = [tmp_path / f"scores/mine/{checkpoint}.h5" for checkpoint in sorted(checkpoints)]
     with pytest.raises(ArtifactError, match="agree in the training features"):
         averaged(tmp_path / "mixed.h5", train, spec, pools)
+
+
+def test_lists_have_the_names_of_classes(finished, tmp_path):
+    """A number without a name stays; so do all where they are no classes."""
+    (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 'dog']\n")
+    rows = pd.DataFrame({"id": [4, 5, 6], "label": [1, 0, -1], "suggested_label": [0, 0, 2]})
+    given = ("label", "prediction", "suggested_label"), tmp_path / "named.py"
+    named = with_class_names(rows, *given, "image_classification")
+    assert named["label"].tolist() == ["dog", "cat", -1]
+    assert named["suggested_label"].tolist() == ["cat", "cat", 2]
+    assert with_class_names(rows, *given, "multi_label") is rows
+    _, path, _ = finished
+    lists = [tmp_path / name for name in ("plain.csv", "named.csv")]
+    for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
+        write_list(listed=listed, scores=path, kind="drop", study_file=study, code="code")
+    assert lists[0].read_text() == lists[1].read_text()  # of a regression

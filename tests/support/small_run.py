@@ -15,7 +15,7 @@ from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import evaluate_scores
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.study.retraining_draws import random_half, training_seed
+from trak_core.study.retraining_draws import random_subset, training_seed
 from trak_core.study.study import Study
 
 STUDY = REPOSITORY / "tests/studies/small_digits.py"
@@ -26,7 +26,7 @@ SUBSETS, REPEATS = 9, 2
 OUTPUT = "image_classification"
 PROJECTION = {"kind": "rademacher", "proj_dim": PROJ_DIM, "seed": 0}
 RETRAINED = RetrainedSpec(
-    subsets="halves",
+    subsets="random",
     arguments=ARGUMENTS,
     model_output=OUTPUT,
     study_digest="digest",
@@ -137,7 +137,7 @@ class Run:
         """Masks (S, n) and mean outputs (S, m), of models trained here, by hand."""
         if not hasattr(self, "_truth"):
             n = len(self.train.ids)
-            masks = np.stack([random_half(n, i, seed=4) for i in range(SUBSETS)])
+            masks = np.stack([random_subset(n, n // 2, i, seed=4) for i in range(SUBSETS)])
             split = self.study.split("mine", self.targets)
             images, labels = split.batch(0, N_TARGETS)
             outputs = np.empty((SUBSETS, REPEATS, N_TARGETS))

@@ -114,7 +114,7 @@ def test_a_users_ground_truth_takes_the_place_of_retraining(study):
 
 def test_a_study_whose_training_takes_no_data(study):
     path = study.path("small_digits.py")
-    path.write_text(path.read_text().replace("steps, data=None", "steps, part=None"))
+    path.write_text(path.read_text().replace("data=None, sample_weights=None", "part=None"))
     with refused("config.preflight", "train(seed, steps, part=None)", "`data`", "'data'"):
         check(study, yaml.safe_dump(study.config).encode())
 
@@ -169,6 +169,8 @@ def test_evaluations_of_more_than_there_is():
     with refused("config.too_many_removed", 149, "150 training", "Found 150"):
         check_sizes({"removals": {"n_removed": [9, 150]}}, 150, {"few": 3})
     removals = {"experiment": "few", "targets": 4, "n_removed": [1]}
+    with refused("config.subset_size", 0.006, "0 of 150"):
+        check_sizes({"subsets": {"fraction": 0.006}}, 150, {"few": 3})
     with refused("config.too_few_targets", 4, 3):
         check_sizes({"removals": removals}, 150, {"few": 3})
 

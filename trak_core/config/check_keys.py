@@ -9,7 +9,7 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE, about_output, output_name
-from trak_core.spec import EXACT, POOL, Combine, ProjectionKind, Weighting
+from trak_core.spec import EXACT, POOL, Combine, ProjectionKind, Weighting, subset_size
 from trak_core.spec.condition import MOST_TARGETS, Condition
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
@@ -315,6 +315,14 @@ def check_columns(proj_dim: int, kind: str, evaluation: Mapping[str, Any]) -> No
 
 def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[str, int]) -> None:
     """Refuse an evaluation of more samples, or more of an experiment's targets, than there are."""
+    fraction = evaluation.get("subsets", {}).get("fraction", 0.5)
+    size = subset_size(n_train, fraction)
+    if "subsets" in evaluation and not 0 < size < n_train:
+        raise InputError(
+            "evaluation.subsets.fraction must keep at least one training sample, and leave out "
+            f"one. Found {fraction}, which keeps {size} of {n_train}.",
+            code="config.subset_size",
+        )
     n_removed = max(evaluation.get("removals", {}).get("n_removed", ()), default=0)
     if n_removed >= n_train:
         raise InputError(

@@ -221,3 +221,16 @@ def _step(folder: Path, number: int) -> float:
             f"{state}: a Trainer's state must be JSON with a number `global_step`. Reading it "
             f"failed: {type(error).__name__}: {error}. Train again, or name the other folders."
         ) from error
+
+
+def seeds_of_runs(arguments: Mapping[str, Mapping[str, Any]], count: int) -> list[int]:
+    """Return the seeds of the first runs, out of what ``train`` gets for each run."""
+    seeds = {run: arguments[run].get("seed") for run in list(arguments)[:count]}
+    if len(seeds) < count or not all(type(seed) is int for seed in seeds.values()):
+        raise InputError(
+            "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were trained: "
+            f"{count} runs, as many as `seeds` says, must each have a `seed`. Found "
+            f"{', '.join(f'{run}: {seed}' for run, seed in seeds.items())}.",
+            code="config.run_seeds",
+        )
+    return [int(seed) for seed in seeds.values() if seed is not None]

@@ -23,6 +23,7 @@ from trak_core.config.checkpoint_list import (
     checkpoint_table,
     come_from_along_runs,
     runs_of,
+    seeds_of_runs,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -51,8 +52,8 @@ from trak_core.spec import (
 from trak_core.spec.condition import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
-# Halves, and targets with their removals, that one job trains for.
-_HALVES_A_JOB, _REMOVALS_A_JOB = 25, 5
+# Subsets, and targets with their removals, that one job trains for.
+_SUBSETS_A_JOB, _REMOVALS_A_JOB = 25, 5
 # Random removals of each number, and trainings without each set of samples.
 _DRAWS, _REMOVAL_SEEDS = 3, 3
 _SEED = 0  # of what is drawn for flipped labels and removals
@@ -420,15 +421,18 @@ class Specs:
         return settings_of(sweep, own)
 
     @property
-    def halves(self) -> RetrainedSpec:
-        """What decides models retrained on random halves."""
+    def random_subsets(self) -> RetrainedSpec:
+        """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
-        return self._retrained("halves", subsets["seeds"], subsets["seed"])
+        spec = self._retrained("random", subsets["seeds"], subsets["seed"])
+        runs = {run: self.training_arguments(run) for run in self.runs}
+        seeds = seeds_of_runs(runs, spec.seeds) if subsets["same_seeds"] else None
+        return replace(spec, fraction=subsets["fraction"], run_seeds=seeds)
 
-    def half_groups(self) -> list[tuple[int, int]]:
-        """Return the first and last half of each job."""
-        starts = range(0, count := self.evaluation["subsets"]["count"], _HALVES_A_JOB)
-        return [(start, min(start + _HALVES_A_JOB, count) - 1) for start in starts]
+    def subset_groups(self) -> list[tuple[int, int]]:
+        """Return the first and last subset of each job."""
+        starts = range(0, count := self.evaluation["subsets"]["count"], _SUBSETS_A_JOB)
+        return [(start, min(start + _SUBSETS_A_JOB, count) - 1) for start in starts]
 
     @property
     def random_removals(self) -> RetrainedSpec:
@@ -443,10 +447,9 @@ class Specs:
 
     def removal_groups(self) -> list[list[int | str]]:
         """Return the targets of each job."""
-        removals = self.evaluation["removals"]
-        targets = list((self.experiments[removals["experiment"]] or [])[: removals["targets"]])
-        starts = range(0, len(targets), _REMOVALS_A_JOB)
-        return [targets[start : start + _REMOVALS_A_JOB] for start in starts]
+        about, step = self.evaluation["removals"], _REMOVALS_A_JOB
+        targets = list((self.experiments[about["experiment"]] or [])[: about["targets"]])
+        return [targets[i : i + step] for i in range(0, len(targets), step)]
 
     def _retrained(self, subsets: str, seeds: int, seed: int) -> RetrainedSpec:
         return RetrainedSpec(

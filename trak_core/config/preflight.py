@@ -142,6 +142,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
+        "weighted": specs.evaluation.get("subsets", {}).get("same_seeds", False),
         "group_by": config.get("groups", []),
     }
 

@@ -20,6 +20,7 @@ from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
+from trak_core.gradients.recomputation import Recomputation
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")
@@ -60,27 +61,68 @@ class SampleMemory:
         return max(all_formed, in_pieces)
 
 
+class TooMuchMemoryError(Exception):
+    """A sample's activations take more than they may."""
+
+
 def sample_memory(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    blocks: Recomputation | None = None,
+    most_bytes: int | None = None,
 ) -> SampleMemory:
-    """Estimate the memory that differentiating the first sample takes, by a forward pass of two."""
+    """Estimate the memory that differentiating the first sample takes, by a forward pass of two.
+
+    Args:
+        model: It may be in any mode.
+        parameters: Those to differentiate.
+        output: The model output f.
+        samples: One at least.
+        blocks: Those of the model that run twice, perhaps.
+        most_bytes: What activations may take.
+
+    Returns:
+        The estimate, which doesn't depend on the numbers in the sample.
+
+    Raises:
+        TooMuchMemoryError: If activations take more, of which no more are there together.
+    """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
+    n_saved = 0
+    if blocks is not None:
+        blocks.begin_count()
+    held: list[list[Tensor]] = []
 
-    def save(tensor: Tensor) -> Tensor:
+    def is_too_much() -> bool:
+        return most_bytes is not None and _ACTIVATIONS * n_saved // 2 > most_bytes
+
+    def save(tensor: Tensor) -> list[Tensor]:
+        nonlocal n_saved
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
+            n_saved += storage.nbytes() - saved.get(storage.data_ptr(), 0)
             saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        # A tensor itself would keep its graph alive for good, and so would an error here.
+        place = [tensor.detach()]
+        held.append(place)
+        while is_too_much() and held:
+            held.pop().clear()
+        return place
 
     # Two samples show which gradients arrive as rows.
     pair = _pair(as_batch(samples, output))
     with (
         differentiating(model, parameters.values()),
-        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda place: place[0]),
     ):
         values = over_samples(output.value, output.read(pair.given_to(model)), pair.labels)
-    activations = _ACTIVATIONS * sum(saved.values()) // 2
+    if is_too_much():
+        raise TooMuchMemoryError
+    n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
+    activations = _ACTIVATIONS * n_bytes // 2
     if values.requires_grad:
         with contextlib.suppress(MixedSamplesError):
             plan = plan_of(values, list(parameters.values()), 0)
@@ -224,18 +266,23 @@ class Room:
 
 
 def memory_by_length(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, few: Batch
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    few: Batch,
+    blocks: Recomputation | None = None,
+    most_bytes: int | None = None,
 ) -> MemoryByLength:
     """Return the memory of differentiating, measured as by ``sample_memory``, by text length.
 
     Among texts of different lengths, ``few`` must have the longest and the shortest.
     """
     if few.lengths is None:
-        needed = sample_memory(model, parameters, output, few)
+        needed = sample_memory(model, parameters, output, few, blocks, most_bytes)
         return MemoryByLength(0, 0, needed, needed)
     lengths = few.lengths.tolist()
-    low, high = (
-        sample_memory(model, parameters, output, few.rows(slice(i, i + 1)))
-        for i in (lengths.index(min(lengths)), lengths.index(max(lengths)))
+    high, low = (
+        sample_memory(model, parameters, output, few.rows(slice(i, i + 1)), blocks, most_bytes)
+        for i in (lengths.index(max(lengths)), lengths.index(min(lengths)))
     )
     return MemoryByLength(min(lengths), max(lengths), low, high)

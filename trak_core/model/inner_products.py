@@ -72,7 +72,7 @@ def _room(
         few, n_classes = loaded.few(samples)
         for part, sample_id in zip(kept.parts, kept.ids, strict=True):
             check_labels(part.labels, loaded.output, n_classes, [sample_id])
-        needs.append((loaded.memory(few), samples, few))
+        needs.append((loaded.memory(few, left_mb), samples, few))
     needed, samples, _ = max(needs, key=lambda need: (need[0].longest, need[0].of_longest.of(1)))
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
     largest = max(p.nbytes for p in loaded.parameters.values())

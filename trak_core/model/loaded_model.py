@@ -1,6 +1,7 @@
 """Load a study's model under one checkpoint, with its parameters and model output."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +21,8 @@ from trak_core.gradients import (
     memory_by_length,
     select_parameters,
 )
-from trak_core.gradients.batch_size import PIECE_BYTES
+from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
+from trak_core.gradients.recomputation import Recomputation
 from trak_core.model.length_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
 from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
@@ -51,6 +53,7 @@ class LoadedModel:
         output: The model output f.
         checkpoint_digests: SHA-256 of what was read from the checkpoint: ``sha256`` of the weights'
             files, and what else decides numbers.
+        blocks: The model's repeated blocks, which run twice where a sample needs much memory.
         scales: Factors of the gradients' entries, by the parameter's name; None for no factors.
     """
 
@@ -60,6 +63,7 @@ class LoadedModel:
     output: ModelOutput
     device: torch.device
     checkpoint_digests: Mapping[str, str]
+    blocks: Recomputation
     scales: dict[str, Tensor] | None = None
 
     @classmethod
@@ -86,7 +90,8 @@ class LoadedModel:
                 model, parameters, trained, checkpoint
             )
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
-        return cls(study, model, parameters, output, device, digests, scales)
+        blocks = Recomputation(model)
+        return cls(study, model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
         """Return the samples of splits in a job's order; see ``order_samples``."""
@@ -132,9 +137,27 @@ class LoadedModel:
         check_labels(few.labels, self.output, n_classes, [samples.split.ids[i] for i in places])
         return few, n_classes
 
-    def memory(self, few: Batch) -> MemoryByLength:
-        """Measure the memory that differentiating a sample takes."""
-        needed = memory_by_length(self.model, self.parameters, self.output, few)
+    def memory(self, few: Batch, memory_mb: int) -> MemoryByLength:
+        """Return the memory that differentiating a sample takes, measured.
+
+        If the longest text's is more than ``memory_mb``, the model's repeated blocks run twice from
+        then on, which standard output says.
+        """
+        if self.blocks.is_on or not self.blocks.found:
+            return self._memory(few, None)
+        budget = budget_bytes(self.device, memory_mb)
+        with suppress(TooMuchMemoryError):
+            needed = self._memory(few, budget)
+            if needed.of_longest.of(1) <= budget:
+                return needed
+        self.blocks.start()
+        needed = self._memory(few, None)
+        print(f"Notice: {self.blocks.told()}", flush=True)
+        return needed
+
+    def _memory(self, few: Batch, most_bytes: int | None) -> MemoryByLength:
+        given = self.model, self.parameters, self.output, few
+        needed = memory_by_length(*given, self.blocks, most_bytes)
         if not isinstance(self.model, MarginsOfTokens):
             return needed
         return needed.mapped(lambda memory: replace(memory, shared_bytes=_LOGIT_PIECES_BYTES))

@@ -70,8 +70,9 @@ class _Projected:
         method = self.method
         if type(loaded.model) is not self.model_type:  # logits in pieces, or not
             method = gradient_method(loaded.model, loaded.parameters, loaded.output, batch)
+        loaded.blocks.stop()  # which a longer question may have started
         with samples.naming_longest():
-            loaded.memory(batch).room(loaded.device, memory_mb)
+            loaded.memory(batch, memory_mb).room(loaded.device, memory_mb)
         given = loaded.model, loaded.parameters, loaded.output, batch
         features, columns = batch_features(
             method, *given, self.projection, asked.ids, torch.get_num_threads(), loaded.scales

@@ -19,6 +19,7 @@ from trak_core.spec.jobs import (
     parse_spec,
     projection_of,
     settings_of,
+    subset_size,
 )
 from trak_core.spec.projection import (
     ProjectionKind,
@@ -51,5 +52,6 @@ __all__ = [
     "projection_of",
     "settings_of",
     "stream_of",
+    "subset_size",
     "usual_kind",
 ]

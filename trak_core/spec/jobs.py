@@ -250,7 +250,7 @@ class RetrainedSpec:
     """What decides models that are retrained on parts of the training data.
 
     Attributes:
-        subsets: Which parts: ``halves``, ``random removals`` (and everything), ``top removals`` or
+        subsets: Which parts: ``random``, ``random removals`` (and everything), ``top removals`` or
             ``list`` (everything, by a list, and at random).
         arguments: What the study's ``train`` is called with, besides ``seed`` and ``data``.
         model_output: Name of the model output f, which is kept of every target.
@@ -258,6 +258,9 @@ class RetrainedSpec:
         seed: Seed of draws and trainings.
         n_removed: How many samples removals take out, each number on its own.
         draws: How many random removals of each number.
+        fraction: Part of the training samples that a random subset keeps.
+        run_seeds: Seeds of runs, shared by all subsets: then ``train`` gets ``sample_weights`` in
+            place of ``data``. None where every subset has seeds of its own.
     """
 
     subsets: str
@@ -268,10 +271,17 @@ class RetrainedSpec:
     seed: int
     n_removed: Sequence[int] = ()
     draws: int = 0
+    fraction: float = 0.5
+    run_seeds: Sequence[int] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, ready for JSON."""
         return ordered(asdict(self))
+
+
+def subset_size(n_train: int, fraction: float) -> int:
+    """Return how many training samples are a fraction of them, rounded down."""
+    return int(n_train * fraction + 1e-9)  # .29 x 100 is a little less than 29
 
 
 def projection_of(

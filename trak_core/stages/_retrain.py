@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Subset
 
 from trak_core.artifacts import RETRAINED, create
+from trak_core.errors import InputError
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.study.call_train import trained_model
@@ -45,21 +47,36 @@ def retrain(
     """Train on each subset with each of its seeds, and write what the models say.
 
     ``masks`` (subsets, n), bool, say which samples belong to each subset; ``numbers`` name them.
-    The study's ``train`` takes ``seed`` and ``data``. What decided the subsets, beside ``spec``, is
-    ``more``, and comes into the file's.
+    The study's ``train`` takes ``seed`` and ``data``; with ``spec.run_seeds``, for the very
+    trainings of the runs except for what is left out, ``sample_weights`` in place of ``data``. What
+    decided the subsets, beside ``spec``, is ``more``, and comes into the file's.
     """
     pool = study.split(_POOL, None)
     runs = [(i, seed) for i in range(len(masks)) for seed in seeds[i]]
     results: list[tuple[np.ndarray, np.ndarray]] = []
     for start, _ in blocks_with_progress(len(runs), 1, "trainings"):
         subset, seed = runs[start]
-        # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
-        data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
-        model = trained_model(study, {**spec.arguments, "seed": seed}, data)
+        data = weights = None
+        if spec.run_seeds:
+            weights = torch.tensor(masks[subset], dtype=torch.float32)
+        else:
+            # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
+            data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
+        model = trained_model(study, {**spec.arguments, "seed": seed}, data, weights)
         results.append(
             outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
         )
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
+    if (
+        spec.run_seeds
+        and len(masks) > 1
+        and (values == np.tile(values[: spec.seeds], (len(masks), 1))).all()
+    ):
+        raise InputError(
+            f"{study.path}: train() must multiply each sample's loss by its entry of "
+            "`sample_weights`. Found the same models whatever samples have weight 0.",
+            code="study.sample_weights",
+        )
     file_spec = spec.as_dict() | dict(more or {})
     rows = [int(numbers[subset]) for subset, _ in runs]
     with create(retrained, RETRAINED, file_spec, software(code, "cpu", "torch", "numpy")) as writer:

@@ -73,7 +73,7 @@ def compute_features(
     loaded = loaded.in_pieces(samples, memory_mb)
     model, output = loaded.model, loaded.output
     few, n_classes = loaded.few(samples)
-    needed = loaded.memory(few)
+    needed = loaded.memory(few, memory_mb)
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
     chunk = min(batch_size, room.most(needed.longest))

@@ -47,7 +47,7 @@ def compute_outputs(
     loaded = loaded.in_pieces(samples, memory_mb)
     output = loaded.output
     few, n_classes = loaded.few(samples)
-    needed = loaded.memory(few).mapped(lambda memory: replace(memory, gradient_bytes=0))
+    needed = loaded.memory(few, memory_mb).mapped(lambda memory: replace(memory, gradient_bytes=0))
     # A sample that doesn't fit is tried alone.
     room = Room(needed, budget_bytes(loaded.device, memory_mb))
 

@@ -20,13 +20,14 @@ def find_duplicates(
     train_path: Path,
     targets_path: Path,
     spec: ScoresSpec,
+    study_file: Path | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
     """Compare gradients under one checkpoint, all with all, and write the pairs that are copies.
 
     The time grows with the square of the number of training samples. ``spec`` is that of the
-    checkpoint's scores of the targets.
+    checkpoint's scores of the targets, and ``study_file`` a study that names classes.
     """
     with open_artifact(train_path, FEATURES) as own, open_artifact(targets_path, FEATURES) as asked:
         check_made_for(own, spec.of_train(), FEATURES.rule)
@@ -36,7 +37,14 @@ def find_duplicates(
     pairs = pd.concat(parts, ignore_index=True)
     pairs = pairs.sort_values(["closeness", "cosine"], ascending=False, kind="stable")
     pairs["rank"] = np.arange(1, len(pairs) + 1)
-    write_csv(listed, pairs.loc[:, list(_COLUMNS)])
+    pairs = pairs.loc[:, list(_COLUMNS)]
+    if study_file is not None:
+        # Only here, because it brings torch.
+        from trak_core.study.columns import with_class_names
+
+        columns, output = ("label", "other_label"), spec.features.model_output
+        pairs = with_class_names(pairs, columns, study_file, output)
+    write_csv(listed, pairs)
     print(
         f"{len(parts[0])} pairs of training samples are copies, and {len(parts[1])} with a target."
     )

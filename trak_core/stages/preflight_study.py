@@ -141,7 +141,7 @@ def _check_yields(study: Study) -> None:
         )
 
 
-def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
+def _check_retraining(study: Study, arguments: Mapping[str, Any], *, weighted: bool) -> None:
     """Make sure that ``train`` can be told what to train on, and with which seed."""
     signature = inspect.signature(study.function("train"))
     given = {**arguments, "seed": 0, "data": None}
@@ -153,6 +153,13 @@ def _check_retraining(study: Study, arguments: Mapping[str, Any]) -> None:
             "`training`, `seed` (an integer) and `data` (the samples to train on; all of them if "
             f"None, its default). Found {', '.join(given)}: {error}."
         ) from None
+    if weighted and "sample_weights" not in signature.parameters:
+        raise InputError(
+            f"{study.path}: for evaluation.subsets.same_seeds, train{signature} must take "
+            "`sample_weights`, a tensor by which it multiplies each sample's loss (None for 1, its "
+            "default). Found no such argument.",
+            code="study.no_sample_weights",
+        )
 
 
 def _check_weighting(weighting: str, name: str, output: ModelOutput) -> None:
@@ -194,6 +201,7 @@ def preflight_study(
     questions: Mapping[str, str] = MappingProxyType({}),
     conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
+    weighted: bool = False,
     checkpoints: Sequence[str] = (),
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
@@ -204,9 +212,9 @@ def preflight_study(
     there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
-    retrained. Keys and shapes of ``checkpoints`` are read, no numbers. ``without_numbers`` builds
-    the model so too, if it can be. ``group_by`` are columns of the training samples,
-    ``conditions`` descriptions of experiments' targets.
+    retrained, and ``weighted`` says whether by sample weights. Keys and shapes of ``checkpoints``
+    are read, no numbers. ``without_numbers`` builds the model so too, if it can be. ``group_by``
+    are columns of the training samples, ``conditions`` descriptions of experiments' targets.
 
     Returns:
         ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split.
@@ -220,7 +228,7 @@ def preflight_study(
     if leaves_several:
         _check_yields(study)
     if retraining is not None:
-        _check_retraining(study, retraining)
+        _check_retraining(study, retraining, weighted=weighted)
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
     tensors = *model.module.parameters(), *model.module.buffers()

@@ -15,15 +15,18 @@ def write_list(
     self_influence: Sequence[Path] = (),
     kind: str,
     fraction: float = 1.0,
+    study_file: Path | None = None,
     code: str,
 ) -> None:
     """Write ``suspects``, ``drop`` or ``select`` (``kind``) of an experiment's scores.
 
     ``fraction`` is the part of the samples, which may be a pool's, that ``select`` takes.
-    ``self_influence`` is a file with one more column for ``suspects``.
+    ``self_influence`` is a file with one more column for ``suspects``, and ``study_file`` a study
+    that names classes.
     """
     with open_artifact(scores, SCORES) as file:
         train, top_influences = file.table("train"), file.table("top_influences")
+        model_output = file.spec["model_output"]
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
             own = file.table("train")
@@ -40,5 +43,11 @@ def write_list(
     else:
         rows = most_harmful(train)
         n_looks, said = len(rows), "push targets down on the whole"
+    if study_file is not None:
+        # Only here, because it brings torch.
+        from trak_core.study.columns import with_class_names
+
+        columns = ("label", "prediction", "suggested_label")
+        rows = with_class_names(rows, columns, study_file, model_output)
     write_csv(listed, rows)
     print(f"{n_looks} of {len(train)} samples {said}.")

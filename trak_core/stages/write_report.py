@@ -106,7 +106,8 @@ def write_report(
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
     own = [with_class_names(file, names) for file in results.self_influence]
-    results = replace(results, experiments=experiments, self_influence=own)
+    groups = {key: with_class_names(file, names) for key, file in results.groups.items()}
+    results = replace(results, experiments=experiments, self_influence=own, groups=groups)
     targets = (_targets(study, file, config) for file in experiments)
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
     page = report_page(results, examples)

@@ -15,13 +15,17 @@ from trak_core.study.study import Study
 
 
 def trained_model(
-    study: Study, arguments: dict[str, Any], data: Samples | None = None
+    study: Study,
+    arguments: dict[str, Any],
+    data: Samples | None = None,
+    sample_weights: torch.Tensor | None = None,
 ) -> nn.Module:
     """Return the model that the study's ``train`` returns or yields last, with finite weights.
 
-    It gets ``arguments`` by name, and the samples ``data``; None, for all of them, isn't passed.
+    It gets ``arguments`` by name, the samples ``data``, and ``sample_weights``, float32, of shape
+    (n,): what each sample's loss is multiplied by. None, for all of them and for 1, isn't passed.
     """
-    last = deque(_steps(study, arguments, data), maxlen=1)
+    last = deque(_steps(study, arguments, data, sample_weights), maxlen=1)
     return _checked(study, arguments, last[0][1] if last else None)
 
 
@@ -56,14 +60,17 @@ def models_along(
 
 
 def _steps(
-    study: Study, arguments: dict[str, Any], data: Samples | None
+    study: Study,
+    arguments: dict[str, Any],
+    data: Samples | None,
+    sample_weights: torch.Tensor | None = None,
 ) -> Generator[tuple[float, Any]]:
     """Yield what ``train`` yields, or the model it returns."""
-    data_argument = {} if data is None else {"data": data}
+    more = {"data": data, "sample_weights": sample_weights}
     train = study.function("train")
     call = f"{study.path}: train({arguments})"
     with users_code(call):
-        result = train(**arguments, **data_argument)
+        result = train(**arguments, **{k: v for k, v in more.items() if v is not None})
     if not inspect.isgenerator(result):
         yield 0.0, result
         return

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
+from trak_core.model_outputs.table import about_output
 from trak_core.spec import MEAN_OF, TRAIN
 from trak_core.study.split import checked_ids, users_code
 from trak_core.study.study import Study
@@ -78,6 +79,24 @@ def columns_of(
             code="study.columns_ids",
         )
     return frame.iloc[[rows[i] for i in ids]].reset_index(drop=True)
+
+
+def with_class_names(
+    rows: pd.DataFrame, columns: Sequence[str], study_file: Path, model_output: str
+) -> pd.DataFrame:
+    """Return rows with the study's names of classes in place of their numbers in some columns.
+
+    A number without a name stays, and all do where labels are no classes.
+    """
+    names = Study.load(study_file).class_names()
+    if not names or not about_output(model_output).labels_are_classes:
+        return rows
+    known = dict(enumerate(names))
+    return rows.assign(**{
+        column: [known.get(value, value) for value in rows[column].tolist()]
+        for column in columns
+        if column in rows
+    })
 
 
 def short_columns(columns: Mapping[str, Sequence[Any]]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""What models are retrained on: random halves, wrong labels, and the seeds of the trainings.
+"""What models are retrained on: random subsets, wrong labels, and the seeds of the trainings.
 
 Everything here is a function of its arguments alone, so that jobs draw alike wherever they run.
 """
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 
-def random_half(n_train: int, subset: int, seed: int) -> np.ndarray:
-    """Return which training samples belong to a random half, shape (n,), bool, n // 2 of them true.
+def random_subset(n_train: int, size: int, subset: int, seed: int) -> np.ndarray:
+    """Return which training samples belong to a random subset of a size, shape (n,), bool.
 
-    Every half of that size is equally likely; how many subsets there are doesn't count.
+    Every subset of that size is equally likely; how many subsets there are doesn't count.
     """
-    return _chosen(n_train, n_train // 2, [0, seed, subset])
+    return _chosen(n_train, size, [0, seed, subset])
 
 
 def random_removal(n_train: int, n_removed: int, draw: int, seed: int) -> np.ndarray:

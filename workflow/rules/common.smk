@@ -20,7 +20,7 @@ from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, stat_signature, study_imports
+from trak_core.provenance import code_digest, mentions, stat_signature, study_imports
 from trak_core.system.files import hold_results
 from trak_core.system.fork_server import can_fork, start_fork_server
 from trak_core.system.job import explain_interrupts

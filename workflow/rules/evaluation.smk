@@ -4,7 +4,7 @@ retrained_files = []
 if ground_truth is not None:
     retrained_files = [own_file(ground_truth)]
 elif "subsets" in specs.evaluation:
-    retrained_files = [f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.half_groups()]
+    retrained_files = [f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()]
 
 
 rule retrain_subsets:
@@ -26,9 +26,9 @@ rule retrain_subsets:
     params:
         code=code_of("retrain_subsets"),
         study_file=config["study"],
-        spec=lambda wildcards: specs.halves.as_dict(),
+        spec=lambda wildcards: specs.random_subsets.as_dict(),
     message:
-        "Retraining on halves {wildcards.first} to {wildcards.last}"
+        "Retraining on subsets {wildcards.first} to {wildcards.last}"
     script:
         "../scripts/stage.py"
 
@@ -95,7 +95,7 @@ rule evaluate_scores:
         spec=scores_spec,
         embeddings_spec=specs.embeddings.as_dict(),
         retrained_spec=(
-            specs.halves.as_dict() if "subsets" in specs.evaluation else None
+            specs.random_subsets.as_dict() if "subsets" in specs.evaluation else None
         ),
         baselines=specs.evaluation["baselines"],
         sweep=specs.sweep,
@@ -106,7 +106,7 @@ rule evaluate_scores:
 
 
 if "subsets" in specs.evaluation:
-    groups = [f"{first}-{last}" for first, last in specs.half_groups()]
+    groups = [f"{first}-{last}" for first, last in specs.subset_groups()]
     timed("retrain_subsets/{group}", group=groups)
 if specs.measures_embeddings:
     timed("compute_embeddings/{c}", c=specs.self_influence.ends)

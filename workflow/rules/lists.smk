@@ -21,6 +21,8 @@ rule write_list:
         mem_mb=job_mb,
     params:
         code=code_of("write_list"),
+        digest=specs.digests["whole"] if naming_study else None,
+        study_file=naming_study,
         fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
@@ -98,6 +100,8 @@ if "duplicates" in specs.lists:
             memory_mb=compute["memory_mb"],
         params:
             code=code_of("find_duplicates"),
+            digest=specs.digests["whole"] if naming_study else None,
+            study_file=naming_study,
             spec=specs.checkpoint_scores(compared_with, compared).as_dict(),
         message:
             "Looking for copies among all samples: {output.listed}"

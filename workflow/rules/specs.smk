@@ -104,6 +104,12 @@ def of_ends(pattern):
     return of_checkpoints(pattern, specs.self_influence.ends)
 
 
+# The study, where lists may have its names of classes.
+naming_study = (
+    config["study"] if mentions(Path(config["study"]), {"class_names"}) else None
+)
+
+
 def list_scores(kind):
     """The scores that a list is made of: of training samples, or of a pool."""
     of = "pool" if kind == "select" and specs.pool is not None else "scores"

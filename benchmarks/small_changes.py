@@ -1,0 +1,281 @@
+"""LDS at halves and at small changes, by damping and by which checkpoints scores are made of.
+
+    python benchmarks/small_changes.py digits_mlp breast_cancer diabetes --csv small.csv
+
+Each study trains five networks, which leave checkpoints along their way and at their end, and two
+of these runs again and again with weight 0 for all but a random part of the samples. Features
+(`rademacher`, k = 512) and scores are the library's. A row is a fraction kept, and a choice of
+checkpoints with a damping: its LDS, with a 95 % bootstrap interval over subsets and targets, and
+how far it is above `early and end` with damping 2, paired. `--folder` keeps what is trained, so
+that a run that was stopped goes on. The line before a study's table says how far its networks have
+fitted their data: at each time the mean loss weight, and the part of the samples that carry it (the
+square of the sum over the sum of squares, over n).
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+from machine import environment, write_csv
+
+from trak_core.artifacts import FEATURES, open_artifact
+from trak_core.config.check_keys import usual_power, usual_weighting
+from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
+from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth
+from trak_core.model_outputs.table import about_output
+from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
+from trak_core.stages.compute_features import compute_features
+from trak_core.stages.evaluate_scores import read_ground_truth
+from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.train_checkpoint import train_checkpoint
+from trak_core.study.study import Study
+
+_BENCHMARKS = Path(__file__).parent
+_RUNS, _K, _SEEDS, _GROUP = 5, 512, 2, 10
+_DAMPINGS = 0.1, 0.3, 1, 2, 5, 10
+_FRACTIONS = 0.5, 0.9, 0.99
+
+
+@dataclass(frozen=True)
+class Case:
+    """A study: its file, what is explained of it, and how long it trains."""
+
+    path: Path
+    model_output: str
+    epochs: int
+    subsets: int
+    n_targets: int = 100
+
+    @property
+    def times(self) -> list[float]:
+        """Epochs that leave a checkpoint, the end last."""
+        parts = 1 / 15, 1 / 5, 1 / 3, 2 / 3, 1
+        return sorted({max(1, round(self.epochs * part)) for part in parts})
+
+
+_IMAGES = "image_classification"
+CASES = {
+    "digits": Case(_BENCHMARKS.parent / "config/digits.py", _IMAGES, 15, 30),
+    "digits_mlp": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 15, 60),
+    "digits_mlp_long": Case(_BENCHMARKS / "digits_mlp.py", _IMAGES, 60, 60),
+    "breast_cancer": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 15, 60),
+    "breast_cancer_long": Case(_BENCHMARKS / "breast_cancer.py", _IMAGES, 60, 60),
+    "diabetes": Case(_BENCHMARKS / "diabetes.py", "regression", 15, 60),
+    "diabetes_long": Case(_BENCHMARKS / "diabetes.py", "regression", 60, 60),
+}
+Chosen = Sequence[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A choice of checkpoints and damping, measured on subsets of one fraction."""
+
+    study: str
+    keeps: float
+    checkpoints: str
+    damping: float
+    lds: float
+    low: float
+    high: float
+    above: float
+    above_low: float
+    above_high: float
+
+
+class Measured:
+    """One study's checkpoints and retrained models."""
+
+    def __init__(self, case: Case, folder: Path):
+        """Train what the folder lacks."""
+        self.case, self.folder = case, folder
+        study = Study.load(case.path)
+        self.targets = study.split("target_data", None).ids[: case.n_targets]
+        self.train_ids = study.split("train", None).ids
+        self.checkpoints = list(product(range(_RUNS), case.times))
+        for run in range(_RUNS):
+            paths = [folder / f"{run}-{at}.pt" for at in case.times]
+            if not paths[-1].exists():
+                train_checkpoint(
+                    checkpoints=paths,
+                    study_file=case.path,
+                    arguments={"epochs": case.epochs, "seed": run},
+                    times=case.times,
+                    threads=1,
+                )
+        self.weights, self.curvature = {}, {}
+        for run, at in self.checkpoints:
+            for split in ("train", "targets"):
+                self._make_features(run, at, split)
+            with open_artifact(folder / f"{run}-{at}-train.h5", FEATURES) as file:
+                self.weights[run, at] = file.vector("loss_weights")
+                if file.has("curvature"):
+                    self.curvature[run, at] = file.vector("curvature").astype(float)
+
+    def _make_features(self, run: int, at: float, split: str) -> None:
+        path = self.folder / f"{run}-{at}-{split}.h5"
+        if path.exists():
+            return
+        compute_features(
+            features=path,
+            checkpoint=self.folder / f"{run}-{at}.pt",
+            study_file=self.case.path,
+            spec=FeaturesSpec(
+                model_output=self.case.model_output,
+                parameter_patterns=None,
+                projection={"kind": "rademacher", "proj_dim": _K, "seed": 0},
+                dtype="float32",
+                study_digest="",
+                checkpoint=f"{run}-{at}",
+                split=split,
+                targets_digest=None if split == "train" else "",
+            ),
+            targets=None if split == "train" else self.targets,
+            code="",
+            device="cpu",
+            batch_size=400,
+            memory_mb=1000,
+            threads=1,
+        )
+
+    def truth(self, fraction: float) -> GroundTruth:
+        """Return subsets that keep a fraction, and what models trained on them say."""
+        spec = RetrainedSpec(
+            subsets="random",
+            arguments={"epochs": self.case.epochs},
+            model_output=self.case.model_output,
+            study_digest="",
+            seeds=_SEEDS,
+            seed=0,
+            fraction=fraction,
+            run_seeds=list(range(_SEEDS)),
+        )
+        paths = []
+        for first in range(0, self.case.subsets, _GROUP):
+            paths.append(self.folder / f"{fraction}-{first}.h5")
+            if not paths[-1].exists():
+                retrain_subsets(
+                    retrained=paths[-1],
+                    study_file=self.case.path,
+                    spec=spec,
+                    first=first,
+                    last=min(first + _GROUP, self.case.subsets) - 1,
+                    code="",
+                    batch_size=400,
+                    threads=1,
+                )
+        return read_ground_truth(paths, list(self.train_ids), list(self.targets), spec)
+
+    def choices(self) -> dict[str, tuple[bool, Chosen]]:
+        """Return which checkpoints to take, and whether they come from along runs."""
+        times, runs = self.case.times, range(_RUNS)
+        early, late, end = times[1], times[-2], times[-1]
+        return {
+            "early and end": (True, list(product(runs, [early, end]))),
+            "early and late": (True, list(product(runs, [early, late]))),
+            "taking turns": (True, [(run, times[run % len(times)]) for run in runs]),
+            "all times": (True, self.checkpoints),
+            "all but the end": (True, list(product(runs, times[:-1]))),
+            "ends": (False, list(product(runs, [end]))),
+        }
+
+    def sums(self, masks: np.ndarray, chosen: Chosen, *, along: bool) -> dict[float, np.ndarray]:
+        """Return subset sums by damping, with the defaults for such checkpoints."""
+        output = self.case.model_output
+        combine = Combine.UNIT_AVERAGE if along else Combine.PRODUCT_OF_AVERAGES
+        power = usual_power(combine, output)
+        w_power = curvature_power(
+            usual_weighting(combine, output),
+            power,
+            is_probability=about_output(output).weight_is_probability,
+        )
+        settings = [Setting(damping, power, combine, _K) for damping in _DAMPINGS]
+        averages = average_weights(settings, [self.weights[one] for one in chosen])
+        total = dict.fromkeys(_DAMPINGS, np.zeros(()))
+        for run, at in chosen:
+            diagonal = np.ones(masks.shape[1])
+            if w_power is not None:
+                diagonal = self.curvature[run, at] ** w_power
+            with (
+                open_artifact(self.folder / f"{run}-{at}-train.h5", FEATURES) as train,
+                open_artifact(self.folder / f"{run}-{at}-targets.h5", FEATURES) as targets,
+            ):
+                rows = train.matrix("features")[:]
+                checkpoint = CheckpointRows(
+                    loss_weights=self.weights[run, at],
+                    normal_weights={power: diagonal},
+                    read=lambda start, stop, rows=rows: rows[start:stop],
+                    target_features=targets.matrix("features")[:].astype(float),
+                    block=len(rows),
+                )
+                for setting, share in setting_sums(masks, settings, averages, checkpoint).items():
+                    total[setting.damping] = total[setting.damping] + share
+        return total
+
+    def fitted(self) -> list[str]:
+        """Say of each time how large the loss weights are, and how many samples carry them."""
+        lines = []
+        for at in self.case.times:
+            q = np.abs(np.stack([self.weights[run, at] for run in range(_RUNS)]).astype(float))
+            carried = (q.sum(1) ** 2 / (q**2).sum(1) / q.shape[1]).mean()
+            lines.append(f"{at:g}: {q.mean():.4f}, {carried:.3f}")
+        return lines
+
+
+def measure(name: str, measured: Measured, fraction: float) -> list[Row]:
+    """Return the rows of one study and fraction, and print them."""
+    truth = measured.truth(fraction)
+    sums = {
+        (choice, damping): own
+        for choice, (along, chosen) in measured.choices().items()
+        for damping, own in measured.sums(truth.masks, chosen, along=along).items()
+    }
+    first = ("early and end", 2)
+    sums = {first: sums.pop(first)} | sums
+    mean = truth.outputs.mean(axis=0)
+    drawn = bootstrap([*sums.values()], truth.outputs)
+    each = [float(rank_correlations(own, mean).mean()) for own in sums.values()]
+    intervals = zip(percentiles(drawn), percentiles(drawn - drawn[:, :1]), strict=True)
+    rows = []
+    for (choice, damping), lds, (own, gain) in zip(sums, each, intervals, strict=False):
+        numbers = (round(float(x), 4) for x in (lds, *own, lds - each[0], *gain))
+        rows.append(Row(name, fraction, choice, damping, *numbers))
+        print(("{:<20}{:>6} {:<16}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
+    low, high = percentiles(drawn)[-1]
+    print(f"{name}, {fraction}: ceiling {low:.3f} to {high:.3f}", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure every study at every fraction."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("studies", nargs="+", choices=CASES)
+    parser.add_argument("--folder", type=Path, help="where what is trained stays")
+    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    about = environment("cpu", ("torch", "numpy", "trak-core"))
+    print(about)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in asked.studies:
+            folder = (asked.folder or Path(temporary)) / name
+            folder.mkdir(parents=True, exist_ok=True)
+            began = time.process_time()
+            measured = Measured(CASES[name], folder)
+            print(f"{name}: time: loss weight, part that carries it; {measured.fitted()}")
+            for fraction in _FRACTIONS:
+                rows += measure(name, measured, fraction)
+            print(f"{name}: {time.process_time() - began:.0f} processor seconds", flush=True)
+    if asked.csv is not None:
+        write_csv(asked.csv, rows, about)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Forget what a model's repeated blocks save on the way to f, and run them again on the way back.
+
+A text's activations grow with the number of blocks. Here a call of a block keeps its inputs alone.
+The graph stays as it is, with the nodes of every operation, so that whatever reads it goes on
+working: what an operation saved comes back when it is asked for, with all else that its block
+saved, and goes with the operation, or when the next block runs again.
+
+Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from trak_core.errors import InputError
+from trak_core.gradients.model_inputs import least_rounding
+from trak_core.gradients.per_sample import graph_to, in_evaluation_mode
+
+
+class Recomputation:
+    """The repeated blocks of a model: members of lists with several of one class.
+
+    Attributes:
+        found: The blocks.
+        is_on: Whether blocks forget what they save.
+    """
+
+    def __init__(self, model: nn.Module):
+        """Find the blocks, and leave them as they are."""
+        self._model = model
+        self.found = _repeated(model)
+        self.is_on = False
+        # Configs of transformers' models whose caches would be filled twice.
+        self._configs: list[Any] = []
+        # The call whose tensors are there again.
+        self.last: Callable[[], _Call | None] = lambda: None
+        # While a model is measured: what its calls keep, and what the largest forgets, in bytes.
+        self._kept: dict[int, int] = {}
+        self._largest = 0
+
+    def start(self) -> None:
+        """Have every block forget, until ``stop``."""
+        self.is_on = True
+        for block in self.found:
+            block.forward = _Forward(self, block, block.forward)
+        configs = {id(c): c for m in self._model.modules() if (c := getattr(m, "config", None))}
+        self._configs = [c for c in configs.values() if getattr(c, "use_cache", None) is True]
+        for config in self._configs:
+            config.use_cache = False
+
+    def stop(self) -> None:
+        """Have blocks keep what they save, as they do otherwise."""
+        for block in self.found if self.is_on else ():
+            before = block.forward.forward  # pyright: ignore[reportFunctionMemberAccess]
+            del block.forward
+            if before != block.forward:  # what a user had put there
+                block.forward = before
+        for config in self._configs:
+            config.use_cache = True
+        self.is_on, self._configs = False, []
+
+    def told(self) -> str:
+        """Return in words what happens to the activations of blocks that forget."""
+        kinds = Counter(type(block).__name__ for block in self.found)
+        names = ", ".join(f"{n} {name}" for name, n in kinds.items())
+        return (
+            "the activations of one sample take more than the memory. The model's repeated blocks "
+            f"({names}) keep their inputs alone and run again on the way back, with the same "
+            "numbers, slower."
+        )
+
+    def begin_count(self) -> None:
+        """Forget what earlier calls took."""
+        self._kept, self._largest = {}, 0
+
+    def note(self, kept: dict[int, int], forgotten_bytes: int) -> None:
+        """Count a call that keeps storages, their bytes by address, and forgets others."""
+        self._kept.update(kept)
+        self._largest = max(self._largest, forgotten_bytes)
+
+    def n_bytes(self, besides: set[int]) -> int:
+        """Return the bytes that calls keep in storages other than these, and one call forgets."""
+        kept = sum(n for address, n in self._kept.items() if address not in besides)
+        return kept + self._largest
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    """Return the members of outermost lists of which two at least are of one class."""
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # outer before inner
+        if module in inside or not isinstance(module, nn.ModuleList | nn.Sequential):
+            continue
+        children = [child for child in module if next(child.parameters(), None) is not None]
+        if len({type(child) for child in children}) < len(children):
+            blocks += [child for child in children if child not in inside]
+            inside.update(m for child in children for m in child.modules())
+    return blocks
+
+
+class _Forward:
+    """Stands for a block's ``forward``; a copied model has copies, whose blocks are its own."""
+
+    def __init__(self, owner: Recomputation, block: nn.Module, forward: Callable[..., Any]):
+        self.owner, self.block, self.forward = owner, block, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.block.training or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        return _Call(self, args, kwargs).first(args, kwargs)
+
+
+class _Saved:
+    """One tensor that an operation saved; it dies with the operation's need for it."""
+
+    __slots__ = ("__weakref__", "call", "tensor")
+
+    def __init__(self, call: "_Call", tensor: Tensor):
+        self.call = call
+        self.tensor: Tensor | None = tensor
+
+    def unpack(self) -> Tensor:
+        if self.tensor is None:
+            self.call.again()
+        assert self.tensor is not None
+        return self.tensor
+
+
+class _Call:
+    """One call of a block, which can be repeated."""
+
+    def __init__(self, of: _Forward, args: Sequence[Any], kwargs: dict[str, Any]):
+        self.of = of
+        # Without their graph. They share memory, and the count of writes into it.
+        self.given = pytree.tree_map_only(Tensor, _without_graph, (tuple(args), kwargs))
+        self.inputs = [(tensor, tensor._version) for tensor in _tensors(self.given)]
+        parameters = list(of.block.parameters())
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.own = {p.untyped_storage().data_ptr() for p in parameters}
+        self.saved: list[weakref.ref[_Saved]] = []
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []
+        self.results: list[tuple[Tensor, int]] = []
+        device = parameters[0].device.type
+        self.autocast = torch.autocast(
+            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        )
+
+    def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Call the block with its graph, whose operations have to ask for what they saved."""
+        alive: list[tuple[_Saved, Tensor]] = []
+
+        def pack(tensor: Tensor) -> Tensor | _Saved:
+            if self._is_own(tensor):
+                return tensor.detach()
+            saved = _Saved(self, tensor.detach())
+            alive.append((saved, tensor))
+            return saved
+
+        def unpack(packed: Tensor | _Saved) -> Tensor:
+            return packed.unpack() if isinstance(packed, _Saved) else packed
+
+        with saved_tensors_hooks(pack, unpack):
+            returned = self.of.forward(*args, **kwargs)
+        self.saved = [weakref.ref(saved) for saved, _ in alive]
+        self.kinds = [_kind(tensor) for _, tensor in alive]
+        self.results = [(tensor.detach(), tensor._version) for tensor in _tensors(returned)]
+        sizes = _sizes(tensor for _, tensor in alive)
+        kept = _sizes(tensor for tensor, _ in self.inputs)
+        if self._wrote():  # it can't be called again with what it was given
+            self.of.owner.note(kept | sizes, 0)
+            return returned
+        self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
+        for saved, _ in alive:
+            saved.tensor = None
+        alive.clear()  # the graph holds ``pack``
+        return returned
+
+    def again(self) -> None:
+        """Repeat the call, and give all operations that wait what they had saved."""
+        if self._wrote():
+            raise self._refusal("that what it was given was written into afterwards")
+        before = self.of.owner.last()
+        if before is not None:
+            for reference in before.saved:
+                if (saved := reference()) is not None:
+                    saved.tensor = None
+        self.of.owner.last = weakref.ref(self)
+        tensors: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> None:
+            if not self._is_own(tensor):
+                tensors.append(tensor.detach())
+
+        block, (args, kwargs) = self.of.block, self.given
+        with ExitStack() as stack:
+            stack.enter_context(in_evaluation_mode(block))
+            stack.enter_context(graph_to(block, self.trained))
+            stack.enter_context(self.autocast)
+            stack.enter_context(saved_tensors_hooks(pack, _never))
+            returned = _tensors(self.of.forward(*args, **kwargs))
+        if [_kind(tensor) for tensor in tensors] != self.kinds:
+            raise self._refusal("that it saved other tensors")
+        for again, (tensor, version) in zip(returned, self.results, strict=True):
+            if tensor._version == version and not _close(again, tensor, least_rounding(block)):
+                raise self._refusal("other numbers")
+        for reference, tensor in zip(self.saved, tensors, strict=True):
+            if (saved := reference()) is not None:
+                saved.tensor = tensor
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.own
+
+    def _wrote(self) -> bool:
+        return any(tensor._version != version for tensor, version in self.inputs)
+
+    def _refusal(self, found: str) -> InputError:
+        return InputError(
+            "A model's repeated blocks are called twice where a sample's activations don't fit "
+            f"into the memory, and must give the same. Found {found} at the second call of a "
+            f"{type(self.of.block).__name__}. Raise compute.memory_mb until the job's log doesn't "
+            "speak of blocks that run twice, or shorten the sample.",
+            code="gradients.second_call",
+        )
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of storages by their address."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _close(a: Tensor, b: Tensor, allowed: float) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    size = float(b.abs().nan_to_num(0, 0, 0).max()) if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True)
+
+
+def _never(packed: None) -> Tensor:
+    raise AssertionError("nobody differentiates a second call")
