@@ -1,0 +1,225 @@
+"""Which scores foretell what a language model would say without some texts? Ours and others'.
+
+    python benchmarks/board.py --folder board --small --peers /tmp/peers
+    python benchmarks/board.py --folder board-night --text manual+docstrings --cores 2 --hours 9
+
+A small GPT-2 is trained on pieces of text that every Python has: docstrings of its library, its
+manual, licences of what is installed. 50 pieces are held out: the questions. It is trained again
+with 1, 10 and 50 % of the pieces dropped, with the same first weights and order and with others,
+and each set of scores is asked how well it foretells log p of a question (LDS: Spearman's
+correlation over drops, mean over questions). Everything is a file in the folder: a second start
+goes on, and --hours ends the trainings early. What there is by then makes the table.
+
+Drops of one kind are judged by the same draws, so that differences between rows are paired; the
+intervals are 95 % bootstrap intervals over drops and questions. Before it prints, it asks whether
+small drops can judge anybody: the first line is how alike the effects are when first weights are
+perturbed by 1e-4 of their size, and kinds of drops below .8 are left out. --peers names the folder
+of the other packages' environments (benchmarks/board_rivals.py); whoever isn't there has no rows.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from board_scores import DEFAULT, OURS, all_scores
+from board_study import DROPS, SIZES, Board, Size, Training, board, trainings
+from machine import environment, write_csv
+
+from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+
+_PACKAGES = "kronfluence", "bergson", "dattri", "logix"
+_LEAST, _FEWEST = 0.8, 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """How well one set of scores foretells one kind of drops, and how far it is from ours."""
+
+    scores: str
+    drops: str
+    trainings: int
+    lds: float
+    low: float
+    high: float
+    below_ours: float
+    below_ours_low: float
+    below_ours_high: float
+    above_default: float
+    above_default_low: float
+    above_default_high: float
+
+
+def _train(size: Size, text: str, one: Training, folder: Path) -> str:
+    torch.set_num_threads(1)
+    one.run(board(size, text), folder)
+    return one.name
+
+
+def train_missing(size: Size, text: str, folder: Path, cores: int, end: float) -> None:
+    """Run the trainings that have no file yet, and start none after ``end``."""
+    missing = [one for one in trainings(size) if not (folder / f"{one.name}.npz").exists()]
+    running: set[Future[str]] = set()
+    with ProcessPoolExecutor(cores) as pool:
+        for one in missing:
+            if time.time() > end:
+                break
+            running.add(pool.submit(_train, size, text, one, folder))
+            if len(running) == cores:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                for other in done:
+                    print(f"{other.result()} of {len(missing)}", file=sys.stderr, flush=True)
+
+
+def check_folder(folder: Path, size: Size, text: str) -> None:
+    """Stop if the folder holds another board."""
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = board(size, text).digest
+    path, about = folder / "about.yaml", {"text": text, "digest": digest, **asdict(size)}
+    if path.exists() and yaml.safe_load(path.read_text()) != about:
+        sys.exit(f"{folder} holds another board ({path.read_text()}): take another folder")
+    path.write_text(yaml.safe_dump(about))
+
+
+def rivals_scores(folder: Path, peers: Path | None, n: int, m: int) -> dict[str, np.ndarray]:
+    """Return other packages' scores, computed by those whose environments are there."""
+    found: dict[str, np.ndarray] = {}
+    for name in _PACKAGES:
+        path = folder / f"rival-{name}.npz"
+        if not path.exists() and peers is not None:
+            python, script = peers / name / "bin/python", Path(__file__).parent / "board_rivals.py"
+            if not python.exists():
+                print(f"{name}: not run, {python} is not there")
+                continue
+            done = subprocess.run(
+                [str(python), str(script), name, "--folder", str(folder)],
+                env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                print(f"{name}: failed, {done.stderr.strip().splitlines()[-1]}")
+        if path.exists():
+            with np.load(path) as file:
+                found |= {label: file[label] for label in file.files}
+    for label, scores in found.items():
+        if scores.shape != (n, m) or not np.isfinite(scores).all():
+            sys.exit(f"{label}: scores of shape {scores.shape}, or not finite")
+    return found
+
+
+def _read(folder: Path, kind: str, drop: int, turn: str = "") -> tuple[np.ndarray, np.ndarray]:
+    """Return which pieces were kept, (S, n), and log p of the questions, (S, m)."""
+    weights, outputs = [], []
+    for i in range(10_000):
+        path = folder / f"{kind}-{drop}-{i}{turn}.npz"
+        if not path.exists():
+            break
+        with np.load(path) as file:
+            weights.append(file["weights"])
+            outputs.append(file["outputs"])
+    return np.array(weights), np.array(outputs)
+
+
+def truths(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return masks (S, n) and outputs (seeds, S, m) of each kind of drops that can judge."""
+    found = {}
+    for drop in DROPS:
+        masks, outputs = _read(folder, "same", drop)
+        again = _read(folder, "again", drop)[1]
+        if len(again) >= _FEWEST:
+            alike = rank_correlations(outputs[: len(again)], again).mean()
+            print(
+                f"{drop} %, the same seed, {len(again)} drops with perturbed weights: {alike:.3f}"
+            )
+            if alike >= _LEAST:
+                found[f"{drop} %, the same seed"] = masks, outputs[None]
+    for drop in DROPS:
+        (masks, first), (_, second) = (_read(folder, "other", drop, f"-{i}") for i in range(2))
+        count = min(len(first), len(second))
+        if count >= _FEWEST:
+            outputs = np.stack([first[:count], second[:count]])
+            found[f"{drop} %, two other seeds each"] = masks[:count], outputs
+    return found
+
+
+def table(scores: dict[str, np.ndarray], folder: Path) -> list[Row]:
+    """Return a row for each set of scores and each kind of drops."""
+    names, rows = list(scores), []
+    ours, default = names.index(OURS), names.index(DEFAULT)
+    for drops, (masks, outputs) in truths(folder).items():
+        sums = [masks @ scores[name] for name in names]
+        mean = outputs.mean(axis=0)
+        lds = np.array([rank_correlations(one, mean).mean() for one in sums])
+        drawn = bootstrap(sums, outputs)
+        if len(outputs) > 1:
+            low, high = percentiles(drawn)[-1]
+            print(f"{drops}: noise ceiling {low:.3f} to {high:.3f}")
+            drawn = drawn[:, :-1]
+        own, below, above = (
+            percentiles(drawn - base) for base in (0, drawn[:, [ours]], drawn[:, [default]])
+        )
+        for i, name in enumerate(names):
+            cells = [lds[i], *own[i], lds[i] - lds[ours], *below[i]]
+            cells += [lds[i] - lds[default], *above[i]]
+            rows.append(Row(name, drops, len(masks), *(round(float(x), 4) for x in cells)))
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table, one line a set of scores."""
+    kinds = dict.fromkeys(row.drops for row in rows)
+    for number, kind in enumerate(kinds, 1):
+        count = next(row.trainings for row in rows if row.drops == kind)
+        print(f"({number}) {kind}: {count} drops")
+    print("| scores | " + " | ".join(f"({i}), less ours" for i in range(1, len(kinds) + 1)) + " |")
+    print("|---" * (1 + len(kinds)) + "|")
+    for name in dict.fromkeys(row.scores for row in rows):
+        cells = [
+            f"{row.lds:.3f}, {row.below_ours:+.3f} ({row.below_ours_low:+.3f} to "
+            f"{row.below_ours_high:+.3f})"
+            for row in rows
+            if row.scores == name
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Train what is missing, score what is missing, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--folder", type=Path, required=True, help="keeps all that was computed")
+    parser.add_argument("--text", default="docstrings", help="docstrings, manual, licences, a+b")
+    parser.add_argument("--small", action="store_true", help="n = 900 and 86,000 parameters")
+    parser.add_argument("--hours", type=float, default=12, help="starts no training after them")
+    parser.add_argument("--cores", type=int, default=1, help="trainings at once")
+    parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
+    parser.add_argument("--csv", type=Path, help="where the table goes as well")
+    asked = parser.parse_args()
+    size = SIZES["small" if asked.small else "night"]
+    check_folder(asked.folder, size, asked.text)
+    torch.set_num_threads(1)
+    train_missing(size, asked.text, asked.folder, asked.cores, time.time() + 3600 * asked.hours)
+    about: Board = board(size, asked.text)
+    machine = environment("cpu", ("torch", "transformers", "scikit-learn", "numpy"))
+    print(machine)
+    scores = all_scores(about, asked.folder)
+    scores |= rivals_scores(asked.folder, asked.peers, size.texts, size.questions)
+    rows = table(scores, asked.folder)
+    if not rows:
+        sys.exit("no kind of drops can judge yet: run it again, with more --hours")
+    print(f"ours: {OURS}")
+    show(rows)
+    if asked.csv is not None:
+        write_csv(asked.csv, rows, machine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""Our scores of the board's questions, TRAK's without damping, and those by words alone.
+
+All of ours but those named by a projection go by inner products of whole gradients, as `projection:
+exact` does.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from board_study import TIMES, Board, first_model, losses, save, written
+from planted_ways import Way, bm25, cosines, tf_idf
+from torch import Tensor, nn
+
+from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
+from trak_core.model.features import Features
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
+from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+
+_CHUNK, _MOST_BYTES = 64, 1e9
+OURS, DEFAULT = "along a run, damping 0.1", "along a run, damping 2"
+Products = Mapping[str, np.ndarray]
+
+
+def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a checkpoint's model and Adam's second moments."""
+    kept = torch.load(folder / f"{run}.pt")[at]
+    model = first_model(about.size, 0).eval()
+    model.load_state_dict(kept["state"], strict=False)  # the head is the word embeddings again
+    return model, kept["moments"]
+
+
+def _parts(about: Board, output: ModelOutput) -> list[Any]:
+    batch = as_batch({"input_ids": about.tokens, "labels": about.tokens}, output)
+    return [batch.rows(slice(i, i + _CHUNK)) for i in range(0, len(batch), _CHUNK)]
+
+
+def _groups(chosen: Mapping[str, nn.Parameter], n: int) -> Iterator[dict[str, nn.Parameter]]:
+    """Yield parameters, together as many as fit into memory for all rows."""
+    group: dict[str, nn.Parameter] = {}
+    for name, parameter in chosen.items():
+        size = sum(p.numel() for p in [*group.values(), parameter])
+        if group and 4 * n * size > _MOST_BYTES:
+            yield group
+            group = {}
+        group[name] = parameter
+    yield group
+
+
+def _kernels(
+    model: nn.Module, moments: Mapping[str, Tensor], about: Board, output: ModelOutput
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return inner products of all gradients, those under Adam, and f; rows are all pieces."""
+    n = len(about.tokens)
+    plain, adam, outputs = np.zeros((n, n)), np.zeros((n, n)), np.zeros(n)
+    parts = _parts(about, output)
+    for group in _groups(select_parameters(model, None), n):
+        formed = [formed_gradients(gradients_at_once, model, group, output, x) for x in parts]
+        outputs = torch.cat([one.outputs for one in formed]).numpy()
+        for name, blocks in zip(
+            group, zip(*(x.blocks() for x in formed), strict=True), strict=True
+        ):
+            block = torch.cat(blocks)
+            plain += (block @ block.T).numpy()
+            block /= moments[name].flatten().sqrt() + 1e-8
+            adam += (block @ block.T).numpy()
+    return plain, adam, outputs
+
+
+def _features(
+    model: nn.Module, about: Board, kind: ProjectionKind, k: int, stream: int
+) -> np.ndarray:
+    """Return all pieces' features, shape (n + m, k)."""
+    chosen = select_parameters(model, None)
+    shapes = [matrix_shape(p.shape) for p in chosen.values()]
+    n_params = sum(p.numel() for p in chosen.values())
+    is_sketch = kind is ProjectionKind.TENSOR_SKETCH
+    spec = ProjectionSpec(
+        kind=kind,
+        n_params=n_params,
+        proj_dim=k,
+        seed=0,
+        stream=stream,
+        shapes=shapes if is_sketch else None,
+    )
+    rows = []
+    for part in _parts(about, LANGUAGE_MODELLING):
+        sums = Features.zeros(chosen, [spec], len(part), threads=1)
+        gradients_at_once(model, chosen, LANGUAGE_MODELLING, part, sums)
+        rows.append(sums.scaled()[0].numpy())
+    return np.concatenate(rows)
+
+
+def _products(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
+    """Return what one checkpoint makes of all pieces, from its file if there is one.
+
+    With a ``k`` that is features of a dense projection alone.
+    """
+    path = folder / f"products-{run}-{at}.npz"
+    if not path.exists():
+        model, moments = loaded(about, folder, run, at)
+        stream = 100 * int(run.partition("-")[2]) + round(100 * at) + 10_000 * (k is not None)
+        if k is not None:
+            found = {"trak": _features(model, about, ProjectionKind.RADEMACHER, k, stream)}
+            with torch.no_grad():
+                found["outputs"] = -losses(model, about.tokens).numpy()
+        else:
+            plain, adam, outputs = _kernels(model, moments, about, LANGUAGE_MODELLING)
+            by_tokens, _, token_outputs = _kernels(model, moments, about, TOKEN_LOG_ODDS)
+            with torch.no_grad():
+                hidden = model(input_ids=about.tokens, output_hidden_states=True).hidden_states
+            found = {
+                "plain": plain,
+                "adam": adam,
+                "outputs": outputs,
+                "by_tokens": by_tokens,
+                "token_outputs": token_outputs,
+                "means": hidden[-1].mean(dim=1).numpy(),
+                "dense": _features(model, about, ProjectionKind.RADEMACHER, 1024, stream),
+                "sketch": _features(model, about, ProjectionKind.TENSOR_SKETCH, 4096, stream),
+            }
+        written(path, lambda path: save(path, found))
+    with np.load(path) as file:
+        return dict(file)
+
+
+Share = Callable[[Products], np.ndarray]
+
+
+def undamped(made: list[Products], n: int) -> np.ndarray:
+    """Return TRAK's scores as its paper has them: no damping, average weights, shape (n, m)."""
+    found = []
+    for one in made:
+        phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
+        found.append(phi @ np.linalg.solve(phi.T @ phi, targets.T))
+    # 1 - p of a whole text, which is nearly 1.
+    weights = np.mean([-np.expm1(one["outputs"][:n].astype(float)) for one in made], axis=0)
+    return weights[:, None] * np.mean(found, axis=0)
+
+
+def damped(made: list[Products], n: int, damping: float) -> np.ndarray:
+    """Return the same with damping."""
+    found = []
+    for one in made:
+        phi, targets = one["trak"][:n].astype(float), one["trak"][n:].astype(float)
+        normal = phi.T @ phi
+        shift = damping * np.trace(normal) / n
+        found.append(phi @ np.linalg.solve(normal + shift * np.eye(len(normal)), targets.T))
+    return np.mean(found, axis=0)
+
+
+def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
+    """Return scores by the names of their rows, each of shape (n, m)."""
+    n, m = about.size.texts, about.size.questions
+    runs = [f"run-{i}" for i in range(4) if (folder / f"run-{i}.pt").exists()]
+    made = {(run, at): _products(about, folder, run, at, None) for run in runs for at in TIMES}
+    first = {at: made["run-0", at] for at in TIMES}
+
+    def of(way: Way, what: str = "plain", outputs: str = "outputs") -> Share:
+        def share(one: Products) -> np.ndarray:
+            kernel = one[what] if one[what].shape[1] == n + m else one[what] @ one[what].T
+            return way.scores(kernel, one[outputs], n, m)
+
+        return share
+
+    def along(share: Share) -> np.ndarray:
+        return np.mean([share(one) for one in first.values()], axis=0)
+
+    k = round(0.89 * n)
+    halves = [f"half-{i}" for i in range(8)]
+    ends = [_products(about, folder, run, 1.0, k) for run in halves]
+    end = first[1.0]
+    cosine = Way(None, "both", power=0, is_unit_average=False)
+    found = {}
+    for damping in (2.0, 0.3, 0.1, 0.03, 0.01):
+        way = Way(damping)
+        found[f"along a run, damping {damping:g}"] = along(of(way))
+        found[f"its end, damping {damping:g}"] = of(way)(end)
+        name = f"damping {damping:g}"
+        found[f"along, token_log_odds, {name}"] = along(of(way, "by_tokens", "token_outputs"))
+        found[f"along, unit length, {name}"] = along(of(Way(damping, "before")))
+        found[f"along, Adam, {name}"] = along(of(way, "adam"))
+        found[f"along, Adam, unit length, {name}"] = along(of(Way(damping, "before"), "adam"))
+        found[f"along, rademacher, k = 1,024, {name}"] = along(of(way, "dense"))
+        found[f"along, tensor_sketch, k = 4,096, {name}"] = along(of(way, "sketch"))
+        if len(runs) > 1:
+            every = [of(way)(one) for one in made.values()]
+            found[f"along {len(runs)} runs, {name}"] = np.mean(every, axis=0)
+        found[f"ends on 8 halves, k = {k}, {name}"] = damped(ends, n, damping)
+    found |= {
+        f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping": undamped(ends, n),
+        "gradient dot, the end": of(Way(None, power=1, is_unit_average=False))(end),
+        "gradient dot, along": along(of(Way(None))),
+        "gradient cosine, the end": of(cosine)(end),
+        "gradient cosine, along": along(of(cosine)),
+    }
+    texts, asked = about.pieces[:n], about.pieces[n:]
+    found |= {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
+    return found | {"embedding cosine, the end": cosines(end["means"], n, m)}

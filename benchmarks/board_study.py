@@ -1,0 +1,309 @@
+"""Texts, model and trainings of the board: what small and large drops of texts do to a GPT-2.
+
+A training is smooth: warm-up, decay to 0, batches of 64. A text that is left out has weight 0 in
+the loss, and the divisor stays, so that trainings of one seed differ by that alone.
+"""
+
+import ast
+import hashlib
+import os
+import re
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+_BATCH, _WARM_UP, _DECAY = 64, 0.15, 0.01
+TIMES = (0.25, 0.5, 0.75, 1.0)
+PERTURBED = 1e-4
+DROPS = (1, 10, 50)  # per cent
+_RUNS, _HALVES = 4, 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything.
+
+    Attributes:
+        texts: n, training pieces.
+        questions: m, held-out pieces.
+        length: Words a piece.
+        words: Entries of the vocabulary; 0 is any other word.
+        width: Numbers in a hidden state.
+        layers: Blocks.
+        epochs: Passes over the training pieces.
+        rate: The highest learning rate.
+        subsets: Drops of each kind, under the same seed.
+        others: Drops of each kind under two other seeds each.
+        again: Drops of each kind that are repeated with perturbed first weights.
+    """
+
+    texts: int
+    questions: int
+    length: int
+    words: int
+    width: int
+    layers: int
+    epochs: int
+    rate: float
+    subsets: int
+    others: int
+    again: int
+
+
+SIZES = {
+    "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
+    "night": Size(3000, 50, 32, 2000, 128, 4, 8, 1e-3, 80, 40, 20),
+}
+
+
+def _words(text: str) -> list[str]:
+    """Cut a text into words and signs."""
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def _docstrings() -> list[str]:
+    """Return docstrings of the standard library, files in a random order."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(
+        path
+        for path in folder.rglob("*.py")
+        if not {"test", "tests", "idlelib", "site-packages"} & set(path.parts)
+    )
+    found = []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for i in np.random.default_rng(0).permutation(len(paths)):
+        try:
+            tree = ast.parse(paths[i].read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # files that hold mistakes for lib2to3's tests
+        nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+        found += [text for node in nodes if (text := ast.get_docstring(node))]
+    return found
+
+
+def _manual() -> list[str]:
+    return "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+
+
+def _licences() -> list[str]:
+    found = []
+    for one in sorted(metadata.distributions(), key=lambda one: one.metadata["Name"].lower()):
+        for file in one.files or []:
+            if "licen" in file.name.lower():
+                path = Path(str(file.locate()))
+                found.append(path.read_text(encoding="utf-8", errors="replace"))
+    return found
+
+
+TEXTS = {"docstrings": _docstrings, "manual": _manual, "licences": _licences}
+
+
+@dataclass(frozen=True)
+class Board:
+    """Pieces of text as tokens, training pieces first; shape (n + m, length)."""
+
+    size: Size
+    tokens: Tensor
+    pieces: list[list[str]]
+
+    @property
+    def digest(self) -> str:
+        """A hash of the tokens: texts are those of the Python that runs, and its packages."""
+        return hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest()[:16]
+
+    @property
+    def train(self) -> Tensor:
+        """The training pieces."""
+        return self.tokens[: self.size.texts]
+
+    @property
+    def asked(self) -> Tensor:
+        """The questions."""
+        return self.tokens[self.size.texts :]
+
+
+@cache
+def board(size: Size, text: str) -> Board:
+    """Cut texts into pieces, draw the questions among them, and number words by frequency."""
+    found: dict[tuple[str, ...], None] = {}
+    wanted = size.texts + size.questions
+    for name in text.split("+"):
+        for one in TEXTS[name]():
+            words = _words(one)
+            for start in range(0, len(words) - size.length + 1, size.length):
+                found[tuple(words[start : start + size.length])] = None
+    pieces = [list(piece) for piece in found][:wanted]
+    if len(pieces) < wanted:
+        sys.exit(f"{text} has {len(pieces)} pieces, and {wanted} are needed: join texts with +")
+    order = np.random.default_rng(1).permutation(wanted)
+    pieces = [pieces[i] for i in order]
+    counts = Counter(word for piece in pieces[: size.texts] for word in piece)
+    numbers = {word: i for i, (word, _) in enumerate(counts.most_common(size.words - 1), 1)}
+    tokens = torch.tensor([[numbers.get(word, 0) for word in piece] for piece in pieces])
+    return Board(size, tokens, pieces)
+
+
+def make_model(size: Size) -> Any:
+    """Return a GPT-2 with first weights of PyTorch's random state."""
+    about: dict[str, Any] = {"n_embd": size.width, "n_layer": size.layers, "n_head": 4}
+    about |= {"vocab_size": size.words, "n_positions": size.length}
+    about |= {"bos_token_id": None, "eos_token_id": None}
+    about |= {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = GPT2LMHeadModel(GPT2Config(**about))
+    model.loss_type = "ForCausalLM"  # which it takes, with a warning, if nobody says
+    return model
+
+
+def losses(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return each piece's sum of its words' cross entropies, in nats."""
+    logits = model(input_ids=tokens).logits[:, :-1]
+    each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    return each.view(len(tokens), -1).sum(1)
+
+
+def steps_of(size: Size) -> int:
+    """Return how many steps a training has."""
+    return size.epochs * -(-size.texts // _BATCH)
+
+
+def order_of(size: Size, seed: int) -> list[Tensor]:
+    """Return the pieces of each step, a new order in every epoch."""
+    generator = torch.Generator().manual_seed(seed)
+    epochs = [torch.randperm(size.texts, generator=generator) for _ in range(size.epochs)]
+    return [batch for epoch in epochs for batch in epoch.split(_BATCH)]
+
+
+def rate_at(size: Size, step: int) -> float:
+    """Return the learning rate of a step, counted from 0."""
+    total = steps_of(size)
+    warm = max(1, int(_WARM_UP * total))
+    return size.rate * min((step + 1) / warm, (total - step) / (total - warm))
+
+
+def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
+    """Return a seed's model before its training."""
+    torch.manual_seed(seed)
+    model = make_model(size).train()
+    if perturbed:
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.mul_(1 + PERTURBED * noise)
+    return model
+
+
+def train(
+    about: Board, seed: int, weights: np.ndarray, *, perturbed: bool = False
+) -> tuple[np.ndarray, dict[float, dict[str, dict[str, Tensor]]]]:
+    """Train, texts weighing ``weights`` (n,), and return log p of the questions and checkpoints.
+
+    A checkpoint is a state and Adam's second moments without their bias, by part of the training.
+    """
+    size = about.size
+    model = first_model(size, seed, perturbed=perturbed)
+    optimizer = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=_DECAY)
+    counts, tokens = torch.tensor(weights, dtype=torch.float32), about.train
+    divisor = _BATCH * (size.length - 1)
+    kept = {round(part * steps_of(size)): part for part in TIMES}
+    checkpoints = {}
+    for step, rows in enumerate(order_of(size, seed)):
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(size, step)
+        loss = (losses(model, tokens[rows]) * counts[rows]).sum() / divisor
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step + 1 in kept:
+            state = {name: p.detach().clone() for name, p in model.named_parameters()}
+            moments = {
+                name: optimizer.state[p]["exp_avg_sq"] / (1 - 0.999 ** (step + 1))
+                for name, p in model.named_parameters()
+            }
+            checkpoints[kept[step + 1]] = {"state": state, "moments": moments}
+    with torch.no_grad():
+        return -losses(model, about.asked).double().numpy(), checkpoints
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of the board.
+
+    Attributes:
+        name: That of its file.
+        seed: That of first weights and order.
+        drop: Per cent of the pieces that are left out; 0 for none.
+        number: Which draw of them.
+        perturbed: Whether first weights are perturbed by 1e-4 of their size.
+        keeps: Whether its checkpoints are kept.
+    """
+
+    name: str
+    seed: int
+    drop: int = 0
+    number: int = 0
+    perturbed: bool = False
+    keeps: bool = False
+
+    def weights(self, n: int) -> np.ndarray:
+        """Return 0 for pieces that are left out, 1 for others, shape (n,)."""
+        kept = np.ones(n)
+        rng = np.random.default_rng([self.drop, self.number])
+        kept[rng.permutation(n)[: round(n * self.drop / 100)]] = 0
+        return kept
+
+    def run(self, about: Board, folder: Path) -> None:
+        """Train, and write log p of the questions and what was left out; keep the checkpoints."""
+        began = time.process_time()
+        weights = self.weights(about.size.texts)
+        outputs, checkpoints = train(about, self.seed, weights, perturbed=self.perturbed)
+        if self.keeps:
+            written(folder / f"{self.name}.pt", lambda path: torch.save(checkpoints, path))
+        seconds = time.process_time() - began
+        values = {"outputs": outputs, "weights": weights, "seconds": seconds}
+        written(folder / f"{self.name}.npz", lambda path: save(path, values))
+
+
+def save(path: Path, values: Mapping[str, Any]) -> None:
+    """Write arrays as they are named."""
+    with path.open("wb") as file:
+        np.savez(file, **values)
+
+
+def written(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name first, so that it is whole when it is there."""
+    part = path.with_name(f".{os.getpid()}-{path.name}")
+    write(part)
+    part.replace(path)
+
+
+def trainings(size: Size) -> list[Training]:
+    """Return all trainings, in an order in which the first of them are of use by themselves."""
+    found = [Training("run-0", 0, keeps=True)]
+    found += [Training(f"half-{i}", 100 + i, 50, 10_000 + i, keeps=True) for i in range(_HALVES)]
+    for i in range(size.subsets):
+        found += [Training(f"same-{drop}-{i}", 0, drop, i) for drop in DROPS]
+        if i < size.again:
+            found += [Training(f"again-{drop}-{i}", 0, drop, i, perturbed=True) for drop in DROPS]
+    found += [Training(f"run-{i}", i, keeps=True) for i in range(1, _RUNS)]
+    for i in range(size.others):
+        found += [
+            Training(f"other-{drop}-{i}-{turn}", 1000 + 2 * i + turn, drop, i)
+            for drop in DROPS
+            for turn in range(2)
+        ]
+    return found
