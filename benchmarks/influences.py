@@ -6,9 +6,9 @@ Features are noise, written as artifacts and as a .npy file. Each side is a proc
 one thread, in turn: the stages `compute_normal_matrix`, `compute_scores` and `average_scores` with
 `scoring.keep: top_k`, as jobs run them; numpy on the mapped .npy file with float32 products and a
 partition of each block; FAISS's exact index of inner products, searched for either sign, which has
-no normal matrix and no damping. Prints CPU seconds, peak MiB and bytes asked of the system (Linux),
-and ratios to numpy's CPU. Says nothing if the stages' influences are not numpy's: of each target
-the same 20 helpful training samples, except such as differ by less than 1e-5 of the largest.
+no normal matrix and no damping. Prints CPU seconds, peak MiB, MiB read and written (Linux), and
+ratios to numpy's CPU. Says nothing if the stages' influences are not numpy's: of each target the
+same 20 helpful training samples, except such as differ by less than 1e-5 of the largest.
 """
 
 import os

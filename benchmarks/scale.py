@@ -2,8 +2,8 @@
 
     python benchmarks/scale.py --checkpoints 200 --experiments 10 --shards 4
 
-Every split is cut into the shards. The first dry run looks the study over (one process that imports
-torch), the second finds that on record. Prints jobs, seconds by the
+Every split is cut into the shards. The first dry run runs the preflight, in which a process imports
+torch, the second finds that on record. Prints jobs, seconds by the
 clock and of the processor, which don't depend on what else runs, and peak resident memory.
 """
 
@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 import yaml
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -34,11 +35,12 @@ target_data = train_data
 
 
 def make_study(folder: Path, checkpoints: int, experiments: int, shards: int, targets: int) -> None:
-    """Write the config and empty checkpoints, which a dry run doesn't open."""
+    """Write the config, and one checkpoint under many names: the preflight reads each."""
     paths = {f"c{i:04d}": f"checkpoints/c{i:04d}.pt" for i in range(checkpoints)}
     (folder / "checkpoints").mkdir()
+    torch.save(torch.nn.Linear(8, 1).state_dict(), folder / "first.pt")
     for path in paths.values():
-        (folder / path).touch()
+        (folder / path).hardlink_to(folder / "first.pt")
     (folder / "noise.py").write_text(_STUDY)
     config = {
         "study": "noise.py",

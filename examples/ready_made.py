@@ -1,9 +1,14 @@
-"""Make small data and weights for `images.yaml` and `tables.yaml`: scans as pictures, and wines.
+"""Make small data and weights for the ready-made studies' configs beside this file.
 
-Call it in the repository's folder: `python examples/ready_made.py`.
+Scans as pictures for `images.yaml`, wines for `tables.yaml`; and, where transformers is installed,
+sentences of three kinds for `texts.yaml` and `labelled_texts.yaml`. Call it in the repository's
+folder: `python examples/ready_made.py`.
 """
 
+import itertools
+import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +17,13 @@ from PIL import Image
 from sklearn.datasets import load_digits, load_wine
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+_PAD = "<pad>"
+_KINDS = {
+    "weather": (("rain", "snow", "wind"), ("falls on", "comes over"), ("hills", "roofs", "fields")),
+    "kitchen": (("bread", "soup", "rice"), ("cooks in", "waits on"), ("ovens", "pots", "tables")),
+    "harbour": (("boats", "gulls", "nets"), ("lie by", "turn round"), ("quays", "masts", "rocks")),
+}
 
 
 def scan_net(n_classes: int) -> nn.Module:
@@ -55,7 +67,62 @@ def make(folder: Path) -> None:
         _save(wine_net(), rows, torch.tensor(wine.target), folder / f"wines-{run}.pt")
 
 
+def sentences() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """Return rows to train on and, a fifth, to ask about: id, label and text."""
+    rows = [
+        {"id": f"{kind}-{i}", "label": kind, "text": f"the {' '.join(words)}"}
+        for kind, parts in _KINDS.items()
+        for i, words in enumerate(itertools.product(*parts))
+    ]
+    asked = rows[::5]
+    return [row for row in rows if row not in asked], asked
+
+
+def make_texts(folder: Path) -> None:
+    """Write sentences, and a language model and a classifier of them, into a folder."""
+    import tokenizers
+    from transformers import (
+        GPT2Config,
+        GPT2ForSequenceClassification,
+        GPT2LMHeadModel,
+        PreTrainedTokenizerFast,
+    )
+
+    rows, asked = sentences()
+    for name, some in (("sentences", rows), ("asked", asked)):
+        lines = [json.dumps(row) + "\n" for row in some]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    words = sorted({word for row in (*rows, *asked) for word in row["text"].split()})
+    numbers = {word: number for number, word in enumerate([_PAD, *words])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token=_PAD))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=_PAD)
+    tokens = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    kinds = [*_KINDS]
+    labels = torch.tensor([kinds.index(row["label"]) for row in rows])
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    size = {"vocab_size": len(numbers), "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    names = {"id2label": dict(enumerate(kinds)), "label2id": {k: i for i, k in enumerate(kinds)}}
+    of_text = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    for name, model, given in (
+        ("writer", GPT2LMHeadModel(GPT2Config(**size, **ids)), of_text),
+        ("sorter", GPT2ForSequenceClassification(GPT2Config(**size, **ids, **names)), labels),
+    ):
+        torch.manual_seed(0)
+        model.apply(model._init_weights)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        for _ in range(40):
+            adam.zero_grad()
+            model(**inputs, labels=given).loss.backward()
+            adam.step()
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
 if __name__ == "__main__":
     made = Path(sys.argv[1] if sys.argv[1:] else "ready-made")
     made.mkdir(exist_ok=True)
     make(made)
+    if find_spec("transformers"):
+        make_texts(made)

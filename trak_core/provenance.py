@@ -6,6 +6,7 @@ Standard library only, because every start of Snakemake calls this.
 import ast
 import hashlib
 import json
+import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -19,6 +20,7 @@ _ROOT = Path(__file__).parents[1]
 _PACKAGE = "trak_core"
 # What code reads beside its modules: templates and styles of the report.
 _BESIDE = (".j2", ".css")
+_CODE = (".py", *_BESIDE)
 _DESCRIBED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # With one of these words, code may reach what it never names.
 _REFLECTS = {
@@ -230,6 +232,13 @@ def code_digest(module: str) -> str:
     return digest.hexdigest()
 
 
+def code_files() -> Iterable[Path]:
+    """Yield all files that ``code_digest`` may read, in order."""
+    for folder, folders, names in os.walk(_ROOT / _PACKAGE):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(_CODE))
+
+
 def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path]:
     """Return a study's Python file, and the modules beside it that it imports, by their names.
 
@@ -245,6 +254,11 @@ def study_modules(study: Path, folders: Sequence[Path] = ()) -> dict[_Name, Path
     return _closure((study.stem,), folders or [study.parent], file=study)
 
 
+def may_change_imports(path: Path) -> bool:
+    """Return whether a Python file says words by which code changes what an import does."""
+    return not _source(path).words.isdisjoint(_CHANGES_IMPORTS)
+
+
 def study_imports(study: Path) -> list[str]:
     """Return dotted names of what a study always imports and doesn't lie beside it, sorted.
 
@@ -252,7 +266,7 @@ def study_imports(study: Path) -> list[str]:
     folders of modules.
     """
     files = study_modules(study)
-    if any(_source(path).words & _CHANGES_IMPORTS for path in files.values()):
+    if any(may_change_imports(path) for path in files.values()):
         return []
     imported: set[str] = set()
     for path in files.values():

@@ -13,6 +13,8 @@ from refused import refused
 from trak_core import provenance
 from trak_core.config.job_specs import study_digests
 from trak_core.provenance import code_digest, content_digest, study_digest, study_modules
+from trak_core.system import files
+from trak_core.system.files import CodeDigests
 
 PACKAGE = Path(provenance.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
@@ -83,6 +85,37 @@ def test_an_edit_changes_the_stages_whose_imports_reach_it(toy, module, stages):
 )
 def test_comments_layout_and_docstrings_do_not_count(toy, edit):
     assert changed_by(toy / "stages/solve.py", edit) == set()
+
+
+def test_digests_on_record_are_those_of_the_code(toy, tmp_path, monkeypatch):
+    """Whatever changed: content, a new module, a template; and nothing is read for nothing."""
+    record, stages = (
+        tmp_path / "results/code.json",
+        ("trak_core.stages.solve", "trak_core.stages.draw"),
+    )
+    toy.joinpath("report/page.css").write_text("a {}")
+    monkeypatch.setattr(files, "_CLOCK_NS", 0)
+
+    def on_record():
+        kept = CodeDigests(record)
+        digests = [kept.of(stage) for stage in stages]
+        kept.write()
+        assert digests == [code_digest(stage) for stage in stages]
+        return digests
+
+    before = on_record()
+    with mock.patch.object(files, "code_digest", side_effect=AssertionError("read again")):
+        kept = CodeDigests(record)
+        assert [kept.of(stage) for stage in stages] == before
+        (toy / "stages/__pycache__").mkdir()
+        assert CodeDigests(record).of(stages[0]) == before[0]
+    (toy / "scores.py").write_text("from .report import C\n")
+    assert on_record()[0] != before[0]
+    (toy / "absent.py").write_text("now = 1\n")  # which a module names
+    after = on_record()
+    assert after[1] != before[1]
+    (toy / "report/page.css").write_text("b {}")
+    assert on_record()[1] != after[1]
 
 
 def test_closure_holds_every_module_that_importing_runs():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import h5py
 import numpy as np
 import pandas as pd
 import pytest
@@ -131,6 +132,8 @@ def test_lds_of_the_scores_is_scipys(run, evaluated):
     summary = pd.read_hdf(evaluated, "summary")
     row = summary[summary["kind"] == "scores"].iloc[0]
     assert abs(row["lds"] - expected.mean()) < 1e-12
+    with h5py.File(evaluated) as file:
+        assert file.attrs["part_kept"] == run.truth()[0].mean()
     assert (summary["low"] <= summary["lds"]).all()
     assert (summary["lds"] <= summary["high"]).all()
 

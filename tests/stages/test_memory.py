@@ -16,6 +16,7 @@ from trak_core.config.memory_needs import (
     distortion_need,
     evaluation_need,
     exact_need,
+    holds_solved,
     normal_matrix_need,
     scores_need,
     weights_mb,
@@ -88,6 +89,26 @@ def test_a_budget_is_checked_for_every_job(change, message):
     config = {**sizes, "keep": "full", "top": 20, "divides": False, **change}
     with pytest.raises(InputError, match=message) if message else nullcontext():
         check_memory(500, **config)
+
+
+def test_ten_million_samples_fit_the_default_memory():
+    """Of ten checkpoints; a shard of four holds the solved targets of all of them."""
+    check_memory(
+        1000,
+        proj_dim=2048,
+        n_train=10**7,
+        n_targets={"asked": 1000},
+        n_checkpoints=10,
+        keep="top_k",
+        top=20,
+        divides=False,
+    )
+    sizes = {"n_targets": 1000, "n_checkpoints": 10, "top": 20, "solved_dim": 2048}
+    block = average_need(n_train=10**7, **sizes).rows(1000)
+    assert block % 1024 == 0
+    shard = average_need(n_train=10**7 // 4, **sizes)
+    assert holds_solved(shard, block, 1000, 10, 2048 * 1000)
+    assert not holds_solved(shard, block, 1000, 100, 2048 * 1000)
 
 
 def test_the_average_counts_solved_targets_once_and_only_with_top_k():

@@ -199,7 +199,7 @@ def measured(results):
     by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
     change = pd.DataFrame({"change": [-3.5, -0.25, -3.25]}, ["top", "random", "difference"])
     change = change.assign(low=change - 1, high=change + 1).rename_axis("removed").reset_index()
-    counts = {"n_subsets": 40, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
+    counts = {"n_subsets": 40, "part_kept": 0.5, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
     evaluation = {
         "summary": lds(0.31, 0.21, 0.11, 0.62)["mine"].tables["summary"],
         "targets": by_target.assign(proj_dim=8),

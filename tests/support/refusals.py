@@ -9,13 +9,12 @@ import pytest
 import torch
 import yaml
 from own_checkpoints import network
-from snakemake.utils import validate
 from workspace import REPOSITORY, Workspace, forked_python
 
 from trak_core.config.check_keys import check_paths
 from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
-from trak_core.config.schema import check_config, check_unique_keys
+from trak_core.config.schema import check_config, check_unique_keys, with_defaults
 from trak_core.stages.preflight_study import preflight_study
 
 GOOD = {
@@ -66,7 +65,7 @@ def check(workspace, config):
         check_unique_keys(Path("study.yaml"))
         values = yaml.safe_load(text)
         check_config(values, _schema())
-        validate(values, schema=SCHEMA)
+        values = with_defaults(values, _schema())
         results = Path(values["results"])
         specs = specs_of(values, results)
         check_paths(values, ["study.yaml"])

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -17,16 +18,21 @@ import pytest
 from running import Running, small_study
 
 from trak_core.system.files import read_record
-from trak_core.system.fork_server import serve_forks
+from trak_core.system.forks import Fork, serve_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
-# What each job says of itself: how it was started, and what it draws without a seed.
+# What each job says of itself: how it was started, and what it draws without a seed. The preflight
+# comes before the logs of jobs.
 TELLS = """
 import os, __main__
-is_fork = "fork_server" in str(__main__.__spec__)
+logs = Path("results/logs")
+is_early, is_forked = not logs.exists(), "fork_server" in str(__main__.__spec__)
+is_fork = is_forked and not is_early
 print("fork" if is_fork else "own")
 print("draws", np.random.rand())
+with open("parents.txt", "a") as parents:
+    print("early" if is_early else "job", is_forked, os.getppid(), file=parents)
 """
 THREAD = """
 import threading, time
@@ -79,9 +85,9 @@ def marked(study, monkeypatch, tmp_path):
 
 
 def of_ours(study):
-    """What a run left in the temporary folder, beside what a killed Snakemake leaves of its own."""
+    """What a run left in the temporary folder, beside what Snakemake and torch leave."""
     left = (study.folder.parent / "temporary").iterdir()
-    return [path.name for path in left if not path.name.startswith("snakemake")]
+    return [path.name for path in left if not path.name.startswith(("snakemake", "torch"))]
 
 
 def gone(folder):
@@ -99,6 +105,8 @@ def test_forked_jobs_leave_the_same_files(marked):
     status, output = marked.snakemake("--dry-run")
     assert status == 0, output
     assert "\nReport: " not in output
+    shutil.rmtree(marked.path("results"))  # what the preflight has found
+    marked.path("parents.txt").unlink()
     given = ("--config", "compute={threads: 1}")
     status, output = marked.snakemake("scores", *given, python=sys.executable)
     assert status == 0, output
@@ -114,6 +122,10 @@ def test_forked_jobs_leave_the_same_files(marked):
     who, draws = told(marked)
     assert who == ["fork", "fork"]
     assert len(set(draws)) == 2
+    # The preflight is a fork of the same process, which imports everything once.
+    early, *others = [line.split() for line in marked.path("parents.txt").read_text().splitlines()]
+    assert {tuple(other) for other in others} == {("job", *early[1:])}
+    assert early[:2] == ["early", "True"]
     status, output = marked.snakemake("--no-hooks", "--forceall", "scores")
     assert status == 0, output
     assert told(marked)[0] == ["own", "own"]
@@ -135,6 +147,23 @@ def test_some_jobs_cannot_be_forks(study, beside, compute, tmp_path, monkeypatch
     tell(study, "import beside\n")
     assert study.run()["compute_features"] == 2
     assert told(study)[0] == ["own", "own"]
+
+
+LAZY = """
+def make_model():
+    import tabnanny  # which nothing else of a study does
+    return nn.Sequential(nn.Linear(10, 32), nn.Tanh(), nn.Linear(32, 1))
+"""
+
+
+def test_a_preflight_that_takes_its_server_along_begins_again(study):
+    tell(study, f"if is_early and is_forked: os.kill(os.getppid(), 9)\n{LAZY}")
+    study.run()
+    assert told(study)[0] == ["fork", "fork"]
+    lines = study.path("parents.txt").read_text().splitlines()
+    assert [" ".join(line.split()[:2]) for line in lines[:2]] == ["early True", "early False"]
+    # The next run's server imports what the study comes to.
+    assert "tabnanny" in read_record(study.path("results/study.json"))["imports"]
 
 
 def test_an_error_reads_as_that_of_any_job(study):
@@ -216,9 +245,38 @@ def test_a_server_has_room_for_many_jobs_and_no_signal_is_lost(tmp_path, monkeyp
             assert status_of(name, "time:sleep", 60, bytes([signal.SIGTERM])) == -signal.SIGTERM
 
 
+def test_a_server_imports_what_it_is_told_to(tmp_path, monkeypatch):
+    """For a request before its fork; else when it has time, one module after another."""
+    for name in ("early", "late", "bad"):
+        text = f"open({str(tmp_path / name)!r}, 'x').close()\n"
+        (tmp_path / f"{name}_module.py").write_text(text + "1 / 0\n" * (name == "bad"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    name, server = serve_forks(["numpy"])
+    with server:
+        request = {"folder": "/", "call": ["time:sleep", 0.01], "imports": ["early_module"]}
+        for _ in range(2):
+            with Fork(name, request) as fork:
+                assert fork.status(20) == 0
+        assert (tmp_path / "early").exists()
+        with Fork(name, {"imports": ["bad_module", "no_module", "late_module"]}):
+            for _ in range(200):
+                if (tmp_path / "late").exists():
+                    break
+                time.sleep(0.1)
+        assert (tmp_path / "bad").exists()
+        with Fork(name, {"folder": "/", "call": ["late_module:no", 1]}) as fork:
+            assert fork.status(20) == 1
+        with Fork(name, {"folder": "/", "call": ["time:sleep", 60]}) as fork:
+            with pytest.raises(TimeoutError):
+                fork.status(0.2)
+            (child,) = psutil.Process(server.pid).children()
+        assert child.wait(20) is None or not child.is_running()
+
+
 def bad_requests():
     deep = b'{"call": ' + b"[" * 10**5
     texts = [b"{}", b"[]", b"no JSON", deep, b'{"folder": 1, "call": ["a", 2]}', b"\xff"]
+    texts += [b'{"imports": 1}', b'{"imports": [1]}', b'{"environment": {"a": "b"}}']
     yield from (struct.pack("!Q", len(text)) + text for text in texts)
     yield from (struct.pack("!Q", size) + b"{" for size in (2**63, 2**40, 2**24 + 1))
 
@@ -249,6 +307,6 @@ def test_a_server_outlives_every_request_and_waits_for_nobody():
 
 
 def test_the_client_imports_no_library():
-    code = "import sys, trak_core.system.fork_server; print(*sys.modules)"
+    code = "import sys, trak_core.system.forks; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "h5py", "numba", "pandas"} & set(found.stdout.split())

@@ -1,7 +1,8 @@
 """Refuse before any job what some job would stop at: files, the study, its sizes and checkpoints.
 
-A process of its own reads the study and its checkpoints. Its answer stays in the results folder
-under keys of all that it read, so that a further start costs nothing.
+A process of its own reads the study and its checkpoints: a fork of the one that will fork for jobs,
+where there is one. Its answer stays in the results folder under keys of all that it read, so that a
+further start costs nothing.
 """
 
 import hashlib
@@ -11,21 +12,23 @@ import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this ver
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trak_core.config.check_keys import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
-from trak_core.provenance import code_digest, stat_signature
+from trak_core.provenance import may_change_imports, stat_signature, study_imports
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.condition import MOST_TARGETS
-from trak_core.system.files import read_record, write_record
+from trak_core.system.files import code_digests, read_record, write_record
+from trak_core.system.forks import Fork, start_fork_server
 
 _RECORD = "study.json"
+_STAGE = "trak_core.stages.preflight_study"
 # What the record keeps of the model: entries to differentiate, and size of all that it holds.
 _MODEL = ("n_params", "model_bytes")
 # Clocks of this machine and of a file server differ by so much without harm.
@@ -33,16 +36,18 @@ _SKEW_SECONDS = 2
 _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only warns
 
 
-def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
+def run_preflight(specs: Specs, results: Path, *, is_stored: bool, forks: bool = False) -> None:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    ``is_stored`` says whether the user's files are in a store, which Snakemake reads. All
+    ``is_stored`` says whether the user's files are in a store, which Snakemake reads; ``forks``
+    whether to start the server that forks for jobs, if there is something to read. All
     checkpoints that don't fit are told of together.
     """
     _check_files(specs, is_stored)
     record = results / _RECORD
     known = read_record(record)
-    facts = _facts(specs, known, [] if is_stored else _own_checkpoints(specs))
+    checkpoints = [] if is_stored else _own_checkpoints(specs)
+    facts = _facts(specs, results, known, checkpoints, forks=forks)
     _check_sizes(specs, facts)
     if facts != known:
         write_record(record, facts)
@@ -51,6 +56,18 @@ def run_preflight(specs: Specs, results: Path, *, is_stored: bool) -> None:
 def model_bytes(results: Path) -> int:
     """Return the size of the study's model that the folder's preflight found, 0 before it."""
     return read_record(results / _RECORD).get("model_bytes", 0)
+
+
+def study_imports_of(specs: Specs, results: Path) -> list[str]:
+    """Return what a job that loads the study imports before it does anything else.
+
+    It ends with what an earlier preflight saw the study import when it came to it.
+    """
+    imports = study_imports(Path(specs.config["study"]))
+    code = [path for path in specs.files if path.suffix == ".py"]
+    if not imports or any(may_change_imports(path) for path in code):
+        return []
+    return imports + read_record(results / _RECORD).get("imports", [])
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
@@ -147,13 +164,12 @@ def _request(specs: Specs) -> dict[str, Any]:
     }
 
 
-def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> dict[str, Any]:
+def _facts(
+    specs: Specs, results: Path, known: dict[str, Any], checkpoints: Sequence[str], *, forks: bool
+) -> dict[str, Any]:
     """Return sizes of the study and keys of checkpoints that fit; read only what has a new key."""
     request, shards = _request(specs), specs.shards
-    code = [
-        *(specs.digests["whole"], specs.output_digest),
-        code_digest("trak_core.stages.preflight_study"),
-    ]
+    code = [*(specs.digests["whole"], specs.output_digest), code_digests(results).of(_STAGE)]
     keys = {
         split: _key([
             *(*code, request, split, specs.experiments.get(split), n_shards),
@@ -165,7 +181,7 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
     fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    model, read = {key: known.get(key) for key in _MODEL}, {}
+    model, read = {key: known.get(key) for key in (*_MODEL, "imports")}, {}
     if new or changed:
         request |= {
             "splits": {split: specs.experiments.get(split) for split in new},
@@ -175,8 +191,13 @@ def _facts(specs: Specs, known: dict[str, Any], checkpoints: Sequence[str]) -> d
             "conditions": specs.conditions,
             "without_numbers": any(_is_large(Path(path)) for path in checkpoints),
         }
-        sizes = _preflight_in_a_process(request, specs.config["compute"].get("minutes"))
+        imports = [_STAGE, *study_imports_of(specs, results)]
+        server = start_fork_server(imports) if forks else None
+        sizes = _preflight_in_a_process(request, specs.config["compute"].get("minutes"), server)
         model = {key: sizes[key] for key in _MODEL}
+        # A fork knows only what was imported beyond the server's.
+        new = [name for name in sizes["imports"] if name not in imports]
+        model["imports"] = [*imports[1:], *new] if server else sizes["imports"]
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {
@@ -200,33 +221,35 @@ def _key(decisive: list[Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _preflight_in_a_process(request: Mapping[str, Any], most: float | None) -> dict[str, Any]:
-    """Return the study's sizes, as ``preflight_study`` has them, within so many minutes."""
+def _preflight_in_a_process(
+    request: Mapping[str, Any], most: float | None, server: str | None
+) -> dict[str, Any]:
+    """Return the study's sizes, as ``preflight_study`` has them, within so many minutes.
+
+    A fork of a ``server`` does it, or else a process that is started.
+    """
     # Not pipes: a process that the study leaves behind would hold them open.
-    with tempfile.TemporaryFile("w+") as answer, tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trak_core.stages.preflight_study"],
-            # A module of the user's folder must not stand for one of ours.
-            env={**os.environ, "PYTHONSAFEPATH": "1"},
-            stdin=subprocess.PIPE,
-            stdout=answer,
-            stderr=said,
-            text=True,
-        )
-        try:
-            _wait_for(process, json.dumps(request), most)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        answer.seek(0)
-        said.seek(0)
+    with (
+        tempfile.TemporaryFile("w+") as asked,
+        tempfile.TemporaryFile("w+") as answer,
+        tempfile.TemporaryFile("w+") as said,
+    ):
+        json.dump(request, asked)
+        asked.flush()
+        streams = asked, answer, said
+        status = None if server is None else _status_of_fork(server, streams, most)
+        if status is None:
+            answer.truncate(0)
+            said.truncate(0)
+            status = _status_of_process(streams, most)
+        for file in (answer, said):
+            file.seek(0)
         sizes, told = answer.read(), said.read()
-    if process.returncode or not sizes:
+    if status or not sizes:
         raise InputError(
             told.strip()
             or f"{request['study_file']}: the study must load. The process of the preflight "
-            f"ended with exit status {process.returncode} and without a message: out of memory, or "
+            f"ended with exit status {status} and without a message: out of memory, or "
             "a crash.",
             code="config.preflight",
         )
@@ -234,16 +257,50 @@ def _preflight_in_a_process(request: Mapping[str, Any], most: float | None) -> d
     return json.loads(sizes)
 
 
-def _wait_for(process: subprocess.Popen[str], request: str, most: float | None) -> None:
-    """Give the process its request, and say once a minute that it isn't over."""
-    minutes, text = 0.0, request
-    while True:
-        wait = 1.0 if most is None else min(1.0, most - minutes)
+def _status_of_fork(server: str, streams: Sequence[IO[str]], most: float | None) -> int | None:
+    """Return how a fork of a server ended that reads a request; None if there was none."""
+    asked = {"folder": str(Path.cwd()), "call": [f"{_STAGE}:answer", None], "arguments": [_STAGE]}
+    streams[0].seek(0)
+    with Fork(server, asked, [file.fileno() for file in streams], seconds=60) as fork:
+        return _waited(fork.status, most)
+
+
+def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | None:
+    """Return how a process ended that reads a request."""
+    for file in streams:
+        file.seek(0)
+    process = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
+        [sys.executable, "-m", _STAGE],
+        # A module of the user's folder must not stand for one of ours.
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
+    )
+
+    def wait(seconds: float) -> int:
         try:
-            process.communicate(text, timeout=60 * wait)
-            return
-        except subprocess.TimeoutExpired:
-            minutes, text = minutes + wait, None
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError from error
+
+    try:
+        return _waited(wait, most)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+
+
+def _waited(wait: Callable[[float], int | None], most: float | None) -> int | None:
+    """Return what ``wait`` returns at the end, and say once a minute that it isn't over."""
+    minutes = 0.0
+    while True:
+        step = 1.0 if most is None else min(1.0, most - minutes)
+        try:
+            return wait(60 * step)
+        except TimeoutError:
+            minutes += step
         if most is not None and minutes >= most:
             raise InputError(
                 f"The preflight must end within compute.minutes, {most:g}. It took longer: a "

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, study_modules
-from trak_core.system.files import written_whole
+from trak_core.provenance import study_modules
+from trak_core.system.files import code_digests, written_whole
 
 _TEXT = '''\
 """The ready-made study `{name}` with the config's `study_arguments`, written at each start.
@@ -116,7 +116,9 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
     _check_arguments(name, arguments, about)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
-    file = _written(name, _source(name, arguments, about), results, writes=writes)
+    digest = code_digests(Path(results)).of(f"trak_core.studies.{name}")
+    text = _source(name, arguments, about, digest)
+    file = _written(name, text, results, writes=writes)
     named = [str(arguments[key]) for key in about.files if arguments.get(key)]
     if about.names_images:
         named += [pattern for table in named for pattern in _images_of(Path(table))]
@@ -246,11 +248,11 @@ def _beside_weights(weights: Path) -> list[str]:
     return [str(path) for path in sorted(found) if path.is_file() and path.suffix != ".bin"]
 
 
-def _source(name: str, arguments: Mapping[str, Any], about: _Ready) -> str:
+def _source(name: str, arguments: Mapping[str, Any], about: _Ready, digest: str) -> str:
     functions = [*_FUNCTIONS, *["draw"] * about.draws, *["token_texts"] * about.takes_weights]
     return _TEXT.format(
         name=name,
-        digest=code_digest(f"trak_core.studies.{name}"),
+        digest=digest,
         arguments=", ".join(f"{key}={value!r}" for key, value in arguments.items()),
         functions="\n".join(f"{function} = study.{function}" for function in functions),
     )

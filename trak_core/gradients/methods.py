@@ -392,11 +392,16 @@ def _in_turn(
     batch = as_batch(samples, output)
     rows: list[tuple[Tensor, ...]] = []
 
-    def watch(parameter: Tensor, taker: SampleConsumer) -> Callable[[Tensor], Tensor]:
+    # Autograd keeps what a hook returns until the pass is over. What came to be between two
+    # gradients would lie where the first was, so that the next one finds no room there.
+    nothing = [p.new_zeros(()).expand(p.shape) for p in parameters.values()]
+
+    def watch(
+        parameter: Tensor, no_gradient: Tensor, taker: SampleConsumer
+    ) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
             taker.take(parameter, [Dense(gradient.detach()[None, None])])
-            # Autograd keeps what a hook returns until the pass is over: next to nothing.
-            return gradient.new_zeros(()).expand(parameter.shape)
+            return no_gradient
 
         return hook
 
@@ -408,8 +413,9 @@ def _in_turn(
             outputs = of_sample(outputs, 0, n_copies)
             f = output.value(outputs, sample.labels[0])
             taker = consumer.of(slice(i, i + 1))
-            for parameter in parameters.values():
-                stack.callback(parameter.register_hook(watch(parameter, taker)).remove)
+            for parameter, no_gradient in zip(parameters.values(), nothing, strict=True):
+                hook = watch(parameter, no_gradient, taker)
+                stack.callback(parameter.register_hook(hook).remove)
             check_graph(f)
             stack.enter_context(memory_formats_kept_apart(f))
             torch.autograd.grad(f, list(parameters.values()), allow_unused=True)

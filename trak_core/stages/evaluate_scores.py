@@ -276,6 +276,7 @@ def evaluate_scores(
         software(code, "cpu", "numpy", "scipy", "pandas"),
         experiment=spec.experiment,
         n_subsets=len(masks),
+        part_kept=float(masks.mean()),
         n_seeds=len(truth.outputs),
         n_targets=len(target_ids),
         confidence=CONFIDENCE,

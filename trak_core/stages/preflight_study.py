@@ -40,6 +40,7 @@ from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
+from trak_core.system.forks import libraries_since
 from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _LABEL_SECONDS = 10.0
@@ -272,8 +273,9 @@ def preflight_study(
     return {"n_params": size, "model_bytes": size_bytes, "n_samples": n_samples}
 
 
-def answer() -> None:
-    """Answer one request; an error is what must hold, on standard error."""
+def answer(_: None = None) -> None:
+    """Answer one request on standard input; an error is what must hold, on standard error."""
+    before = set(sys.modules)
     # The study's own prints go where notices go: the answer is alone on standard output.
     out = os.dup(1)
     os.dup2(2, 1)
@@ -284,7 +286,7 @@ def answer() -> None:
     except InputError as error:
         sys.exit(str(error))
     with os.fdopen(out, "w") as file:
-        json.dump(sizes, file)
+        json.dump(sizes | {"imports": libraries_since(before)}, file)
 
 
 if __name__ == "__main__":

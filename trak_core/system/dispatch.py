@@ -6,7 +6,7 @@ The param ``code`` says which stage: a workflow that uses this one as a module m
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,15 @@ from trak_core.system.job import logged_to
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
+# What stages import only when they come to it.
+_TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
+_LATER = {
+    "average_scores": _TABLES,
+    "compute_exact_scores": _TABLES,
+    "draw_influences": (*_TABLES, *_FIGURES),
+    "select_targets": _TABLES,
+    "write_report": (*_TABLES, *_FIGURES),
+}
 
 
 def stage_of(name: str) -> Callable[..., None]:
@@ -47,6 +56,17 @@ def describe_job(job: Any) -> dict[str, Any]:
     own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
     minutes = job.config["compute"].get("minutes")
     return {"rule": job.rule, "log": job.log[0], "minutes": minutes, "named": named, "own": own}
+
+
+def imports_of(stages: Iterable[str]) -> list[str]:
+    """Return the modules that jobs of some stages import, those that they come to later too."""
+    modules = {f"trak_core.stages.{stage}": _LATER.get(stage, ()) for stage in stages}
+    return [*modules, *dict.fromkeys(module for later in modules.values() for module in later)]
+
+
+def imports_of_job(job: Mapping[str, Any]) -> list[str]:
+    """Return the same of one job, from ``describe_job``."""
+    return imports_of([job["named"]["code"].split()[0]])
 
 
 def run_logged(job: Mapping[str, Any]) -> None:

@@ -12,10 +12,12 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trak_core.errors import InputError, no_room
+from trak_core.provenance import code_digest, code_files, content_digest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -231,3 +233,39 @@ def data_digests(patterns: Sequence[str], record: Path, *, writes: bool = True) 
     if writes and kept != known:
         write_record(record, kept)
     return digests
+
+
+class CodeDigests:
+    """``code_digest`` of modules, from a record as long as no file of ``trak_core`` changes.
+
+    Every start of Snakemake needs them, and reading all modules takes it a second. Files count by
+    their sizes and times, as data files do.
+    """
+
+    def __init__(self, record: Path) -> None:
+        self._record, now = record, time.time_ns()
+        stats = {str(path): path.stat() for path in code_files()}
+        files = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns] for name, s in stats.items()]
+        self._files = content_digest(files)
+        self._is_settled = all(s.st_ctime_ns < now - _CLOCK_NS for s in stats.values())
+        self._known = read_record(record)
+        if self._known.get("files") != self._files:
+            self._known = {}
+        self._digests: dict[str, str] = dict(self._known.get("digests", {}))
+
+    def of(self, module: str) -> str:
+        """Return a module's digest."""
+        if module not in self._digests:
+            self._digests[module] = code_digest(module)
+        return self._digests[module]
+
+    def write(self) -> None:
+        """Bring the record up to date."""
+        if self._is_settled and self._digests != self._known.get("digests"):
+            write_record(self._record, {"files": self._files, "digests": self._digests})
+
+
+@cache
+def code_digests(results: Path) -> CodeDigests:
+    """Return the digests that a results folder has on record, once for a process."""
+    return CodeDigests(results / "code.json")

@@ -1,9 +1,9 @@
 """Fork a process for each job from one that has imported what jobs need: imports are most of a
 short job's time.
 
-The user's Snakemake starts the server (``start_fork_server``); a job's process asks it for a fork,
-and waits for it (``done_by_fork``). The server ends with its standard input, which is Snakemake's,
-and its forks end with it.
+It is started and asked by ``trak_core.system.forks``. What a job needs beyond what the server has
+imported, the server imports first; when nobody asks, it imports what it was told will be needed.
+The server ends with its standard input, which is Snakemake's, and its forks end with it.
 
 A fork gets the folder, paths of modules, arguments and standard streams of the process that asked,
 and of its environment what changes from job to job. The rest of the environment must be the one
@@ -21,171 +21,62 @@ import importlib
 import json
 import os
 import pkgutil
-import secrets
 import select
 import signal
 import socket
 import struct
-import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from trak_core.system.job import quiet_libraries, run_to_the_end
 
-_SOCKET = "TRAK_CORE_FORK_SERVER"
-# What stages import only when they come to it.
-_LATER = ("numpy", "pandas", "tables", "matplotlib.backends.backend_agg")
+SOCKET = "TRAK_CORE_FORK_SERVER"
 # What Snakemake sets for a job of one thread: libraries read it once, when they are imported.
 _LIBRARIES = ("GOTO_NUM", "MKL_NUM", "NUMEXPR_NUM", "OMP_NUM", "OPENBLAS_NUM", "VECLIB_MAXIMUM")
 ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
 # Environment variables that change from job to job, and that no library reads at import.
 _CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
-_YES, _NO = b"y", b"n"
+YES, _NO = b"y", b"n"
 # A request begins with its length; a fork's status, as Popen gives it, is the last answer.
-_STATUS, _LENGTH = struct.Struct("!i"), struct.Struct("!Q")
+STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
 # An environment has some KiB; requests are read by parts, so that no client has others wait.
 _MOST_BYTES, _PART_BYTES = 2**24, 2**16
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end
 _PR_SET_PDEATHSIG = 1
-_STOPS = (signal.SIGTERM, signal.SIGINT)
+STOPS = (signal.SIGTERM, signal.SIGINT)
 
 
-def can_fork() -> bool:
-    """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU.
-
-    It takes Linux 5.3, and a Python that was built for one: some of conda's are not.
-    """
-    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError):
-        return False
-    return True
-
-
-def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
-    """Start a server that imports ``modules``; one that fails says so in the job that needs it.
-
-    Returns:
-        The name of its socket, and the process, which ends with its standard input; None if it
-        can't listen.
-    """
-    name = f"trak-{secrets.token_hex(16)}"
-    server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
-        [sys.executable, "-m", "trak_core.system.fork_server", name, *modules],
-        # A module in the user's folder must not stand for one of ours.
-        cwd="/",
-        env=os.environ | ONE_THREAD | {_SOCKET: name},  # as jobs have it
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert server.stdout is not None
-    # It listens before it imports: jobs that come meanwhile wait for it.
-    listens = bool(server.stdout.read(1))
-    server.stdout.close()
-    return (name, server) if listens else None
-
-
-def start_fork_server(stages: Iterable[str], study: Iterable[str]) -> None:
-    """Start a server for this process's jobs of one thread, which ends with this process.
-
-    Stages are modules of ``trak_core.stages``; ``study`` is that of ``provenance.study_imports``.
-    """
-    started = serve_forks([*(f"trak_core.stages.{stage}" for stage in stages), *_LATER, *study])
-    if started is not None:
-        os.environ[_SOCKET], server = started
-        # Not closed before this process ends, since it says that this process lives.
-        atexit.register(lambda: server.stdin and server.stdin.close())
-
-
-def _is_mine(connection: socket.socket) -> bool:
+def is_mine(connection: socket.socket) -> bool:
     """Return whether the other end is a process of this user: such a name is open to all."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(peer)
     return user == os.getuid()
 
 
-def done_by_fork(function: str, argument: Any) -> bool:
-    """Have this process's work done by a fork, and end as it ends.
-
-    The fork calls the function ``module:name`` with an argument that is ready for JSON.
-
-    Returns:
-        False, if it must be done here.
-    """
-    server = os.environ.get(_SOCKET)
-    if server is None:
-        return False
-    request = {
-        "folder": str(Path.cwd()),
-        "environment": dict(os.environ),
-        "paths": sys.path,
-        "arguments": sys.argv,
-        "call": [function, argument],
-    }
-    status = status_of_fork(server, request)
-    if status is not None:
-        end_as(status)
-    return False
+def _import(names: Iterable[str]) -> None:
+    """Import modules, or what modules have under these names; a failure shows in the job."""
+    terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 2)  # nobody has asked for what imports say
+    for name in names:
+        with suppress(Exception):
+            pkgutil.resolve_name(name)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(terminal, 2)
+    os.close(terminal)
+    os.close(silence)
+    # Or every fork would copy what a collection looks at.
+    gc.collect()
+    gc.freeze()
 
 
-def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
-    """Send a request, pass signals on to the fork, and wait for it.
-
-    A request has ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
-    which must be the server's, ``paths`` of modules, and ``arguments`` for ``sys.argv``.
-
-    Returns:
-        The fork's return code, as Popen gives it; None if there is no fork.
-    """
-    text = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
-        try:
-            connection.connect(f"\0{server}")
-            if not _is_mine(connection):
-                return None
-            socket.send_fds(connection, [_LENGTH.pack(len(text))], [0, 1, 2])
-            connection.sendall(text)
-            if connection.recv(1) != _YES:
-                return None
-        except OSError:
-            return None
-
-        def pass_on(number: int, _frame: FrameType | None) -> None:
-            with suppress(OSError):  # the server has just gone: the answer ends
-                connection.sendall(bytes([number]))
-
-        for number in _STOPS:
-            signal.signal(number, pass_on)
-        answer = connection.recv(_STATUS.size, socket.MSG_WAITALL)
-    if len(answer) < _STATUS.size:
-        sys.exit("The process that forks for jobs has ended, and this job with it.")
-    return _STATUS.unpack(answer)[0]
-
-
-def end_as(status: int) -> NoReturn:
-    """End this process as another one ended, by the same signal if it was one."""
-    if status < 0:
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    sys.exit(status)
-
-
-def _import(name: str) -> None:
-    """Import a module, or what a module has under this name; a failure shows in the job."""
-    with suppress(Exception):
-        pkgutil.resolve_name(name)
-
-
-def _is_forkable() -> bool:
+def is_forkable() -> bool:
     torch = sys.modules.get("torch")
     is_used = torch is not None and torch.cuda.is_initialized()
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not is_used
@@ -195,8 +86,10 @@ def _parsed(text: bytes) -> dict[str, Any]:
     """Return a request that can be done; a ``ValueError`` for any other."""
     try:
         request = json.loads(text)
-        function, _ = request["call"]
-        texts = [request["folder"], function, *request.get("environment", {}).items()]
+        texts = [*request.get("environment", {}).items(), *request.get("imports", ())]
+        if "call" in request or "imports" not in request:
+            function, _ = request["call"]
+            texts += [request["folder"], function]
         texts += [*request.get("paths", ()), *request.get("arguments", ())]
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("no request") from error
@@ -218,20 +111,20 @@ class _Client:
 
         An ``EOFError``, ``OSError`` or ``ValueError`` if it never will be.
         """
-        size = _LENGTH.unpack_from(self.data)[0] if len(self.data) >= _LENGTH.size else 0
+        size = LENGTH.unpack_from(self.data)[0] if len(self.data) >= LENGTH.size else 0
         # No more than the request: what comes after it are signals.
-        missing = _LENGTH.size + size - len(self.data)
+        missing = LENGTH.size + size - len(self.data)
         part, streams, *_ = socket.recv_fds(self.connection, min(missing, _PART_BYTES), 3)
         self.streams += streams
         self.data += part
         if not part:
             raise EOFError("a job's process has gone")
-        if len(self.data) < _LENGTH.size:
+        if len(self.data) < LENGTH.size:
             return None
-        (size,) = _LENGTH.unpack_from(self.data)
+        (size,) = LENGTH.unpack_from(self.data)
         if size > _MOST_BYTES:
             raise ValueError("a request is short")
-        text = self.data[_LENGTH.size :]
+        text = self.data[LENGTH.size :]
         return _parsed(text) if len(text) == size else None
 
     def close(self) -> None:
@@ -256,7 +149,7 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     # was held back, and takes effect now.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     # What the server's imports do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
@@ -277,7 +170,7 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     getattr(importlib.import_module(module), name)(argument)
 
 
-def _lasting(environment: Mapping[str, str]) -> dict[str, str]:
+def lasting_of(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are the same in all jobs."""
     return {name: value for name, value in environment.items() if name not in _CHANGING}
 
@@ -289,7 +182,10 @@ def _serve(
 
     Imports saw this environment; forks may open as many files as these limits say.
     """
-    is_able, lasting = _is_forkable(), _lasting(environment)
+    lasting = lasting_of(environment)
+    # What was imported for a request, and what will be when nobody asks.
+    imported: set[str] = set()
+    later: deque[str] = deque()
     # By the descriptor to watch: each fork's process, and the connection that asked for it.
     jobs: dict[int, tuple[int, socket.socket]] = {}
     # By their descriptors: those whose request isn't whole yet.
@@ -300,14 +196,16 @@ def _serve(
         connections = (other.fileno() for _, other in jobs.values())
         for source in (stdin, requests, *clients, *jobs, *connections):
             sources.register(source, select.POLLIN)
-        ready = {source for source, _ in sources.poll()}
+        ready = {source for source, _ in sources.poll(0 if later else None)}
         if stdin in ready:
             return
+        if later and not ready:
+            _import([later.popleft()])
         for handle, (process, connection) in list(jobs.items()):
             if handle in ready:
                 _, status = os.waitpid(process, 0)
                 with suppress(OSError):
-                    connection.sendall(_STATUS.pack(os.waitstatus_to_exitcode(status)))
+                    connection.sendall(STATUS.pack(os.waitstatus_to_exitcode(status)))
                 connection.close()
                 os.close(handle)
                 del jobs[handle]
@@ -331,21 +229,29 @@ def _serve(
                 continue
             del clients[number]
             process = None
-            if is_able and _lasting(request.get("environment", lasting)) == lasting:
+            if "call" not in request:
+                later.extend(request["imports"])
+                client.close()
+                continue
+            missing = [name for name in request.get("imports", ()) if name not in imported]
+            if missing:
+                _import(missing)
+                imported.update(missing)
+            if is_forkable() and lasting_of(request.get("environment", lasting)) == lasting:
                 others = [*(other for _, other in jobs.values()), listener]
                 process = _forked(request, client, [*others, *clients.values()], limits)
             if process is not None:
                 jobs[os.pidfd_open(process)] = process, client.connection
             # Who asked may have gone: then its connection has ended, which is looked at above.
             with suppress(OSError):
-                client.connection.sendall(_NO if process is None else _YES)
+                client.connection.sendall(_NO if process is None else YES)
             if process is None:
                 client.connection.close()
             _close(client.streams)
         if requests in ready:
             with suppress(OSError):  # no room for one more file: it waits
                 connection, _ = listener.accept()
-                if _is_mine(connection):
+                if is_mine(connection):
                     clients[connection.fileno()] = _Client(connection)
                 else:
                     connection.close()
@@ -365,7 +271,7 @@ def _forked(
 
     server, process = os.getpid(), None
     # Until the fork has handlers of its own.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     with suppress(OSError):
         process = os.fork()
     if process == 0:
@@ -373,7 +279,7 @@ def _forked(
         for other in (client.connection, *others):
             other.close()
         run_to_the_end(lambda: _be(request, client.streams, server))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     if process is not None:
         with suppress(OSError):
             os.setpgid(process, process)
@@ -397,20 +303,10 @@ def main() -> None:
         # A name without a file: nothing stays on the disk, whatever is killed.
         listener.bind(f"\0{name}")
         listener.listen(1024)
-        os.write(1, _YES)
+        os.write(1, YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         quiet_libraries()
-        terminal = os.dup(2)
-        os.dup2(1, 2)  # nobody has asked for what imports say
-        for module in modules:
-            _import(module)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(terminal, 2)
-        os.close(terminal)
-        # Or every fork would copy what a collection looks at.
-        gc.collect()
-        gc.freeze()
+        _import(modules)
         _serve(listener, environment, limits)
     with suppress(Exception):
         atexit._run_exitfuncs()

@@ -48,7 +48,7 @@ _FUTURE_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning
 _OURS = str(Path(__file__).parents[1])
 
 
-def _is_installed(filename: str) -> bool:
+def is_installed(filename: str) -> bool:
     """Whether code is Python's own or a library's: not the user's, nor ours."""
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
@@ -69,7 +69,7 @@ def quiet_libraries() -> None:
     shown = warnings.showwarning
 
     def show(message: Any, category: Any, filename: str, *args: Any, **kwargs: Any) -> None:
-        if not (issubclass(category, _FUTURE_WARNINGS) and _is_installed(filename)):
+        if not (issubclass(category, _FUTURE_WARNINGS) and is_installed(filename)):
             shown(message, category, filename, *args, **kwargs)
 
     warnings.showwarning = show

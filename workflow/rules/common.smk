@@ -14,15 +14,21 @@ from snakemake.utils import validate
 import trak_core
 from trak_core.config.check_keys import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
-from trak_core.config.preflight import check_sources, model_bytes, run_preflight
+from trak_core.config.preflight import (
+    check_sources,
+    model_bytes,
+    run_preflight,
+    study_imports_of,
+)
 from trak_core.config.read_config import has_record, record_config
 from trak_core.config.ready_made import with_ready_study
 from trak_core.config.schema import check_config, check_unique_keys, with_values_read
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
-from trak_core.provenance import code_digest, mentions, stat_signature, study_imports
-from trak_core.system.files import hold_results
-from trak_core.system.fork_server import can_fork, start_fork_server
+from trak_core.provenance import mentions, stat_signature
+from trak_core.system.dispatch import imports_of
+from trak_core.system.files import code_digests, hold_results
+from trak_core.system.forks import can_fork, offer_forks, start_fork_server
 from trak_core.system.job import explain_interrupts
 
 # Jobs are processes of their own. They import the trak_core that this file imports, and find it
@@ -59,16 +65,25 @@ def explained():
         )
 
 
+# A module of another workflow has no start of its own, at which jobs are told of the server.
+is_module = config is not workflow.modifier_stack[0].globals["config"]
+forks = (
+    workflow.is_main_process and workflow.local_exec and not is_module and can_fork()
+)
+
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
         if file not in brought_along:
             check_unique_keys(Path(file))
     # `--config` is the outermost workflow's, whose config a module may have as its own.
-    if config is workflow.modifier_stack[0].globals["config"]:
+    if not is_module:
         given = workflow.config_settings.config_args or []
         config.update(with_values_read(config, given))
     config.update(with_ready_study(config))
-    check_config(config, yaml.safe_load(Path(schema).read_text()))
+    loader = getattr(
+        yaml, "CSafeLoader", yaml.SafeLoader
+    )  # ten times as fast, where it is
+    check_config(config, yaml.load(Path(schema).read_text(), Loader=loader))
     validate(config, schema=schema)  # fills in the defaults
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
@@ -82,9 +97,8 @@ with explained():
             check_given(workflow.config_settings.config_args or [])
         listed = (checkpoint.path for checkpoint in specs.checkpoints.values())
         check_paths(config, [*map(str, workflow.configfiles), *filter(None, listed)])
-        run_preflight(specs, results, is_stored=stored)
+        run_preflight(specs, results, is_stored=stored, forks=forks)
         # Else onstart does it, which a module of another workflow hasn't, nor who has nothing to do.
-        is_module = config is not workflow.modifier_stack[0].globals["config"]
         if not stored and (is_module or not has_record(results)):
             record_config(config, results)
         if SharedFSUsage.SOURCES not in workflow.storage_settings.shared_fs_usage:
@@ -119,7 +133,7 @@ stages_run = set()
 def code_of(stage):
     """The stage, by which its job is run, and a hash of the code that it reaches."""
     stages_run.add(stage)
-    return f"{stage} {code_digest(f'trak_core.stages.{stage}')}"
+    return f"{stage} {code_digests(results).of(f'trak_core.stages.{stage}')}"
 
 
 def job_mb(wildcards, attempt):

@@ -191,3 +191,13 @@ def name_results():
         logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
         logger.info(f"Report: {folder}/report.html")
+
+
+def start_jobs_server():
+    """Have a process ready that forks for jobs, with what the stages of this run import."""
+    rules_run = {job.rule.name for job in workflow.dag.needrun_jobs()}
+    stages = [
+        s for s in stages_run if any(f"{r}_".startswith(f"{s}_") for r in rules_run)
+    ]
+    study = study_imports_of(specs, results)
+    offer_forks(start_fork_server([*study, *imports_of(sorted(stages))]))

@@ -1,0 +1,273 @@
+"""Ask for forks in place of processes of one's own: a job's, and Snakemake's for the preflight.
+
+The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight. A
+job's process asks it for a fork, and waits for it (``done_by_fork``). Nothing here imports a
+library: every start of Snakemake and every job imports this.
+"""
+
+import atexit
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from trak_core.system.fork_server import (
+    LENGTH,
+    ONE_THREAD,
+    SOCKET,
+    STATUS,
+    STOPS,
+    YES,
+    is_forkable,
+    is_mine,
+    lasting_of,
+)
+from trak_core.system.job import is_installed
+
+
+def can_fork() -> bool:
+    """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU.
+
+    It takes Linux 5.3, and a Python that was built for one: some of conda's are not.
+    """
+    if sys.platform != "linux" or Path("/dev/nvidiactl").exists():
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
+    """Start a server that imports ``modules``; one that fails says so in the job that needs it.
+
+    Returns:
+        The name of its socket, and the process, which ends with its standard input; None if it
+        can't listen.
+    """
+    name = f"trak-{secrets.token_hex(16)}"
+    server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
+        [sys.executable, "-m", "trak_core.system.fork_server", name, *modules],
+        # A module in the user's folder must not stand for one of ours.
+        cwd="/",
+        env=os.environ | ONE_THREAD | {SOCKET: name},  # as jobs have it
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdout is not None
+    # It listens before it imports: jobs that come meanwhile wait for it.
+    listens = bool(server.stdout.read(1))
+    server.stdout.close()
+    return (name, server) if listens else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """A server of this process, and what of the environment it was started with lasts."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    environment: Mapping[str, str]
+
+    def end(self) -> None:
+        """Let it end with its forks; it ends with this process anyway."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+
+_own: _Server | None = None
+
+
+def start_fork_server(modules: Sequence[str]) -> str | None:
+    """Return the name of this process's server, which imports ``modules`` when it has time.
+
+    It is started if there is none yet, or if the environment has changed since; then it imports
+    them first of all. None if there can be none.
+    """
+    global _own
+    environment = {name: value for name, value in lasting_of(os.environ).items() if name != SOCKET}
+    if _own is not None and _own.process.poll() is None and _own.environment == environment:
+        connection = _send(_own.name, {"imports": modules})
+        if connection is not None:
+            connection.close()
+        return _own.name
+    if _own is not None:
+        _own.end()
+    started = serve_forks(modules)
+    if started is None:
+        return None
+    _own = _Server(*started, environment)
+    atexit.register(_own.end)
+    return _own.name
+
+
+def offer_forks(server: str | None) -> None:
+    """Have jobs that this process starts from now on ask a server for forks."""
+    if server is not None:
+        os.environ[SOCKET] = server
+
+
+def libraries_since(before: Collection[str]) -> list[str]:
+    """Return the installed modules that were imported since ``sys.modules`` had those, in order.
+
+    None if one of them left threads running or CUDA in use: a server must not import it.
+    """
+    if sys.platform != "linux" or not is_forkable():
+        return []
+    new = [
+        (name, vars(module).get("__spec__"))
+        for name, module in list(sys.modules.items())
+        if name not in before and isinstance(module, ModuleType)
+    ]
+    return [
+        name
+        for name, spec in new
+        if spec is not None and spec.name == name and is_installed(str(spec.origin))
+    ]
+
+
+def done_by_fork(function: str, argument: Any, imports: Sequence[str] = ()) -> bool:
+    """Have this process's work done by a fork, and end as it ends.
+
+    The fork calls the function ``module:name`` with an argument that is ready for JSON, of a server
+    that has imported ``imports``.
+
+    Returns:
+        False, if it must be done here.
+    """
+    server = os.environ.get(SOCKET)
+    if server is None:
+        return False
+    request = {
+        "folder": str(Path.cwd()),
+        "environment": dict(os.environ),
+        "paths": sys.path,
+        "arguments": sys.argv,
+        "call": [function, argument],
+        "imports": list(imports),
+    }
+    status = status_of_fork(server, request)
+    if status is not None:
+        end_as(status)
+    return False
+
+
+def _send(
+    server: str,
+    request: Mapping[str, Any],
+    streams: Sequence[int] = (),
+    seconds: float | None = None,
+) -> socket.socket | None:
+    """Return a connection to the server that has the request; None if it doesn't take it."""
+    text = json.dumps(request).encode()
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(f"\0{server}")
+        if is_mine(connection):
+            socket.send_fds(connection, [LENGTH.pack(len(text))], streams)
+            connection.sendall(text)
+            return connection
+    except OSError:
+        pass
+    connection.close()
+    return None
+
+
+class Fork:
+    """A fork that a server was asked for.
+
+    A request has ``folder``; ``call``, a function's name and its argument; perhaps ``environment``,
+    which must be the server's, ``paths`` of modules, ``arguments`` for ``sys.argv``, and
+    ``imports``, modules that the server imports before. ``streams`` are its standard streams. What
+    still runs when this is closed is killed.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        request: Mapping[str, Any],
+        streams: Sequence[int] = (0, 1, 2),
+        seconds: float | None = None,
+    ) -> None:
+        self._connection = _send(server, request, streams, seconds)
+        self._answer = b""
+        self._size = len(YES) + STATUS.size
+
+    def __enter__(self) -> "Fork":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._connection is not None:
+            self._connection.close()
+
+    def begins(self) -> bool:
+        """Wait until it is known whether there is a fork, and return it."""
+        return self._has(len(YES)) and self._answer.startswith(YES)
+
+    def status(self, seconds: float | None = None) -> int | None:
+        """Return the fork's return code, as Popen gives it, when it has ended.
+
+        None if there is no fork, or if the server ended before it; a ``TimeoutError`` if it has not
+        ended after some ``seconds``.
+        """
+        if self._connection is not None:
+            self._connection.settimeout(seconds)
+        is_over = self.begins() and self._has(self._size)
+        return STATUS.unpack(self._answer[len(YES) :])[0] if is_over else None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        with suppress(OSError):  # the server has just gone: the answer ends
+            if self._connection is not None:
+                self._connection.sendall(bytes([number]))
+
+    def _has(self, size: int) -> bool:
+        """Read the answer up to a size; return whether there is so much of it."""
+        while self._connection is not None and len(self._answer) < size:
+            try:
+                part = self._connection.recv(size - len(self._answer))
+            except TimeoutError:
+                raise
+            except OSError:
+                break
+            if not part:
+                break
+            self._answer += part
+        return len(self._answer) >= size
+
+
+def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
+    """Send a request, see ``Fork``, pass signals on to the fork, and wait for it.
+
+    Returns:
+        The fork's return code, as Popen gives it; None if there is no fork.
+    """
+    with Fork(server, request) as fork:
+        if not fork.begins():
+            return None
+        for number in STOPS:
+            signal.signal(number, lambda number, _frame: fork.signal(number))
+        status = fork.status()
+    if status is None:
+        sys.exit("The process that forks for jobs has ended, and this job with it.")
+    return status
+
+
+def end_as(status: int) -> NoReturn:
+    """End this process as another one ended, by the same signal if it was one."""
+    if status < 0:
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status)
