@@ -191,11 +191,12 @@ def bergson(about: Board, folder: Path, work: Path) -> Scores:
         "EK-FAC and 20 steps of CG": ["ekfac", *_EK_FAC, "--solver", "cg", "--num_steps", "20"],
     }.items():
         run = work / name.replace(" ", "-")
-        command = [program, words_of[0], str(run), *common, *words_of[1:], "--overwrite"]
-        done = subprocess.run(command, check=False)
-        if done.returncode:
-            print(f"{name}: bergson ended with {done.returncode}", file=sys.stderr)
-            continue
+        if not (run / "scores").exists():
+            command = [program, words_of[0], str(run), *common, *words_of[1:], "--overwrite"]
+            done = subprocess.run(command, check=False)
+            if done.returncode:
+                print(f"{name}: bergson ended with {done.returncode}", file=sys.stderr)
+                continue
         data = importlib.import_module("bergson.data")
         found[name] = np.asarray(data.load_scores(run / "scores")[:])
     return found
