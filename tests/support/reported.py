@@ -151,7 +151,8 @@ def check_alone(page):
             value = attributes.get(key)
             # A reader's click may lead to another page of the study.
             beside = (value or "").partition("#")[0]
-            others = ("../report.html", "answers/mine.html", "answers/other.html")
+            pages = ("answers/mine.html", "../answers/mine.html", "answers/other.html")
+            others = (*pages, "../report.html", *LISTS)
             is_beside = name == "a" and beside in others
             is_here = value is None or value.startswith("data:image/") or value[1:] in ids
             assert is_here or is_beside, value
@@ -213,6 +214,8 @@ def lds(ours, low, baseline, ceiling):
     return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
 
 
+# What pages of lists lead to.
+LISTS = tuple(f"{kind}.csv" for kind in ("suspects", "drop", "select", "duplicates"))
 # What the study's functions are, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 

@@ -272,7 +272,8 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     if len(experiments) < 2 or len(moved) < len(experiments):
         return []
     scores = [(table["help"] - table["harm"]).to_numpy(dtype=np.float64) for table in moved]
-    strength = sum(np.abs(own) / max(np.abs(own).max(), np.finfo(float).tiny) for own in scores)
+    sizes = np.abs(np.stack(scores))
+    strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
     rows = [set(file.tables["train"].index) for file in experiments]
     counts = Counter(row for own in rows for row in own)
     shared = sorted(

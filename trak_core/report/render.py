@@ -166,6 +166,11 @@ def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shar
     )
 
 
+def listed_samples(**shown: Any) -> str:
+    """Return the first rows of a list to act on as one HTML document."""
+    return rendered("list", **shown)
+
+
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     """Return an experiment's targets and strongest training samples as one HTML document.
 

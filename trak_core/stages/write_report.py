@@ -107,8 +107,8 @@ def write_report(
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
     own = [with_class_names(file, names) for file in results.self_influence]
-    groups = {key: with_class_names(file, names) for key, file in results.groups.items()}
-    results = replace(results, experiments=experiments, self_influence=own, groups=groups)
+    by_group = {key: with_class_names(file, names) for key, file in results.groups.items()}
+    results = replace(results, experiments=experiments, self_influence=own, groups=by_group)
     targets = (_targets(study, file, config) for file in experiments)
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
