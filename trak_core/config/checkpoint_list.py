@@ -223,14 +223,27 @@ def _step(folder: Path, number: int) -> float:
         ) from error
 
 
-def seeds_of_runs(arguments: Mapping[str, Mapping[str, Any]], count: int) -> list[int]:
-    """Return the seeds of the first runs, out of what ``train`` gets for each run."""
-    seeds = {run: arguments[run].get("seed") for run in list(arguments)[:count]}
-    if len(seeds) < count or not all(type(seed) is int for seed in seeds.values()):
+def very_training(
+    arguments: Mapping[str, Mapping[str, Any]], count: int
+) -> tuple[dict[str, Any], list[int]]:
+    """Return what ``train`` gets for each of the first runs: their seeds, and what they share.
+
+    ``arguments`` are what it gets for every run, in the config's order.
+    """
+    runs = {run: dict(arguments[run]) for run in list(arguments)[:count]}
+    seeds = {run: own.pop("seed", None) for run, own in runs.items()}
+    numbers = [seed for seed in seeds.values() if type(seed) is int]
+    shared = next(iter(runs.values()))
+    if len({*numbers}) < count or any(own != shared for own in runs.values()):
+        shown = [f"{run}: {{seed: {seeds[run]}{_more(own)}}}" for run, own in runs.items()]
         raise InputError(
             "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were trained: "
-            f"{count} runs, as many as `seeds` says, must each have a `seed`. Found "
-            f"{', '.join(f'{run}: {seed}' for run, seed in seeds.items())}.",
+            f"{count} runs, as many as `seeds` says, must each have a `seed` of their own, and all "
+            f"other training arguments alike. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
-    return [int(seed) for seed in seeds.values() if seed is not None]
+    return shared, numbers
+
+
+def _more(arguments: Mapping[str, Any]) -> str:
+    return "".join(f", {key}: {value}" for key, value in arguments.items())

@@ -23,7 +23,7 @@ from trak_core.config.checkpoint_list import (
     checkpoint_table,
     come_from_along_runs,
     runs_of,
-    seeds_of_runs,
+    very_training,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -425,9 +425,13 @@ class Specs:
         """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
-        runs = {run: self.training_arguments(run) for run in self.runs}
-        seeds = seeds_of_runs(runs, spec.seeds) if subsets["same_seeds"] else None
-        return replace(spec, fraction=subsets["fraction"], run_seeds=seeds)
+        spec = replace(spec, fraction=subsets["fraction"])
+        if not subsets["same_seeds"]:
+            return spec
+        # The pipeline trains: every entry is a run, and runs that are added come last.
+        runs = {run: self.training_arguments(run) for run in map(str, self.config["checkpoints"])}
+        shared, seeds = very_training(runs, spec.seeds)
+        return replace(spec, arguments=shared, run_seeds=seeds)
 
     def subset_groups(self) -> list[tuple[int, int]]:
         """Return the first and last subset of each job."""
@@ -497,4 +501,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
     output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
-    return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)
+    specs = Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)
+    if "subsets" in specs.evaluation:
+        _ = specs.random_subsets  # Refuses what it can't be made of.
+    return specs
