@@ -372,7 +372,7 @@ def test_the_very_training_is_that_of_the_first_runs(made):
 def test_runs_that_arent_the_very_training_are_refused(made, runs, found):
     same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
     with refused("config.run_seeds", "2 runs", found):
-        made(evaluation=same, checkpoints=runs)
+        made(evaluation=same, checkpoints=runs).random_subsets.as_dict()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError
-from trak_core.spec import stream_of
+from trak_core.spec import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at")
@@ -224,13 +224,15 @@ def _step(folder: Path, number: int) -> float:
 
 
 def very_training(
-    arguments: Mapping[str, Mapping[str, Any]], count: int
-) -> tuple[dict[str, Any], list[int]]:
-    """Return what ``train`` gets for each of the first runs: their seeds, and what they share.
+    checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
+) -> dict[str, Any]:
+    """Return the ``arguments`` of ``train`` that a config's first runs share, and ``run_seeds``.
 
-    ``arguments`` are what it gets for every run, in the config's order.
+    With ``training`` every entry of ``checkpoints`` is a run; those that are added come last.
     """
-    runs = {run: dict(arguments[run]) for run in list(arguments)[:count]}
+    runs = {str(run): ordered({**training, **own}) for run, own in [*checkpoints.items()][:count]}
+    for own in runs.values():
+        own.pop("at", None)
     seeds = {run: own.pop("seed", None) for run, own in runs.items()}
     numbers = [seed for seed in seeds.values() if type(seed) is int]
     shared = next(iter(runs.values()))
@@ -242,7 +244,7 @@ def very_training(
             f"other training arguments alike. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
-    return shared, numbers
+    return {"arguments": shared, "run_seeds": numbers}
 
 
 def _more(arguments: Mapping[str, Any]) -> str:

@@ -425,13 +425,9 @@ class Specs:
         """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
-        spec = replace(spec, fraction=subsets["fraction"])
-        if not subsets["same_seeds"]:
-            return spec
-        # The pipeline trains: every entry is a run, and runs that are added come last.
-        runs = {run: self.training_arguments(run) for run in map(str, self.config["checkpoints"])}
-        shared, seeds = very_training(runs, spec.seeds)
-        return replace(spec, arguments=shared, run_seeds=seeds)
+        runs = self.config["checkpoints"]
+        more = very_training(runs, self.training, spec.seeds) if subsets["same_seeds"] else {}
+        return replace(spec, fraction=subsets["fraction"], **more)
 
     def subset_groups(self) -> list[tuple[int, int]]:
         """Return the first and last subset of each job."""
@@ -501,7 +497,4 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     files = [*dict.fromkeys([*modules, *map(Path, [*data, *tables])])]
     digests = study_digests(study, data)
     output_digest = study_digest(output, folders=module_folders(output, study)) if output else None
-    specs = Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)
-    if "subsets" in specs.evaluation:
-        _ = specs.random_subsets  # Refuses what it can't be made of.
-    return specs
+    return Specs(config, checkpoints, experiments, digests, files, defaults, output_digest)
