@@ -18,6 +18,7 @@ differ, and so do the answers.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,6 @@ def _open() -> Answers:
 def _captum() -> Answers:
     """Return what answers a question by Captum, having compared one score with autograd's."""
     import torch
-    from captum.influence import TracInCP
     from safetensors.torch import load_file
     from torch import Tensor, nn
     from torch.nn.functional import cross_entropy
@@ -93,12 +93,15 @@ def _captum() -> Answers:
     def traced(rows: list[dict[str, Any]]) -> Any:
         loader: Any = DataLoader(rows, batch_size=20, collate_fn=batch)  # pyright: ignore[reportArgumentType]
         paths = [str(path) for path in saved]
-        return TracInCP(model, loader, paths, load, linear, loss, sample_wise_grads_per_batch=True)
+        package = importlib.import_module("captum.influence")
+        return package.TracInCP(
+            model, loader, paths, load, linear, loss, sample_wise_grads_per_batch=True
+        )
 
     asked, expected = rows[1], 0.0
     for path in saved:
         load(model, str(path))
-        weights = [model.get_submodule(name).weight for name in linear]
+        weights: Any = [model.get_submodule(name).weight for name in linear]
         sides = [
             torch.autograd.grad(loss(model(tokens), labels), weights)
             for tokens, labels in (batch([row]) for row in (rows[0], asked))
@@ -161,8 +164,10 @@ def main() -> None:
         # bergson's questions are lines of text.
         texts = [json.loads(line)["text"].replace("\n", " ").encode() for line in held]
         script = str(Path(__file__).resolve())
-        sides = {"trak ask": (ASK, held, b"\n\n")}
-        sides["trak_core.open().ask"] = ([sys.executable, script, "--side=open"], held, b"\n\n")
+        sides: dict[str, tuple[Sequence[str], list[bytes], bytes]] = {
+            "trak ask": (ASK, held, b"\n\n"),
+            "trak_core.open().ask": ([sys.executable, script, "--side=open"], held, b"\n\n"),
+        }
         if asked.captum:
             command = [asked.captum, script, "--side=captum"]
             sides["captum, TracInCP.influence"] = (command, held, b"\n\n")

@@ -33,6 +33,9 @@ from trak_core.system.fork_server import (
 )
 from trak_core.system.job import is_installed
 
+# Packages that start threads when they are used, as a tokenizer does, not when they are imported.
+_WITHOUT_THREADS = {"transformers", "tokenizers", "safetensors", "huggingface_hub", "peft"}
+
 
 def can_fork() -> bool:
     """Return whether this machine's jobs may be forks: on Linux, where no job can use a GPU.
@@ -120,10 +123,12 @@ def offer_forks(server: str | None) -> None:
 def libraries_since(before: Collection[str]) -> list[str]:
     """Return the installed modules that were imported since ``sys.modules`` had those, in order.
 
-    None if one of them left threads running or CUDA in use: a server must not import it.
+    Where threads run, or CUDA is in use, only those whose import is known to start none: a server
+    must not import the others.
     """
-    if sys.platform != "linux" or not is_forkable():
+    if sys.platform != "linux":
         return []
+    is_alone = is_forkable()
     new = [
         (name, vars(module).get("__spec__"))
         for name, module in list(sys.modules.items())
@@ -132,7 +137,8 @@ def libraries_since(before: Collection[str]) -> list[str]:
     return [
         name
         for name, spec in new
-        if spec is not None and spec.name == name and is_installed(str(spec.origin))
+        if (is_alone or name.partition(".")[0] in _WITHOUT_THREADS)
+        and (spec is not None and spec.name == name and is_installed(str(spec.origin)))
     ]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import yaml
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
-from snakemake.utils import validate
 
 import trak_core
 from trak_core.config.check_keys import check_given, check_paths
@@ -22,7 +21,12 @@ from trak_core.config.preflight import (
 )
 from trak_core.config.read_config import has_record, record_config
 from trak_core.config.ready_made import with_ready_study
-from trak_core.config.schema import check_config, check_unique_keys, with_values_read
+from trak_core.config.schema import (
+    check_config,
+    check_unique_keys,
+    with_defaults,
+    with_values_read,
+)
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import mentions, stat_signature
@@ -83,8 +87,9 @@ with explained():
     loader = getattr(
         yaml, "CSafeLoader", yaml.SafeLoader
     )  # ten times as fast, where it is
-    check_config(config, yaml.load(Path(schema).read_text(), Loader=loader))
-    validate(config, schema=schema)  # fills in the defaults
+    keys = yaml.load(Path(schema).read_text(), Loader=loader)
+    check_config(config, keys)
+    config.update(with_defaults(config, keys))
     # Snakemake dislikes ./ and a / at the end.
     config["results"] = str(Path(config["results"]))
     # Where a module's `prefix` puts what the rules write.

@@ -4,7 +4,9 @@ retrained_files = []
 if ground_truth is not None:
     retrained_files = [own_file(ground_truth)]
 elif "subsets" in specs.evaluation:
-    retrained_files = [f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()]
+    retrained_files = [
+        f"{folder}/retrained/{i}-{j}.h5" for i, j in specs.subset_groups()
+    ]
 
 
 rule retrain_subsets:
