@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from shutil import rmtree
 
 import pytest
 import yaml
@@ -140,7 +141,67 @@ def test_a_table_and_a_state_dict(price, output):
     assert config["experiments"] == {"asked": {"targets": [0, 2, 1] if of_classes else [0, 1, 2]}}
 
 
+@pytest.mark.parametrize(
+    ("table", "label", "output", "more"),
+    [
+        # Classes that are texts have no number of their own, and floats are none.
+        ("a,label\n1.5,dog\n2,cat\n", "label", "image_classification", {"classes": ["cat", "dog"]}),
+        ("a,label\n1.5,1.0\n2,0.0\n", "label", "image_classification", {"classes": [0, 1]}),
+        ("a,label\n1.5,1.0\n2,7.0\n", "label", "regression", {}),
+        ("a,price,id\n1.5,2.5,7\n2,0.1,8\n", "price", "regression", {}),
+        ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
+        # Without the row numbers that pandas writes.
+        (
+            ",a,b,label\n0,1,2,1\n1,3,4,0\n",
+            "label",
+            "image_classification",
+            {"columns": ["a", "b"]},
+        ),
+    ],
+)
+def test_labels_and_inputs_of_a_table(table, label, output, more):
+    config = written({"train.csv": table, "m.pt": ""})
+    assert config["model_output"] == output
+    given = {"table": "train.csv", "label": label, "model": "nets.py:net", **more}
+    assert config["study_arguments"] == given
+
+
+def test_every_checkpoint_has_a_key_of_its_own():
+    names = ("m-1.pt", "m.1.pt", "m_1.pt", "m_1_0.pt")
+    write({"train.csv": "a,label\n1,0\n", **dict.fromkeys(names, "")})
+    text, _ = config_for(Path())
+    assert sorted(yaml.safe_load(text)["checkpoints"].values()) == sorted(names)
+
+
+def test_weights_of_timm_s_name_their_network(capsys):
+    images = {f"train/{name}/1.png": "" for name in ("a", "b")}
+    saved = {"out/config.json": '{"architecture": "resnet18"}', "out/model.safetensors": ""}
+    config = written({**images, **saved})
+    assert config["study"] == "image_folder"
+    assert config["study_arguments"] == {"images": "train", "model": "timm/resnet18"}
+    assert config["checkpoints"] == {"model": "out/model.safetensors"}
+    assert "could not tell" not in capsys.readouterr().out
+
+
+def test_images_do_not_lie_where_results_come(folder, monkeypatch):
+    write({f"here/{name}/1.png": "" for name in ("a", "b")} | {"here/m.pt": ""})
+    monkeypatch.chdir("here")
+    with refused("command.images_here", folder / "here", "init here"):
+        init([])
+    monkeypatch.chdir("..")
+    init(["here"])
+    config = yaml.safe_load(Path("trak.yaml").read_text())
+    assert config["study_arguments"]["images"] == "here"
+    monkeypatch.chdir("here")
+    with refused("config.results_in_images", "images", "results"):
+        with_ready_study({**config, "study_arguments": {"images": ".", "model": "resnet18"}})
+
+
 def test_a_folder_that_is_no_study_is_refused(folder):
+    write({"train/a/1.png": "", "train/b/1.png": ""})
+    with refused("command.no_study", "folders of images: train"):
+        init([])
+    rmtree("train")
     with refused("command.no_folder", "nowhere"):
         init(["nowhere"])
     with refused("command.no_study", "nothing of it"):

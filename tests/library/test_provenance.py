@@ -202,13 +202,16 @@ def test_study_digest_follows_modules_beside_the_study(study):
 
 def test_modules_are_those_that_python_imports(tmp_path):
     """A question in its own folder: packages come before modules, the first folder comes first."""
-    imports = "import both, beside, tool, parts.a, parts.b, whole.in_it\n"
+    imports = "import both, beside, tool, parts.a, parts.b, whole.in_it, places.in_it\n"
     texts = {
         "asked/question.py": imports,
         **dict.fromkeys(("asked/both.py", "both.py", "beside.py", "tool.py"), ""),
         **dict.fromkeys(("tool/__init__.py", "asked/parts/a.py", "parts/a.py", "parts/b.py"), ""),
         # A folder that is no package comes after a package elsewhere.
         **dict.fromkeys(("asked/whole/in_it.py", "whole/in_it.py", "whole/__init__.py"), ""),
+        # A module that says where others in it are.
+        "places.py": f"__path__ = [{str(tmp_path / 'places')!r}]\n",
+        "places/in_it.py": "",
     }
     for name, text in texts.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
@@ -221,7 +224,7 @@ def test_modules_are_those_that_python_imports(tmp_path):
     python = [sys.executable, "-B", "-S", "-c", code]
     said = subprocess.run(python, capture_output=True, text=True, check=True).stdout
     really = {line for line in said.splitlines() if line.startswith(str(tmp_path))}
-    assert len(really) == 8
+    assert len(really) == 10
     assert {str(file) for file in modules.values()} == really
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ _EXPLAINED = re.compile(
     r"asked|dev|eval|evaluation|held|heldout|questions|targets|test|val|valid|validation"
 )
 _LABELS = ("label", "labels", "target", "class", "y")
+# What a table written with its row numbers calls them: pandas, of a column without a name.
+_NUMBERED = "Unnamed: 0"
 # Fields that stand before a text, and the text, in rows without the field `text`.
 _PAIRS = (
     *(("prompt", "completion"), ("prompt", "response"), ("question", "answer")),
@@ -74,7 +77,9 @@ def init(words: Sequence[str]) -> None:
 def config_for(folder: Path) -> tuple[str, list[str]]:
     """Return the text of a folder's config, and lines on what it rests on."""
     inside = [folder, *(path for path in sorted(folder.iterdir()) if _may_hold(path))]
-    weights = [path for path in inside if _weights_config(path) is not None]
+    # timm's weights are a state dict, beside a config that names the network.
+    timm = {path: name for path in inside if (name := _timm_network(path)) is not None}
+    weights = [p for p in inside if p not in timm and _weights_config(p) is not None]
     images = [path for path in inside if path not in weights and _is_of_images(path)]
     # A Trainer's folder may hold the texts, but no state dicts of its own.
     plain = [path for path in inside if path not in weights]
@@ -89,12 +94,22 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
     if weights and rows:
         return _of_texts(weights, rows, report)
     if states and (images or rows):
-        return _of_network(images, rows, states, report)
+        networks = {timm.get(path.parent) for path in states} if images else {None}
+        return _of_network(images, rows, states, networks, report)
+    found = "; ".join(line.removeprefix("found: ") for line in report)
     raise InputError(
-        f"{folder} must hold a study: {_NEEDED}. Found {'; '.join(report) or 'nothing of it'}. Put "
+        f"{folder} must hold a study: {_NEEDED}. Found {found or 'nothing of it'}. Put "
         "what is missing there, or write a study of your own (docs/how-to/own-model.md).",
         code="command.no_study",
     )
+
+
+def _timm_network(folder: Path) -> str | None:
+    """Return the name of the network whose weights timm saved in a folder."""
+    config = folder / "config.json"
+    is_saved = config.is_file() and (folder / "model.safetensors").is_file()
+    name = _json(config).get("architecture") if is_saved else None
+    return name if isinstance(name, str) else None
 
 
 def _may_hold(path: Path) -> bool:
@@ -104,6 +119,18 @@ def _may_hold(path: Path) -> bool:
 def _files(folders: Iterable[Path], suffixes: Iterable[str]) -> list[Path]:
     inside = {path for folder in folders for path in folder.iterdir() if path.is_file()}
     return sorted(path for path in inside if path.suffix in suffixes)
+
+
+def _refuse_here(paths: Iterable[Path], what: str, code: str) -> None:
+    """Refuse what must not lie in or around the current folder, into which results come."""
+    here = Path.cwd()
+    for path in (path.resolve() for path in paths):
+        if here.is_relative_to(path):
+            raise InputError(
+                f"{what} must lie in a folder of their own, because the results come into this "
+                f"one. Found them in {path}. Call from the folder above: trak init {path.name}",
+                code=code,
+            )
 
 
 def _weights_config(folder: Path) -> Path | None:
@@ -167,13 +194,8 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     alike = [path for path in (adapters or weights) if _is_alike(_json(files[path]), said)]
     other = [str(path) for path in weights if path not in alike]
     report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
-    if any(path.resolve() == Path.cwd() and not [*path.glob("checkpoint-*")] for path in alike):
-        raise InputError(
-            "Weights must lie in a folder of their own, because the results come into this one. "
-            f"Found them in {Path.cwd()}. Call from the folder above: "
-            f"trak init {Path.cwd().name}",
-            code="command.weights_here",
-        )
+    bare = [path for path in alike if not [*path.glob("checkpoint-*")]]
+    _refuse_here(bare, "Weights", "command.weights_here")
     train, target = _split(rows, report)
     samples = read_rows(str(train))
     study = "text_classification" if classifies else "language_model"
@@ -213,12 +235,12 @@ def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> list[_Line]:
     """Return the arguments that say which fields of a row are prompt, text and label."""
-    label = next((name for name in _LABELS if name in row), None) if classifies else None
+    label = _label_of(row) if classifies else None
     lines: list[_Line] = []
     if classifies and label != "label":
         note = "" if label else "put the field of the label here"
         report += [] if label else ["could not tell: which field is the label"]
-        lines.append(("label", label or [*row][-1], note))
+        lines.append(("label", label or _last(row), note))
     if "text" in row or ("messages" in row and not classifies):
         return lines
     pair = next((pair for pair in _PAIRS if set(pair) <= set(row)), None)
@@ -234,17 +256,41 @@ def _text_fields(row: dict[str, Any], classifies: bool, report: list[str]) -> li
     return [*lines, ("text", f"{{{longest}}}", "put a template of the rows' fields here")]
 
 
+def _label_of(row: dict[str, Any]) -> str | None:
+    """Return the field that is called as labels are, however it is written."""
+    written = {name.strip().lower(): name for name in reversed([*row])}
+    return next((written[name] for name in _LABELS if name in written), None)
+
+
+def _last(row: dict[str, Any]) -> str:
+    """Return the last field that tells something of a sample."""
+    return ([name for name in row if name not in {"id", _NUMBERED}] or [*row])[-1]
+
+
 def _of_network(
-    images: list[Path], rows: list[Path], states: list[Path], report: list[str]
+    images: list[Path],
+    rows: list[Path],
+    states: list[Path],
+    networks: set[str | None],
+    report: list[str],
 ) -> tuple[str, list[str]]:
-    """Return the config of a classifier of images, or of a network of tables."""
+    """Return the config of a classifier of images, or of a network of tables.
+
+    ``networks`` are timm's names of what the checkpoints are of, where they say it.
+    """
     put = _NAMED if images else _FUNCTION
-    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
-    model = ("model", "nets.py:net", f"a placeholder: put {put}")
+    name = next(iter(networks)) if len(networks) == 1 else None
+    if name is None:
+        report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
+        model = ("model", "nets.py:net", f"a placeholder: put {put}")
+    else:
+        report.append(f"chose: timm/{name} as the network: its config.json names it")
+        model = ("model", f"timm/{name}", "")
     train, target = _split(images or rows, report)
     given: list[_Line] = [] if target is None else [("targets", str(target), "")]
     if images:
         explained = target or train
+        _refuse_here((train, explained), "Images", "command.images_here")
         inner = (
             path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
         )
@@ -253,13 +299,31 @@ def _of_network(
         arguments = [("images", str(train), ""), *given, model]
         text = _text("image_folder", arguments, [], states, [asked])
         return text, [*report, "chose: image_folder"]
-    row, explained = read_rows(str(train))[0], read_rows(str(target or train))
-    label = next((name for name in _LABELS if name in row), [*row][-1])
+    trained, explained = read_rows(str(train)), read_rows(str(target or train))
+    row = trained[0]
+    label = _label_of(row) or _last(row)
     report.append(f"could not tell: whether {label} is what the network predicts")
-    output = "image_classification" if isinstance(row[label], int) else "regression"
-    classes = [one.get(label) for one in explained] if output != "regression" else None
-    asked = _some_ids(ids_of(explained), classes)
+    labels = [one[label] for one in trained]
+    distinct = set(labels)
+    # An empty one is a number that is missing, which the study refuses.
+    are_texts = all(isinstance(value, str) and value for value in distinct)
+    # Such as 0.0 and 1.0: classes' numbers that went through a column of floats.
+    are_numbers = all(isinstance(value, float) for value in distinct) and (
+        distinct == set(range(len(distinct)))
+    )
+    is_class = are_texts or are_numbers or isinstance(row[label], int)
+    output = "image_classification" if is_class else "regression"
+    asked = _some_ids(
+        ids_of(explained), [one.get(label) for one in explained] if is_class else None
+    )
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
+    if _NUMBERED in row:
+        inputs = [name for name in row if name not in {label, "id", _NUMBERED}]
+        arguments.append(("columns", inputs, "the model's inputs, in its order"))
+    if are_texts:
+        report.append("could not tell: the order of the model's classes; took the alphabet's")
+    if are_texts or are_numbers:
+        arguments.append(("classes", sorted(distinct), "in the order of the logits"))
     kind = ("model_output", output, "regression for a number, image_classification for a class")
     text = _text("tabular", [*arguments, model], [kind], states, [asked])
     return text, [*report, "chose: tabular"]
@@ -286,7 +350,10 @@ def _text(
 ) -> str:
     """Return a config's text: JSON is YAML, so that no value is read as another."""
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", path.stem) or "run" for path in checkpoints]
-    ids = [stem if stems.count(stem) == 1 else f"{stem}_{i}" for i, stem in enumerate(stems)]
+    ids: list[str] = []
+    for stem in stems:
+        free = (f"{stem}_{i}" for i in count() if f"{stem}_{i}" not in {*ids, *stems})
+        ids.append(stem if stems.count(stem) == 1 else next(free))
     runs: list[_Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
     by_line = ["", *_written(runs, "  ")]
     return "\n".join([

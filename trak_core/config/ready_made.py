@@ -114,6 +114,8 @@ def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[
         return {**config, "study": file, "data_files": [*known, *named]}
     about = READY_MADE[name]
     _check_arguments(name, arguments, about)
+    if about.names_images:
+        _refuse_results_in(arguments, results)
     if about.takes_weights and "weights" not in arguments:
         arguments["weights"] = _first_checkpoint(config.get("checkpoints"))
     digest = code_digests(Path(results)).of(f"trak_core.studies.{name}")
@@ -209,6 +211,19 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
                 f"study_arguments: {key} must exist. Found nothing at {arguments[key]} (from "
                 f"{Path.cwd()}).",
                 code="config.study_arguments",
+            )
+
+
+def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
+    """Refuse folders of images in which the results would lie, as one more class."""
+    for key in ("images", "targets"):
+        folder = Path(str(arguments.get(key)))
+        if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
+            raise InputError(
+                f"study_arguments: {key} must be a folder without the results, whose pictures "
+                f"would become a class. Found {results} in {folder}. Put the images into a folder "
+                "of their own, or name another folder as `results`.",
+                code="config.results_in_images",
             )
 
 
