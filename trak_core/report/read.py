@@ -339,7 +339,7 @@ def read_evaluation(path: Path, results: Path) -> File:
     with open_artifact(path, EVALUATION) as file:
         keys = ("summary", "targets", "checkpoints", "sweep", "best")
         tables = {key: file.table(key) for key in keys if file.has(key)}
-        names = ("n_subsets", "part_kept", "n_seeds", "n_targets", "confidence")
+        names = ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence")
         numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
         return _file(file, results, tables, **numbers)
 
