@@ -195,7 +195,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
     other = [str(path) for path in weights if path not in alike]
     report += [f"left out: {', '.join(other)}: not of the same model"] if other else []
     bare = [path for path in alike if not [*path.glob("checkpoint-*")]]
-    _refuse_here(bare, "Weights", "command.weights_here")
+    _refuse_here(bare, "Weights", code="command.weights_here")
     train, target = _split(rows, report)
     samples = read_rows(str(train))
     study = "text_classification" if classifies else "language_model"
@@ -290,7 +290,7 @@ def _of_network(
     given: list[_Line] = [] if target is None else [("targets", str(target), "")]
     if images:
         explained = target or train
-        _refuse_here((train, explained), "Images", "command.images_here")
+        _refuse_here((train, explained), "Images", code="command.images_here")
         inner = (
             path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
         )
