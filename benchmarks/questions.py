@@ -149,6 +149,7 @@ class Row:
 
 
 _TRAK = str(Path(sys.executable).with_name("trak"))
+ASK = (_TRAK, "ask", "lm.yaml", "--top", "3")
 _CONFIG = {
     "study": "language_model",
     "study_arguments": {"texts": "train.jsonl"},
@@ -176,6 +177,15 @@ def _commanded(folder: Path, *words: str) -> tuple[float, float]:
     return time.perf_counter() - began, cpu
 
 
+def finish(folder: Path) -> None:
+    """Train, unless checkpoints are there, and run what isn't there of the study."""
+    if not (folder / "out").exists():
+        write_texts(folder)
+        train(folder)
+    (folder / "lm.yaml").write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
+    _commanded(folder, "run", "lm.yaml", "scores")
+
+
 def _run_again(folder: Path) -> tuple[float, float]:
     """Ask one text as an experiment of its own."""
     text = (folder / "held.jsonl").read_text(encoding="utf-8").splitlines()[0]
@@ -193,22 +203,35 @@ def _cpu_of(process: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _held(folder: Path) -> list[tuple[float, float]]:
-    """Type the texts into `trak ask`; return what each answer took, the first from the start."""
-    lines = (folder / "held.jsonl").read_bytes().splitlines()
+def typed(
+    command: Sequence[str], folder: Path, lines: Sequence[bytes], end: bytes = b"\n\n"
+) -> list[tuple[float, float]]:
+    """Type lines into a command; return wall and CPU seconds of each answer, up to its end.
+
+    The first counts from the start. A command whose answers end with its prompt has it before.
+    """
     began, so_far = time.perf_counter(), 0.0
-    command = [_TRAK, "ask", "lm.yaml", "--top", "3"]
     taken = []
     with subprocess.Popen(
         command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as session:
         assert session.stdin is not None
         assert session.stdout is not None
+
+        def wait() -> None:
+            answer = b""
+            while not answer.endswith(end):
+                more = os.read(session.stdout.fileno(), 2**16)  # pyright: ignore[reportOptionalMemberAccess]
+                if not more:
+                    sys.exit(f"{command} ended after {answer!r}")
+                answer += more
+
+        if end.strip():
+            wait()
         for line in lines:
             session.stdin.write(line + b"\n")
             session.stdin.flush()
-            while session.stdout.readline().strip():
-                pass  # an empty line ends an answer
+            wait()
             cpu = _cpu_of(session.pid)
             taken.append((time.perf_counter() - began, cpu - so_far))
             began, so_far = time.perf_counter(), cpu
@@ -234,7 +257,7 @@ def _compare(folder: Path) -> float:
     )
 
 
-def _row(way: str, taken: Sequence[tuple[float, float]]) -> Row:
+def seconds(way: str, taken: Sequence[tuple[float, float]]) -> Row:
     wall, cpu = ([pair[i] for pair in taken] for i in (0, 1))
     row = Row(way, statistics.median(wall), min(wall), max(wall), statistics.median(cpu))
     span = f" [{row.least:.2f}-{row.greatest:.2f}]" if len(taken) > 1 else ""
@@ -255,23 +278,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = asked.folder or Path(name)
         folder.mkdir(exist_ok=True)
-        if not (folder / "out").exists():
-            write_texts(folder)
-            train(folder)
-        (folder / "lm.yaml").write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
-        _commanded(folder, "run", "lm.yaml", "scores")
+        finish(folder)
         difference = _compare(folder)
         assert difference <= 1e-6, difference
         print(f"largest difference of scores: {difference:.1g} of the largest score")
+        held = (folder / "held.jsonl").read_bytes().splitlines()
         sessions, again = [], []
         for _ in range(asked.rounds):
-            sessions.append(_held(folder))
+            sessions.append(typed(ASK, folder, held))
             again.append(_run_again(folder))
     print("| question | wall, s | CPU, s |\n|---|---|---|")
     rows = [
-        _row("trak ask, first answer, from the start", [taken[0] for taken in sessions]),
-        _row("trak ask, each further one", [one for taken in sessions for one in taken[1:]]),
-        _row("trak run, a new question", again),
+        seconds("trak ask, first answer, from the start", [taken[0] for taken in sessions]),
+        seconds("trak ask, each further one", [one for taken in sessions for one in taken[1:]]),
+        seconds("trak run, a new question", again),
     ]
     if asked.csv is not None:
         write_csv(asked.csv, rows, about)

@@ -23,6 +23,7 @@ PARAMS = {
     "config": "any key of the config except `answers` and `compute`",
     "defaults": "what the config leaves out of `scoring`",
     "digest": "the study: the parts of its code that count, and `data_files`",
+    "experiment": "`lists.{list}.experiment`",
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",

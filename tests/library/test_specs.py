@@ -335,14 +335,44 @@ def test_jobs_of_retraining(made):
     assert replace(specs.random_removals, subsets="top removals", draws=0) == specs.top_removals
 
 
-def test_seeds_of_runs_are_those_of_the_first(made):
+def test_the_very_training_is_that_of_the_first_runs(made):
     same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
-    runs = {"checkpoints": {"b": {"seed": 5}, "a": {"seed": 3}, "c": {"seed": 4}}}
-    assert made(evaluation=same, **runs).random_subsets.run_seeds == [3, 5]
-    with refused("config.run_seeds", "2 runs", "c0: 0"):
-        made(evaluation=same, checkpoints={"c0": {"seed": 0}}).random_subsets.as_dict()
-    with refused("config.run_seeds", "2 runs", "c1: None"):
-        made(evaluation=same, checkpoints={"c0": {"seed": 0}, "c1": {}}).random_subsets.as_dict()
+
+    def subsets(runs, **more):
+        return made(evaluation=same, checkpoints=runs, **more).random_subsets
+
+    # In the config's order, so that runs that are added at the end retrain nothing.
+    first = subsets({"z": {"seed": 5}, "a": {"seed": 3}})
+    assert (first.run_seeds, first.arguments) == ([5, 3], {"steps": 5})
+    assert subsets({"z": {"seed": 5}, "a": {"seed": 3}, "b": {"seed": 4}}) == first
+    assert subsets({f"run{i}": {"seed": i} for i in range(12)}).run_seeds == [0, 1]
+    along = {run: {"seed": seed, "at": [2, 5]} for run, seed in (("z", 5), ("a", 3))}
+    assert subsets(along) == first
+    # Runs' own arguments win over those that all share.
+    wide = {f"c{i}": {"seed": i, "width": 64} for i in range(2)}
+    found = subsets(wide, training={"seed": 7, "width": 32, "steps": 5})
+    assert (found.run_seeds, found.arguments) == ([0, 1], {"steps": 5, "width": 64})
+
+
+@pytest.mark.parametrize(
+    ("runs", "found"),
+    [
+        ({"c0": {"seed": 0}}, "c0: {seed: 0, steps: 5}"),
+        ({"c0": {"seed": 0}, "c1": {}}, "c0: {seed: 0, steps: 5}, c1: {seed: None, steps: 5}"),
+        (
+            {"c0": {"seed": 0}, "c1": {"seed": 0}},
+            "c0: {seed: 0, steps: 5}, c1: {seed: 0, steps: 5}",
+        ),
+        (
+            {"c0": {"seed": 0, "width": 64}, "c1": {"seed": 1, "width": 128}},
+            "c0: {seed: 0, steps: 5, width: 64}, c1: {seed: 1, steps: 5, width: 128}",
+        ),
+    ],
+)
+def test_runs_that_arent_the_very_training_are_refused(made, runs, found):
+    same = EVALUATION | {"subsets": EVALUATION["subsets"] | {"same_seeds": True}}
+    with refused("config.run_seeds", "2 runs", found):
+        made(evaluation=same, checkpoints=runs).random_subsets.as_dict()
 
 
 @pytest.mark.parametrize(

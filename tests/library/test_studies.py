@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import socket
 import sys
 from importlib.util import find_spec
 
@@ -115,6 +117,35 @@ def test_a_trainer_s_folder_and_an_adapter(weights, tmp_path):
         language_model(file, str(weights))
     with refused("studies.weights", tmp_path):
         language_model(file, str(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers', by peft
+def test_an_adapter_s_base_is_found_without_network(weights, tmp_path, monkeypatch):
+    file = write(tmp_path / "train.jsonl", [{"text": "sky"}])
+    adapter = tmp_path / "deep/adapter"
+    adapter.mkdir(parents=True)
+    # As the hub's cache has a model.
+    cache = tmp_path / "hub/models--people--base"
+    shutil.copytree(weights, cache / "snapshots/abc")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    saved = transformers.GPT2LMHeadModel.from_pretrained(weights).transformer.wte.weight
+    asked_network = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **_: asked_network.append(given))
+
+    def made(base):
+        settings = {"peft_type": "LORA", "r": 2, "target_modules": ["c_attn"]}
+        settings |= {"base_model_name_or_path": base, "fan_in_fan_out": True}
+        (adapter / "adapter_config.json").write_text(json.dumps(settings))
+        return language_model(file, str(adapter)).make_model()
+
+    for base in ("../../out", "out", str(weights), "people/base"):
+        assert torch.equal(made(base).get_input_embeddings().weight, saved)
+    for base in ("gone", "people/gone", "../gone/base", "/gone/base"):
+        with refused("studies.adapter_base", adapter, tmp_path, re.compile(f"Found {base},")):
+            made(base)
+    assert asked_network == []
 
 
 def test_labelled_texts(tmp_path):

@@ -63,6 +63,7 @@ def page(results):
 
 def test_the_page_needs_nothing_and_runs_nothing(page, results):
     assert write(results) == page.markup  # the same artifacts give the same bytes
+    assert "side by side" not in page.text  # of one experiment alone
 
 
 def test_texts_of_users_show_as_they_are(page, results):

@@ -3,7 +3,9 @@
 import base64
 import io
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
@@ -11,6 +13,7 @@ import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.pyplot import imread
+from reported import DESCRIBE, DRAW, HOSTILE, page_of, study_with
 
 from trak_core.model_outputs.table import TABLE
 from trak_core.report.charts import influences_figure
@@ -25,7 +28,7 @@ from trak_core.report.describe_samples import (
     targets_shown,
 )
 from trak_core.report.number_formats import number, of_target, of_training_sample, plural, signed
-from trak_core.report.read import File, read_timings
+from trak_core.report.read import File, read_experiment, read_timings
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
@@ -231,3 +234,39 @@ def test_titles_of_neighbours_do_not_collide():
     boxes = [axes.title.get_window_extent(canvas.get_renderer()) for axes in figure.axes]
     assert len(boxes) == 1 + 2 * EACH
     assert all(right.x0 > left.x1 for left, right in itertools.pairwise(boxes))
+
+
+def test_what_several_experiments_share_stands_side_by_side(results, tmp_path, monkeypatch):
+    """Two experiments, the second one's scores from elsewhere, beside what pandas makes of both."""
+    paths = [results / "scores/mine.h5", results.parent / "exact/scores/mine.h5"]
+
+    def read(path, folder, *given):
+        file = read_experiment(path, path.parents[1], *given)
+        is_first = path == paths[0]
+        return file if is_first else replace(file, spec=file.spec | {"experiment": "other"})
+
+    monkeypatch.setattr("trak_core.stages.write_report.read_experiment", read)
+    about = {"mine": {"targets": HOSTILE}, "other": {"targets": HOSTILE}}
+    study = study_with(tmp_path, DRAW + DESCRIBE)
+    page = page_of(results, study=study, asked={"experiments": about}, scores=paths)
+    tables = [pd.read_hdf(path, "train").set_index("id") for path in paths]
+    means = [(table["help"] - table["harm"]).astype(float) for table in tables]
+    strength = sum(mean.abs() / mean.abs().max() for mean in means)
+    section = page.text[page.text.rindex("Experiments side by side") :]
+    ids = [a["id"] for name, a in page.elements if name == "tr" and "id" in a]
+    order = strength.sort_values(ascending=False, kind="stable").index.tolist()
+    seen = []
+    for path, table in zip(paths, tables, strict=True):
+        top = pd.read_hdf(path, "top_influences")
+        beside = top.loc[top["rank"] <= EACH, "train_id"]
+        seen.append({*beside, *table.index[table["harm"] > 0]})
+    order = [i for i in order if i in seen[0] & seen[1]]
+    assert ids == [f"train-{quote(i, safe='')}" for i in order]
+    assert len(ids) > 5
+    links = [a["href"] for a in page.all("a") if "#train-" in a["href"]]
+    for sample in order:
+        place = f"train-{quote(sample, safe='')}"
+        shown = [f"{signed(mean[sample])} help" for mean in means]
+        row = section[section.index(f"train {sample} ") :]
+        assert all(words in row for words in shown)
+        assert {f"answers/{e}.html#{place}" for e in about} & set(links)

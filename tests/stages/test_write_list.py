@@ -1,17 +1,23 @@
 """Lists out of files: scores, self-influence, features."""
 
+from urllib.parse import quote
+
 import pandas as pd
 import pytest
 from linear_study import with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_stages, scores_spec
+from report_page import Page
+from reported import CODES, DRAW, HOSTILE, STUDY, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
 from trak_core.spec import POOL
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.find_duplicates import find_duplicates
+from trak_core.stages.show_list import show_list
 from trak_core.stages.write_list import write_list
 from trak_core.study.columns import with_class_names
+from trak_core.system.files import write_csv
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}
 
@@ -131,3 +137,61 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
     for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
         write_list(listed=listed, scores=path, kind="drop", study_file=study, code="code")
     assert lists[0].read_text() == lists[1].read_text()  # of a regression
+
+
+@pytest.mark.parametrize("way", CODES)
+def test_a_list_has_a_page_with_its_samples(results, tmp_path, way):
+    """Each row of the CSV, in its order, beside the sample of its id; markup stays text."""
+    listed, page = tmp_path / "suspects.csv", tmp_path / "suspects.html"
+    write_list(listed=listed, scores=results / "scores/mine.h5", kind="suspects", code="code")
+    study = study_with(tmp_path, CODES[way])
+    about = {"experiment": "mine", "study_file": study, "code": "code"}
+    show_list(page=page, listed=listed, kind="suspects", **about)
+    shown = Page(page.read_text())
+    check_alone(shown)
+    rows = pd.read_csv(listed)
+    names = [f"{rank}. train {i}" for rank, i in enumerate(rows["id"], start=1)]
+    places = [shown.text.index(f"{name} label") for name in names]
+    assert places == sorted(places)
+    links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
+    assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
+    assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
+    assert len(shown.all("img")) == (20 if way == "drawn" else 0)
+    alts = [f"train {i}" for i in rows["id"]]
+    assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])
+
+
+def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):
+    """A pair shows both, by their ids, which may be formulas; a pool's samples are the pool's."""
+    study = study_with(tmp_path, DRAW)
+    about = {"experiment": "mine", "study_file": study, "code": "code"}
+    pairs = [("row-3", 1, "row-2", "train"), ("row-5", 2, HOSTILE[1], "mine")]
+    rows = pd.DataFrame(pairs, columns=["id", "rank", "other_id", "among"])
+    write_csv(tmp_path / "duplicates.csv", rows.assign(closeness=1.0, label=0.5, other_label=0.25))
+    page = tmp_path / "duplicates.html"
+    show_list(page=page, listed=tmp_path / "duplicates.csv", kind="duplicates", **about)
+    shown = Page(page.read_text())
+    check_alone(shown)
+    alts = ["train row-3", "train row-2", "train row-5", f"target {HOSTILE[1]}"]
+    assert [image["alt"] for image in shown.all("img")] == alts
+    assert len({image["src"] for image in shown.all("img")}) == 4
+    ids = ["=1+1", "@now", "007", "NA"]
+    code = STUDY.replace("TARGETS", repr(ids)).replace(
+        "x[0] *= 3", "x[20:] = 0; x[22] = torch.arange(4.0)"
+    )
+    (tmp_path / "pool.py").write_text(code)
+    rows = pd.DataFrame({"id": ids[::-1], "rank": [1, 2, 3, 4], "score": 0.123456})
+    write_csv(tmp_path / "select.csv", rows)
+    show_list(
+        page=page, listed=tmp_path / "select.csv", kind="select", pool=tmp_path / "pool.py", **about
+    )
+    shown = Page(page.read_text())
+    check_alone(shown)
+    images = shown.all("img")
+    assert [image["alt"] for image in images] == [f"pool {i}" for i in ids[::-1]]
+    same = [image["src"] == images[0]["src"] for image in images]
+    assert same == [True, False, True, True]  # the third of the pool comes second
+    assert shown.text.count("score 0.123") == 4
+    write_csv(tmp_path / "drop.csv", rows.head(0))
+    show_list(page=page, listed=tmp_path / "drop.csv", kind="drop", **about)
+    assert "The list is empty" in Page(page.read_text()).headings

@@ -89,6 +89,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "compare_removals": 1,
         "sum_groups": 1,
         "write_list": 1,
+        "show_list": 1,
         "retrain_list": 2,
         "prove_list": 1,
         "write_report": 1,

@@ -109,14 +109,14 @@ def config_of(results):
     }
 
 
-def write(results, study=None, exact=False, asked=None, **more):
+def write(results, study=None, exact=False, asked=None, scores=None, **more):
     config = config_of(results) | (asked or {})
     report = results / "report.html"
     matrices = [] if exact else [results / f"normal_matrix/c{i}.h5" for i in range(2)]
     measurements = ("distortion", "evaluations", "removals", "flipped", "self_influence")
     write_report(
         report=report,
-        scores=[results / "scores/mine.h5"],
+        scores=scores or [results / "scores/mine.h5"],
         normal_matrices=matrices,
         study_file=Path(study or config["study"]),
         config=config,
@@ -150,7 +150,10 @@ def check_alone(page):
         for key in ("src", "href", "srcset", "action", "data", "poster", "xlink:href"):
             value = attributes.get(key)
             # A reader's click may lead to another page of the study.
-            is_beside = name == "a" and value in ("../report.html", "answers/mine.html")
+            beside = (value or "").partition("#")[0]
+            pages = ("answers/mine.html", "../answers/mine.html", "answers/other.html")
+            others = (*pages, "../report.html", *LISTS)
+            is_beside = name == "a" and beside in others
             is_here = value is None or value.startswith("data:image/") or value[1:] in ids
             assert is_here or is_beside, value
     assert not re.search(r"url\(|@import", "".join(page.styles))
@@ -211,6 +214,8 @@ def lds(ours, low, baseline, ceiling):
     return {"mine": file(tables={"summary": summary}, n_subsets=100, part_kept=0.5)}
 
 
+# What pages of lists lead to.
+LISTS = tuple(f"{kind}.csv" for kind in ("suspects", "drop", "select", "duplicates"))
 # What the study's functions are, by how it shows samples.
 CODES = {"printed": "", "drawn": DRAW + DESCRIBE, "described": DESCRIBE}
 

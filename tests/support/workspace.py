@@ -29,6 +29,8 @@ def forked_python() -> str:
     folder = Path(_ending.enter_context(tempfile.TemporaryDirectory(prefix="trak-")))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{Path(__file__).parent}")
+        # torch makes a folder where its `_dynamo` is imported, as peft does: not in some test's.
+        patch.setenv("TMPDIR", str(folder))
         started = serve_forks((*PRELOADED, "forked_python"))
     assert started is not None, "the fork server does not listen"
     name, server = started

@@ -85,9 +85,9 @@ def marked(study, monkeypatch, tmp_path):
 
 
 def of_ours(study):
-    """What a run left in the temporary folder, beside what Snakemake and torch leave."""
+    """What a run left in the temporary folder, beside what Snakemake leaves."""
     left = (study.folder.parent / "temporary").iterdir()
-    return [path.name for path in left if not path.name.startswith(("snakemake", "torch"))]
+    return [path.name for path in left if not path.name.startswith("snakemake")]
 
 
 def gone(folder):

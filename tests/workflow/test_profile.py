@@ -22,6 +22,7 @@ APART = WITH_GPU | {
         "write_list",
         "find_duplicates",
         "retrain_list",
+        "show_list",
     ),
     *("prove_list", "select_targets"),
 }

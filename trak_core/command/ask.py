@@ -225,9 +225,12 @@ def _typed() -> Iterator[str]:
     with contextlib.suppress(ImportError):
         import readline  # ruff: ignore[unused-import] -- `input` has lines to edit and go back to
     with contextlib.suppress(EOFError):
-        while True:
-            yield input(_PROMPT)
-    print(file=sys.stderr)
+        try:
+            while True:
+                yield input(_PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)  # no line break was typed
+            raise
 
 
 def _in_words(answer: "Answer") -> str:

@@ -288,16 +288,16 @@ def _text(
     stems = [re.sub(r"[^A-Za-z0-9_]+", "_", path.stem) or "run" for path in checkpoints]
     ids = [stem if stems.count(stem) == 1 else f"{stem}_{i}" for i, stem in enumerate(stems)]
     runs: list[_Line] = [(name, str(path), "") for name, path in zip(ids, checkpoints, strict=True)]
+    by_line = ["", *_written(runs, "  ")]
     return "\n".join([
         "# Written by `trak init`. docs/how-to/ready-made.md says what may stand here.",
         *_written([("study", study, ""), *more]),
-        "study_arguments:",
-        *_written(arguments, "  "),
-        "checkpoints:  # of one run: {path: ..., run: a name, at: its step}",
-        *_written(runs, "  "),
-        "experiments:",
-        "  asked:",
-        *_written(asked, "    "),
+        *_comments(arguments),
+        f"study_arguments: {_on_a_line(arguments)}",
+        "# A checkpoint of one run may also be {path: ..., run: a name, at: its step}.",
+        "checkpoints:" + (f" {_on_a_line(runs)}" if len(runs) == 1 else "\n".join(by_line)),
+        *_comments(asked),
+        f"experiments: {{asked: {_on_a_line(asked)}}}",
         "",
     ])
 
@@ -307,3 +307,11 @@ def _written(lines: list[_Line], indent: str = "") -> list[str]:
         f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}{comment and '  # ' + comment}"
         for key, value, comment in lines
     ]
+
+
+def _on_a_line(lines: list[_Line]) -> str:
+    return "{" + ", ".join(_written([(key, value, "") for key, value, _ in lines])) + "}"
+
+
+def _comments(lines: list[_Line]) -> list[str]:
+    return [f"# {key}: {comment}" for key, _, comment in lines if comment]

@@ -14,7 +14,7 @@ from typing import Any
 
 from trak_core.config.read_config import read_table
 from trak_core.errors import InputError
-from trak_core.spec import stream_of
+from trak_core.spec import ordered, stream_of
 
 _ID_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
 _KEYS = ("path", "run", "at")
@@ -223,14 +223,29 @@ def _step(folder: Path, number: int) -> float:
         ) from error
 
 
-def seeds_of_runs(arguments: Mapping[str, Mapping[str, Any]], count: int) -> list[int]:
-    """Return the seeds of the first runs, out of what ``train`` gets for each run."""
-    seeds = {run: arguments[run].get("seed") for run in list(arguments)[:count]}
-    if len(seeds) < count or not all(type(seed) is int for seed in seeds.values()):
+def very_training(
+    checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
+) -> dict[str, Any]:
+    """Return the ``arguments`` of ``train`` that a config's first runs share, and ``run_seeds``.
+
+    With ``training`` every entry of ``checkpoints`` is a run; those that are added come last.
+    """
+    runs = {str(run): ordered({**training, **own}) for run, own in [*checkpoints.items()][:count]}
+    for own in runs.values():
+        own.pop("at", None)
+    seeds = {run: own.pop("seed", None) for run, own in runs.items()}
+    numbers = [seed for seed in seeds.values() if type(seed) is int]
+    shared = next(iter(runs.values()))
+    if len({*numbers}) < count or any(own != shared for own in runs.values()):
+        shown = [f"{run}: {{seed: {seeds[run]}{_more(own)}}}" for run, own in runs.items()]
         raise InputError(
             "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were trained: "
-            f"{count} runs, as many as `seeds` says, must each have a `seed`. Found "
-            f"{', '.join(f'{run}: {seed}' for run, seed in seeds.items())}.",
+            f"{count} runs, as many as `seeds` says, must each have a `seed` of their own, and all "
+            f"other training arguments alike. Found {', '.join(shown)}.",
             code="config.run_seeds",
         )
-    return [int(seed) for seed in seeds.values() if seed is not None]
+    return {"arguments": shared, "run_seeds": numbers}
+
+
+def _more(arguments: Mapping[str, Any]) -> str:
+    return "".join(f", {key}: {value}" for key, value in arguments.items())

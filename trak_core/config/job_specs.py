@@ -23,7 +23,7 @@ from trak_core.config.checkpoint_list import (
     checkpoint_table,
     come_from_along_runs,
     runs_of,
-    seeds_of_runs,
+    very_training,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,
@@ -425,9 +425,9 @@ class Specs:
         """What decides models retrained on random subsets."""
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
-        runs = {run: self.training_arguments(run) for run in self.runs}
-        seeds = seeds_of_runs(runs, spec.seeds) if subsets["same_seeds"] else None
-        return replace(spec, fraction=subsets["fraction"], run_seeds=seeds)
+        runs = self.config["checkpoints"]
+        more = very_training(runs, self.training, spec.seeds) if subsets["same_seeds"] else {}
+        return replace(spec, fraction=subsets["fraction"], **more)
 
     def subset_groups(self) -> list[tuple[int, int]]:
         """Return the first and last subset of each job."""

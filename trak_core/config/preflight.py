@@ -159,7 +159,7 @@ def _request(specs: Specs) -> dict[str, Any]:
         "training": {r: specs.training_arguments(r) for r in specs.runs} if is_trained else None,
         "leaves_several": is_trained and any(specs.times(run) for run in specs.runs),
         "retraining": specs.training if retrains else None,
-        "weighted": specs.evaluation.get("subsets", {}).get("same_seeds", False),
+        "weighted": "subsets" in specs.evaluation and specs.random_subsets.run_seeds is not None,
         "group_by": config.get("groups", []),
     }
 

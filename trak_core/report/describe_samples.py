@@ -110,6 +110,7 @@ def find_examples(
     train: Split,
     targets: Iterable[Split],
     characters: int = BEGINNING,
+    also: Sequence[Any] = (),
 ) -> list[Examples]:
     """Return each experiment's targets and strongest training samples, as they are shown.
 
@@ -120,6 +121,7 @@ def find_examples(
         train: The study's training samples.
         targets: Those of each experiment, in its order.
         characters: Length of a text, at most.
+        also: Ids of further training samples to show.
 
     Raises:
         InputError: If the study's draw or describe fails.
@@ -134,7 +136,7 @@ def find_examples(
         }
 
     strong = pd.concat([file.tables["top_influences"]["train_id"] for file in experiments])
-    ids = strong.unique().tolist()
+    ids = list(dict.fromkeys([*strong.tolist(), *also]))
     shown_train = show(train.take(ids), len(ids))
     return [
         Examples(file, show(split, len(file.tables["shown"])), shown_train, draws, describes)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from trak_core.system.job import PEAK
 NEAR_ZERO = 1e-3
 _N_LARGEST = 10
 _N_HARMFUL = 100
+# Training samples that stand side by side, at most.
+_N_SHARED = 30
 # Shards and groups of subsets: 2-of-5, 0-9.
 _NUMBERED = re.compile(r"\d+(-of-|-)?\d*")
 
@@ -145,8 +148,9 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         each: Influences of either sign kept for each.
 
     Returns:
-        Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those) and
-        ``train`` (the samples in it, and those that harm all targets most).
+        Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
+        ``train`` (the samples in it, and those that harm all targets most) and ``moved`` (harm and
+        help of all; none in files of earlier versions). These two have the study's row numbers.
         Attributes ``unit`` of a score; ``output_words``, JSON of what the config says of a model
         output of its own; ``one_loss_weight``, whether all loss weights are 1;
         ``defaults``, what scoring took where the config said
@@ -166,6 +170,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         small = np.abs(train["loss_weight"].to_numpy()) < NEAR_ZERO
         is_beside = train["id"].isin(influences.loc[is_kept, "train_id"])
         most_harmful, n_harmful = [], 0
+        moved = train.loc[:, [name for name in ("harm", "help") if name in train]]
         if "harm" in train:  # files of earlier versions don't have it
             harmful = train.sort_values("harm", ascending=False, kind="stable").head(_N_HARMFUL)
             most_harmful = [row.id for row in rows_with(harmful) if row.harm > 0]
@@ -178,6 +183,7 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
                 "shown": shown,
                 "top_influences": influences.loc[is_kept, :],
                 "train": train.loc[is_beside | train["id"].isin(most_harmful), :],
+                "moved": moved,
             },
             unit=file.attribute("unit"),
             output_words=file.attribute("model_output") if _is_own(file) else None,
@@ -237,6 +243,52 @@ def named(names: Sequence[str], number: Any) -> Any:
 def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
     """Return the rows of a target's strongest influences: helpful at 1, harmful at -1."""
     return rows_with(experiment.tables["top_influences"], target_id=target, sign=sign)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A training sample that stands out in more than one experiment.
+
+    Attributes:
+        id: Its id.
+        label: Its label.
+        moved: For each experiment, in order, its ``harm`` and ``help``, the mean ``score``, and
+            whether it ``stands_out``: it is beside a target that is shown, or among the 100 that
+            harm most.
+    """
+
+    id: Any
+    label: Any
+    moved: Sequence[Mapping[str, Any]]
+
+
+def side_by_side(experiments: Sequence[File]) -> list[Shared]:
+    """Return training samples that stand out in more than one experiment, the strongest first.
+
+    A sample's strength is the sum of its mean scores' sizes, each by the largest of its experiment,
+    so that every experiment counts alike.
+    """
+    moved = [file.tables["moved"] for file in experiments if "harm" in file.tables["moved"]]
+    if len(experiments) < 2 or len(moved) < len(experiments):
+        return []
+    scores = [(table["help"] - table["harm"]).to_numpy(dtype=np.float64) for table in moved]
+    sizes = np.abs(np.stack(scores))
+    strength = (sizes / np.maximum(sizes.max(axis=1, keepdims=True), np.finfo(float).tiny)).sum(0)
+    rows = [set(file.tables["train"].index) for file in experiments]
+    counts = Counter(row for own in rows for row in own)
+    shared = sorted(
+        (row for row, count in counts.items() if count > 1), key=lambda row: (-strength[row], row)
+    )
+    samples = []
+    for row in shared[:_N_SHARED]:
+        where = next(file for file, own in zip(experiments, rows, strict=True) if row in own)
+        about = where.tables["train"].loc[row]
+        own = [
+            {**table.loc[row], "score": score[row], "stands_out": row in known}
+            for table, score, known in zip(moved, scores, rows, strict=True)
+        ]
+        samples.append(Shared(about["id"], about["label"], own))
+    return samples
 
 
 def read_matrix(path: Path, results: Path) -> File:

@@ -16,7 +16,15 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore import AT_ONCE, EACH_ON_PAGE, Answer
-from trak_core.report.read import File, Results, condition_number, output_of, rows_with, strongest
+from trak_core.report.read import (
+    File,
+    Results,
+    Shared,
+    condition_number,
+    output_of,
+    rows_with,
+    strongest,
+)
 
 _FOLDER = Path(__file__).parent
 # How templates write a number: `{{ n | plural("target") }}`.
@@ -141,17 +149,26 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def report(results: Results, examples: Sequence[Examples]) -> str:
-    """Return the report as one HTML document, with each experiment's examples."""
+def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shared]) -> str:
+    """Return the report as one HTML document, with each experiment's examples.
+
+    ``shared`` are training samples of several experiments, which the examples show too.
+    """
     return rendered(
         "report",
         results=results,
         output=output_of(results.experiments[0]),
         warnings=warnings.study_warnings(results),
         examples=examples,
+        shared=shared,
         each=EACH,
         study=results.config["study"],
     )
+
+
+def listed_samples(**shown: Any) -> str:
+    """Return the first rows of a list to act on as one HTML document."""
+    return rendered("list", **shown)
 
 
 def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:

@@ -259,8 +259,9 @@ class RetrainedSpec:
         n_removed: How many samples removals take out, each number on its own.
         draws: How many random removals of each number.
         fraction: Part of the training samples that a random subset keeps.
-        run_seeds: Seeds of runs, shared by all subsets: then ``train`` gets ``sample_weights`` in
-            place of ``data``. None where every subset has seeds of its own.
+        run_seeds: Seeds of runs, shared by all subsets: then ``arguments`` are those of the runs,
+            and ``train`` gets ``sample_weights`` in place of ``data``. None where
+            every subset has seeds of its own.
     """
 
     subsets: str

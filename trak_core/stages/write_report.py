@@ -20,6 +20,7 @@ from trak_core.report.read import (
     read_removals,
     read_self_influence,
     read_timings,
+    side_by_side,
     with_class_names,
 )
 from trak_core.report.render import report as report_page
@@ -106,10 +107,12 @@ def write_report(
     names = study.class_names()
     experiments = [with_class_names(file, names) for file in experiments]
     own = [with_class_names(file, names) for file in results.self_influence]
-    groups = {key: with_class_names(file, names) for key, file in results.groups.items()}
-    results = replace(results, experiments=experiments, self_influence=own, groups=groups)
+    by_group = {key: with_class_names(file, names) for key, file in results.groups.items()}
+    results = replace(results, experiments=experiments, self_influence=own, groups=by_group)
     targets = (_targets(study, file, config) for file in experiments)
-    examples = find_examples(study, experiments, study.split(TRAIN, None), targets)
-    page = report_page(results, examples)
+    shared = side_by_side(experiments)
+    also = [sample.id for sample in shared]
+    examples = find_examples(study, experiments, study.split(TRAIN, None), targets, also=also)
+    page = report_page(results, examples, shared)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")

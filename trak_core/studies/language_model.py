@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,32 @@ def _config_folder(weights: Path) -> Path:
 
 
 def _base(folder: Path) -> str | None:
-    """Return what an adapter stands on; None for a model of its own."""
+    """Return the folder that an adapter stands on, found without network; None without adapter.
+
+    A relative path counts from the adapter's folder, then from here. A name on the hub stands for
+    what is in the hub's cache, because jobs may have no network, and wait for it for minutes.
+    """
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    return json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    from huggingface_hub import try_to_load_from_cache
+
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text())
+    base = str(settings.get("base_model_name_or_path"))
+    for place in (folder / base, Path(base)):
+        if place.is_dir():
+            return str(place)
+    cached = None
+    with suppress(ValueError):  # a path, and no name
+        cached = try_to_load_from_cache(base, "config.json", revision=settings.get("revision"))
+    if isinstance(cached, str):
+        return str(Path(cached).parent)
+    raise InputError(
+        f"{folder / ADAPTER_CONFIG}: base_model_name_or_path must be a folder, from there or from "
+        f"{Path.cwd()}, or a model in the hub's cache. Found {base}, which is neither. Put the "
+        "base's folder there; a model of the hub comes into the cache by "
+        "`AutoModelForCausalLM.from_pretrained(name)` and `AutoTokenizer`'s.",
+        code="studies.adapter_base",
+    )
 
 
 def _tokenizer_source(folder: Path) -> str:
@@ -162,5 +185,6 @@ def _model(folder: Path) -> nn.Module:
 
     model: Any = AutoModelForCausalLM.from_pretrained(base)
     config = PeftConfig.from_pretrained(str(folder))
+    config.base_model_name_or_path = base  # else peft warns of a name that changed
     config.inference_mode = False  # else peft freezes the adapter
     return get_peft_model(model, config)

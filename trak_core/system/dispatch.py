@@ -22,6 +22,7 @@ _LATER = {
     "compute_exact_scores": _TABLES,
     "draw_influences": (*_TABLES, *_FIGURES),
     "select_targets": _TABLES,
+    "show_list": _FIGURES,
     "write_report": (*_TABLES, *_FIGURES),
 }
 

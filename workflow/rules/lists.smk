@@ -111,6 +111,42 @@ if "duplicates" in specs.lists:
     timed("find_duplicates")
 
 
+rule show_list:
+    input:
+        listed="<results>/lists/{kind}.csv",
+    output:
+        page="<results>/lists/{kind}.html",
+    log:
+        "<results>/logs/show_list/{kind}.log",
+    benchmark:
+        "<results>/benchmarks/show_list/{kind}.tsv"
+    wildcard_constraints:
+        kind=any_of(specs.lists),
+    conda:
+        environment
+    threads: 1
+    resources:
+        mem_mb=job_mb,
+    params:
+        code=code_of("show_list"),
+        digest=specs.digests["whole"],
+        study_file=config["study"],
+        experiment=lambda wildcards: specs.lists[wildcards.kind]["experiment"],
+        pool=lambda wildcards: specs.lists[wildcards.kind].get("pool"),
+        question=lambda wildcards: (
+            specs.questions.get(specs.lists[wildcards.kind]["experiment"])
+            if wildcards.kind == "duplicates"
+            else None
+        ),
+    message:
+        "Showing the first rows of a list: {output.page}"
+    script:
+        "../scripts/stage.py"
+
+
+timed("show_list/{kind}", kind=specs.lists)
+
+
 # Each list is a target of its own name.
 for kind in specs.lists:
 
@@ -119,4 +155,5 @@ for kind in specs.lists:
             kind
         input:
             f"<results>/lists/{kind}.csv",
+            f"<results>/lists/{kind}.html",
         localrule: True
