@@ -199,7 +199,6 @@ def _check_shards(
     shards: Sequence[Artifact], file_spec: dict, made_of: list[str], n_train: int, top: int
 ) -> None:
     """Refuse shards of other scores, or that are not all rows in order."""
-    first = 0
     for number, shard in enumerate(shards, start=1):
         own = {key: value for key, value in shard.spec.items() if key != "shard"}
         check_same("specification of shards", file_spec, own, shard.path, SCORES_SHARD.rule)
