@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-from typing import Any
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -291,7 +290,7 @@ def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, ke
     train, mine, matrix = (tmp_path / f"{name}.h5" for name in ("train", "mine", "matrix"))
     write_features(train, own.of_train(), n_train)
     write_features(mine, own.of_targets(), 200)
-    common: dict[str, Any] = {"code": "", "memory_mb": 64}
+    common = {"code": "", "memory_mb": 64}
     compute_normal_matrix(
         normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **common
     )
@@ -305,7 +304,7 @@ def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, ke
     for n in (2, 7):
         shards = [tmp_path / f"{i}-of-{n}.h5" for i in range(1, n + 1)]
         for i, shard in enumerate(shards, start=1):
-            common["memory_mb"] = 64 if i % 2 else 200
+            common.update(memory_mb=64 if i % 2 else 200)
             average_scores(scores=shard, features=features, shard=i, n_shards=n, **common)
         joined = tmp_path / "joined.h5"
         average_scores(scores=joined, features=[], shards=shards, **common)
