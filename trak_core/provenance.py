@@ -68,8 +68,8 @@ def _module_file(
         above = _module_file(roots, name[:-1], known) if name[1:] else None
         within = known[name[:-1]][1] if name[1:] else roots
         known[name] = None, within
-        # What a plain module has by a name is no module.
-        for root in within if above is None or above.name == "__init__.py" else ():
+        # What a plain module has by a name is no module, unless the module says where to look.
+        for root in within if above is None or _has_modules(above) else ():
             stem = root.joinpath(*name)
             # A package comes before a module. Not with_suffix: a name may hold a dot.
             files = (stem / "__init__.py", stem.with_name(f"{stem.name}.py"))
@@ -101,6 +101,11 @@ def _read(path: Path, mtime_ns: int) -> _Source:
 def _source(path: Path) -> _Source:
     """Read a file once, because every rule depends on most of them."""
     return _read(path, path.stat().st_mtime_ns)
+
+
+def _has_modules(path: Path) -> bool:
+    """Return whether the module of a file may have others in it: a package, or one that says so."""
+    return path.name == "__init__.py" or "__path__" in _source(path).words
 
 
 def _imported_names(path: Path, name: _Name) -> Iterable[_Name]:

@@ -86,6 +86,11 @@ def test_the_last_message_of_a_chat_counts(weights, tmp_path):
         "studies.chat_template", "'user said what is blue sun said '", re.compile(r"'[^']*' w")
     ):
         language_model(file, str(weights)).train_data()[0]
+    other.chat_template = None
+    other.save_pretrained(weights)
+    (weights / "chat_template.jinja").unlink(missing_ok=True)
+    with refused("studies.chat_template"):
+        language_model(file, str(weights)).encode(messages=messages)
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
     first, second = language_model(empty, str(weights)).train_data()._rows
     assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
@@ -163,6 +168,10 @@ def test_labelled_texts(tmp_path):
     assert study.make_model()(**{k: v[None] for k, v in samples[0].items()}).logits.shape == (1, 2)
     with refused("studies.label", "'perhaps'", "no, yes"):
         samples[2]
+    assert study.class_names() == ["no", "yes"]
+    config.id2label, config.label2id = {1: "no", 2: "yes"}, {"no": 1, "yes": 2}
+    config.save_pretrained(tmp_path / "out")
+    assert text_classification(file, str(tmp_path / "out")).class_names() == []
 
 
 def test_images_in_folders_and_in_a_table(tmp_path):
@@ -286,6 +295,9 @@ def test_what_a_line_lacks_is_said(weights, tmp_path):
         images.encode(path="images/cat/1.png")
     with refused("studies.asked_image", "none.png", tmp_path):
         images.encode(path="none.png", label="cat")
+    (tmp_path / "no.png").write_text("text")
+    with refused("studies.asked_image", "no.png"):
+        images.encode(path="no.png", label="cat")
     with refused("studies.label", "wolf", "cat"):
         images.encode(path="images/cat/1.png", label="wolf")
     assert int(images.encode(path="images/cat/1.png", label="cat")[1]) == 0
@@ -317,6 +329,10 @@ def test_rows_of_a_table(tmp_path):
     assert (number[0].tolist(), number[1].item()) == ([3], 1.5)
     with refused("studies.numbers", "kind"):
         tabular(file, "a", net).train_data()[0]
+    frame.drop(columns="kind").to_csv(tmp_path / "asked.csv", index=False)
+    given = {"targets": str(tmp_path / "asked.csv"), "classes": ["no", "yes"]}
+    with refused("studies.field", "kind", "id, a, b"):
+        tabular(file, "kind", net, **given).target_data()[0]
 
 
 def test_files_that_hold_no_rows(tmp_path):

@@ -170,11 +170,23 @@ def test_names_of_classes_are_texts(tmp_path):
     (tmp_path / "named.py").write_text("def class_names():\n    return ['cat', 3]\n")
     with refused("study.class_names", tmp_path / "named.py", "int"):
         Study.load(tmp_path / "named.py").class_names()
+    # Or a wrong prediction would be taken for a right one.
+    (tmp_path / "same.py").write_text("def class_names():\n    return ['cat', 'dog', 'cat']\n")
+    with refused("study.class_names", tmp_path / "same.py", "'cat' 2"):
+        Study.load(tmp_path / "same.py").class_names()
     targets = pd.DataFrame({"label": [0, 1], "prediction": [1, 2]})
     scores = File("", "", {}, {"model_output": "image_classification"}, {"targets": targets})
     assert with_class_names(scores, []) is scores
     named = with_class_names(scores, ["cat", "dog"]).tables["targets"]
     assert named.to_dict("list") == {"label": ["cat", "dog"], "prediction": ["dog", 2]}
+    # A study's own column may be called as one of a file of scores by group.
+    own = replace(scores, tables={"targets": targets.assign(column="label", group=[5, 6])})
+    named = with_class_names(own, ["cat", "dog"]).tables["targets"]
+    assert named["label"].tolist() == ["cat", "dog"]
+    assert named["group"].tolist() == [5, 6]
+    groups = pd.DataFrame({"column": ["label", "site"], "group": ["1", "1"]})
+    named = with_class_names(replace(scores, tables={"groups": groups}), ["cat", "dog"])
+    assert named.tables["groups"]["group"].tolist() == ["dog", "1"]
     other = replace(scores, spec={"model_output": "regression"})
     assert with_class_names(other, ["cat", "dog"]) is other
 

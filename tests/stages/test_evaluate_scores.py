@@ -96,15 +96,20 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     own = train(**ARGUMENTS, seed=0, sample_weights=torch.ones(150)).state_dict()
     stored = torch.load(run.checkpoints["c0"], weights_only=True)
     assert all(torch.equal(own[key], value) for key, value in stored.items())
-    # A training that takes no weights, and one that heeds none.
+    # A training that takes no weights, one that heeds none, and one that draws more with them.
     mute = tmp_path / "mute.py"
     mute.write_text(STUDY.read_text().replace("data=None, sample_weights=None", "data=None"))
     with refused("study.no_sample_weights", "train(seed, steps, data=None)"):
         preflight(mute, {}, retraining=ARGUMENTS, weighted=True)
     deaf = tmp_path / "deaf.py"
     deaf.write_text(STUDY.read_text().replace("losses * sample_weights", "losses"))
-    with refused("study.sample_weights", "weight 0"):
-        retrain_subsets(retrained=path, first=0, last=1, **job | {"study_file": deaf})
+    with refused("study.sample_weights", "the same outputs"):
+        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": deaf})
+    draws = tmp_path / "draws.py"
+    more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
+    draws.write_text(STUDY.read_text().replace("manual_seed(seed)", more))
+    with refused("study.sample_weights", "weights of 1"):
+        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": draws})
 
 
 def test_the_default_study_leaves_samples_of_weight_0_out():
@@ -134,6 +139,7 @@ def test_lds_of_the_scores_is_scipys(run, evaluated):
     assert abs(row["lds"] - expected.mean()) < 1e-12
     with h5py.File(evaluated) as file:
         assert file.attrs["part_kept"] == run.truth()[0].mean()
+        assert file.attrs["same_seeds"] == 0
     assert (summary["low"] <= summary["lds"]).all()
     assert (summary["lds"] <= summary["high"]).all()
 

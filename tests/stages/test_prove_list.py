@@ -115,7 +115,8 @@ def test_a_list_is_read_as_it_was_written(tmp_path):
     ids = ["=a", "-1", "007", "nan", "b, c", "plain"]
     write_csv(tmp_path / "list.csv", pd.DataFrame({"id": ["nan", "=a", "007", "nan", "-1"]}))
     assert listed_rows(tmp_path / "list.csv", ids).tolist() == [3, 0, 2, 1]
-    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": [-1, 7]}))
+    # Copies come as plain objects.
+    write_csv(tmp_path / "list.csv", pd.DataFrame({"id": np.array([-1, 7], dtype=object)}))
     assert listed_rows(tmp_path / "list.csv", [7, 8, -1]).tolist() == [2, 0]
     with refused("stages.listed", tmp_path / "list.csv", "list", "7"):
         listed_rows(tmp_path / "list.csv", [-1, 8])

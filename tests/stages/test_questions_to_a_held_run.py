@@ -313,6 +313,7 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     out, err = capsys.readouterr()
     assert "pushed it up:" in out
     assert "line 2: A line must be a JSON object with the fields" in err
+    assert err.endswith("\n\nwrote: typed.csv\n")  # a line of its own, whatever was typed
 
 
 def test_ctrl_c_while_it_loads_has_no_traceback(here, monkeypatch):

@@ -16,7 +16,7 @@ from matplotlib.pyplot import imread
 from reported import DESCRIBE, DRAW, HOSTILE, page_of, study_with
 
 from trak_core.model_outputs.table import TABLE
-from trak_core.report.charts import influences_figure
+from trak_core.report.charts import group_charts, influences_figure
 from trak_core.report.describe_samples import (
     EACH,
     Examples,
@@ -270,3 +270,29 @@ def test_what_several_experiments_share_stands_side_by_side(results, tmp_path, m
         row = section[section.index(f"train {sample} ") :]
         assert all(words in row for words in shown)
         assert {f"answers/{e}.html#{place}" for e in about} & set(links)
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(-0.5, 2.9), (1.25e-4, 2.4e-4), (-2.8e-4, 7.8e-4), (3e-9, 4e-9), (-9e4, 1e6)]
+)
+def test_numbers_below_a_chart_of_groups_stand_apart(monkeypatch, low, high):
+    """Whatever the size of scores; and names of classes stand beside their groups."""
+    names = ["zero", "a <b>very</b> long name of a class"]
+    groups = pd.DataFrame({"column": "label", "group": names, "n": [12, 8]})
+    middle = (low + high) / 2
+    groups = groups.assign(mean=[low, high], low=[low, middle], high=[middle, high])
+    drawn_as = []
+
+    def draw(title, alt, figure):
+        FigureCanvasAgg(figure).draw()
+        (axes,) = figure.axes
+        labels = [label for label in axes.get_xticklabels() if label.get_text()]
+        drawn_as.extend(label.get_window_extent() for label in labels)
+        assert axes.get_yticklabels()[0].get_text() == "zero"
+
+    monkeypatch.setattr("trak_core.report.charts._chart", draw)
+    group_charts(File("", "", {}, {}, {"groups": groups}))
+    assert len(drawn_as) > 2
+    for left, right in itertools.pairwise(drawn_as):
+        # A digit's width at least: a browser's font may be wider than this one.
+        assert left.x1 + 8 < right.x0

@@ -66,7 +66,8 @@ def run(asked: list[Any]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path.remove(str(Path(__file__).parent))
-    sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[1:1] = map(os.path.abspath, given)  # as Python does when it starts
     is_module = arguments[0] == "-m"
     sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
     # A program may have a copy of the code, edited.

@@ -142,7 +142,9 @@ def test_some_jobs_cannot_be_forks(study, beside, compute, tmp_path, monkeypatch
     installed = tmp_path / "installed"
     installed.mkdir()
     (installed / "beside.py").write_text(beside)
-    monkeypatch.setenv("PYTHONPATH", str(installed))
+    # From the user's folder, which isn't the server's; where the server must not see it.
+    relative = os.path.relpath(installed, study.folder)
+    monkeypatch.setenv("PYTHONPATH", relative if compute else str(installed))
     study.config["compute"] |= compute
     tell(study, "import beside\n")
     assert study.run()["compute_features"] == 2

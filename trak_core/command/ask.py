@@ -1,7 +1,9 @@
 """Ask a finished run which training samples pushed further samples up and down."""
 
 import argparse
+import atexit
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -62,6 +64,8 @@ def ask(words: Sequence[str]) -> None:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
     # OpenBLAS reads it once; more threads than one crash in it from 16,384 dimensions on.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # Python's end looks for cycles, for a second among all that libraries have made.
+    atexit.register(gc.freeze)
     try:
         _answer(_Session(asked))
     except KeyboardInterrupt:  # before the first line, or once more

@@ -259,10 +259,26 @@ def _preflight_in_a_process(
 
 def _status_of_fork(server: str, streams: Sequence[IO[str]], most: float | None) -> int | None:
     """Return how a fork of a server ended that reads a request; None if there was none."""
-    asked = {"folder": str(Path.cwd()), "call": [f"{_STAGE}:answer", None], "arguments": [_STAGE]}
+    asked = {
+        "folder": str(Path.cwd()),
+        "paths": _module_paths(),
+        "call": [f"{_STAGE}:answer", None],
+        "arguments": [_STAGE],
+    }
     streams[0].seek(0)
     with Fork(server, asked, [file.fileno() for file in streams], seconds=60) as fork:
         return _waited(fork.status, most)
+
+
+def _module_paths() -> list[str]:
+    """Return where a process that was started here would look for modules.
+
+    What Snakemake, or its program, has put before Python's own folders is not among it.
+    """
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    python = str(Path(os.__file__).parent)
+    own = sys.path.index(python) if python in sys.path else 0
+    return [*(str(Path(path).absolute()) for path in given), *sys.path[own:]]
 
 
 def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | None:

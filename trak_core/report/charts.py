@@ -305,6 +305,9 @@ def group_charts(groups: File) -> list[Chart]:
             names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
             axes.set_yticks(shown.index, labels=names, parse_math=False)
             axes.set_xlabel("mean score")
+            # Few, and short: small scores have a power of ten at the end of the axis.
+            axes.locator_params(axis="x", nbins=4)
+            axes.ticklabel_format(axis="x", scilimits=(-2, 4))
             axes.grid(axis="x", color="#ddd", linewidth=0.6)
             charts.append(_chart(f"By {column}{more}", f"mean score of each {column}", figure))
     return charts

@@ -215,18 +215,24 @@ def with_class_names(file: File, names: Sequence[str]) -> File:
     """
     if not names or not output_of(file).labels_are_classes:
         return file
-    tables = {key: _with_names(table, names) for key, table in file.tables.items()}
+    by_group = "groups" in file.tables
+    tables = {
+        key: _groups_with_names(table, names) if by_group else _with_names(table, names)
+        for key, table in file.tables.items()
+    }
     return replace(file, tables=tables)
 
 
 def _with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
-    if "column" not in table:
-        columns = [name for name in ("label", "prediction", "train_label") if name in table]
-        values = {name: table[name].tolist() for name in columns}
-        return table.assign(**{
-            name: [named(names, value) for value in own] for name, own in values.items()
-        })
-    # Scores by group: a group is called as the values that make it.
+    columns = [name for name in ("label", "prediction", "train_label") if name in table]
+    values = {name: table[name].tolist() for name in columns}
+    return table.assign(**{
+        name: [named(names, value) for value in own] for name, own in values.items()
+    })
+
+
+def _groups_with_names(table: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Return scores by group where a group is called as the values that make it."""
     is_class = table["column"].isin(["label", "prediction"]).tolist()
     groups = {name: table[name].tolist() for name in ("group", "other") if name in table}
     return table.assign(**{
@@ -333,7 +339,7 @@ def read_evaluation(path: Path, results: Path) -> File:
     with open_artifact(path, EVALUATION) as file:
         keys = ("summary", "targets", "checkpoints", "sweep", "best")
         tables = {key: file.table(key) for key in keys if file.has(key)}
-        names = ("n_subsets", "part_kept", "n_seeds", "n_targets", "confidence")
+        names = ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence")
         numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
         return _file(file, results, tables, **numbers)
 

@@ -52,6 +52,11 @@ def retrain(
     decided the subsets, beside ``spec``, is ``more``, and comes into the file's.
     """
     pool = study.split(_POOL, None)
+
+    def say(seed: int, data: Any, weights: torch.Tensor | None) -> tuple[np.ndarray, np.ndarray]:
+        model = trained_model(study, {**spec.arguments, "seed": seed}, data, weights)
+        return outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
+
     runs = [(i, seed) for i in range(len(masks)) for seed in seeds[i]]
     results: list[tuple[np.ndarray, np.ndarray]] = []
     for start, _ in blocks_with_progress(len(runs), 1, "trainings"):
@@ -62,21 +67,12 @@ def retrain(
         else:
             # A list of samples is a Dataset to torch; a study may need no more than len() and [i].
             data = Subset(train.samples, np.flatnonzero(masks[subset]).tolist())  # pyright: ignore[reportArgumentType]
-        model = trained_model(study, {**spec.arguments, "seed": seed}, data, weights)
-        results.append(
-            outputs_and_predictions(model, spec.model_output, train, pool, batch_size, study)
-        )
+        results.append(say(seed, data, weights))
+        if weights is not None and start == numbers[0] == 0:
+            # Every evaluation has this subset: its first run is trained twice more, on all samples.
+            alike = say(seed, None, torch.ones_like(weights))[0], say(seed, None, None)[0]
+            _check_weights(study, results[0][0], *alike)
     values, predictions = (np.stack(parts) for parts in zip(*results, strict=True))
-    if (
-        spec.run_seeds
-        and len(masks) > 1
-        and (values == np.tile(values[: spec.seeds], (len(masks), 1))).all()
-    ):
-        raise InputError(
-            f"{study.path}: train() must multiply each sample's loss by its entry of "
-            "`sample_weights`. Found the same models whatever samples have weight 0.",
-            code="study.sample_weights",
-        )
     file_spec = spec.as_dict() | dict(more or {})
     rows = [int(numbers[subset]) for subset, _ in runs]
     with create(retrained, RETRAINED, file_spec, software(code, "cpu", "torch", "numpy")) as writer:
@@ -84,3 +80,21 @@ def retrain(
         frame[:] = masks
         writer.matrix("outputs", rows, pool.ids)[:] = values
         writer.matrix("predictions", rows, pool.ids, dtype=predictions.dtype)[:] = predictions
+
+
+def _check_weights(study: Study, part: np.ndarray, ones: np.ndarray, none: np.ndarray) -> None:
+    """Refuse a ``train`` that is another with weights of 1, or none other with some of 0.
+
+    Rounding may differ: what weights of 1 change is less than a tenth of what is left out does.
+    """
+    moved, left_out = (np.abs(values - ones).mean() for values in (none, part))
+    if moved < left_out / 10:
+        return
+    found = "weights of 1 to change outputs by a tenth or more of what weight 0 does"
+    if not left_out:
+        found = "the same outputs with weight 0"
+    raise InputError(
+        f"{study.path}: train() must multiply each sample's loss by its entry of `sample_weights`, "
+        f"and draw the same with and without them. Found {found} for what is left out.",
+        code="study.sample_weights",
+    )

@@ -25,10 +25,7 @@ def listed_rows(listed: Path, train_ids: Sequence[int | str]) -> np.ndarray:
     There may be none: nothing is a copy, nothing harms.
     """
     cells = pd.read_csv(listed, usecols=["id"], dtype=str, keep_default_na=False)["id"]
-    row_of = {
-        harmless(sample_id) if isinstance(sample_id, str) else str(sample_id): row
-        for row, sample_id in enumerate(train_ids)
-    }
+    row_of = {str(harmless(sample_id)): row for row, sample_id in enumerate(train_ids)}
     unknown = [cell for cell in cells if cell not in row_of]
     if unknown:
         raise InputError(

@@ -53,7 +53,7 @@ def show_list(
     classes = bool(study.class_names())
 
     def shown(split: Split, cells: Sequence[str]) -> dict[str, tuple[Any, Picture | str]]:
-        row_of = {str(harmless(str(i))): row for row, i in enumerate(split.ids)}
+        row_of = {str(harmless(i)): row for row, i in enumerate(split.ids)}
         places = {cell: row_of[cell] for cell in dict.fromkeys(cells)}
         return {
             cell: (

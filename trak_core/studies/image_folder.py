@@ -39,7 +39,7 @@ def image_folder(
             evaluation; if not given, RGB from 0 to 1 in the image's own size.
     """
     needed("PIL", "vision")
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     rows = _rows(Path(images))
     target_rows = _rows(Path(targets)) if targets else rows
@@ -73,7 +73,13 @@ def image_folder(
                 f"{Path.cwd()}).",
                 code="studies.asked_image",
             )
-        return sample(row)
+        try:
+            return sample(row)
+        except UnidentifiedImageError as error:
+            raise InputError(
+                f"The image of a line must be a picture. Found none in {row['path']}.",
+                code="studies.asked_image",
+            ) from error
 
     def draw(axes: Any, one: tuple[Tensor, Tensor]) -> None:
         pixels = one[0].movedim(0, -1)

@@ -102,6 +102,13 @@ def language_model(
 
 def _chat(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
     """Return a conversation up to its last message, and with it, as the model reads them."""
+    if not tokenizer.chat_template:
+        raise InputError(
+            "The field `messages` must be for a model of chats, whose tokenizer has a template of "
+            "them. Found a tokenizer without one. Write prompt and text into fields of their own, "
+            "or save the tokenizer of the training beside the weights.",
+            code="studies.chat_template",
+        )
     before = tokenizer.apply_chat_template(
         messages[:-1], tokenize=False, add_generation_prompt=True
     )

@@ -37,16 +37,17 @@ def tabular(
     numbers = {name: number for number, name in enumerate(classes or ())}
 
     def sample(row: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        *given, of_row = (field(row, name) for name in (*names, label))
         try:
-            values = [float(field(row, name)) for name in names]
-            answer = numbers[row[label]] if classes else float(field(row, label))
+            values = [float(value) for value in given]
+            answer = numbers[of_row] if classes else float(of_row)
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"The columns {', '.join(names)} must be numbers, and {label} a "
                 f"number or one of `classes`. Found {dict(row)}.",
                 code="studies.numbers",
             ) from error
-        is_class = classes or (isinstance(row[label], int) and not isinstance(row[label], bool))
+        is_class = classes or (isinstance(of_row, int) and not isinstance(of_row, bool))
         return torch.tensor(values), torch.tensor(int(answer) if is_class else answer)
 
     used = {label, *names}

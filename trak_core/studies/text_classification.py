@@ -41,7 +41,9 @@ def text_classification(
     tokenizer: Any = AutoTokenizer.from_pretrained(weights)
     config: Any = AutoConfig.from_pretrained(weights)
     numbers = dict(config.label2id)
-    given = [str(config.id2label[number]) for number in range(len(config.id2label))]
+    # Names of classes that aren't numbered from 0 tell nothing of the logits.
+    numbered = config.id2label.keys() == set(range(len(config.id2label)))
+    given = [str(config.id2label[i]) for i in range(len(config.id2label))] if numbered else []
     # Without names transformers calls the classes so.
     names = [] if given == [f"LABEL_{number}" for number in range(len(given))] else given
 

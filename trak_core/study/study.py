@@ -137,6 +137,13 @@ class Study:
                 f"{self.path}: class_names() must return a list of texts. Found {wrong[0]} in it.",
                 code="study.class_names",
             )
+        again = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+        if again:
+            raise InputError(
+                f"{self.path}: class_names() must return a different name for each class. Found "
+                f"{again[0]!r} {names.count(again[0])} times.",
+                code="study.class_names",
+            )
         return names
 
     def split(self, name: str, targets: Sequence[int | str] | None) -> Split:

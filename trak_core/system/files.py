@@ -119,8 +119,8 @@ def written_whole(path: Path) -> Generator[Path, None, None]:
 
 
 def harmless(cell: Any) -> Any:
-    """Return a cell of a CSV that is no number: one that a spreadsheet would run is quoted."""
-    return f"'{cell}" if str(cell).startswith(_RUN) else cell
+    """Return a cell of a CSV: a text that a spreadsheet would run is quoted."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(_RUN) else cell
 
 
 def write_csv(path: Path, rows: "pd.DataFrame") -> None:
