@@ -3,6 +3,7 @@
 import copy
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,11 +20,15 @@ from trak_core.gradients import (
     gradients_in_turn,
     gradients_one_by_one,
     in_evaluation_mode,
+    recomputation,
     sample_memory,
     select_parameters,
 )
+from trak_core.gradients.batch_size import TooMuchMemoryError
 from trak_core.gradients.recomputation import Recomputation
 from trak_core.gramian import train_gramian
+from trak_core.model.inner_products import _room
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
@@ -63,6 +68,49 @@ class Counts(Block):
         return super().forward(x * self.calls, scale)
 
 
+class CountsBesideALargeNumber(Counts):
+    def forward(self, x, scale=None):
+        large = torch.full_like(x[..., :1], 1e6)
+        return torch.cat([large, super().forward(x, scale)[..., 1:]], -1)
+
+
+class Rounds(Block):
+    """It gives the last bits otherwise at each call, as sums in any order do."""
+
+    calls = 0
+
+    def forward(self, x, scale=None):
+        self.calls += 1
+        return super().forward(x * (1 + self.calls % 2 * torch.finfo(x.dtype).eps), scale)
+
+
+class Drops(Block):
+    """It draws random numbers in evaluation mode too."""
+
+    def forward(self, x, scale=None):
+        return nn.functional.dropout(super().forward(x, scale), 0.2)
+
+
+class TakesAnObject(Block):
+    def forward(self, state):
+        state.x = super().forward(state.x)
+        return state
+
+
+class TakesADict(Block):
+    def forward(self, state):
+        state["x"] = super().forward(state["x"])
+        return state
+
+
+class GivesMore(Block):
+    """It gives what nobody takes, as attention gives its weights."""
+
+    def forward(self, x, scale=None):
+        y = super().forward(x, scale)
+        return y, torch.tanh(y.repeat(1, 1, 6))
+
+
 class Grows(Block):
     """It keeps what it saw, as a cache of keys does."""
 
@@ -85,13 +133,45 @@ class Model(nn.Module):
         x = 1 * x
         for block in self.blocks:
             changed = block(x, scale={"a": self.a})
+            changed = changed[0] if isinstance(changed, tuple) else changed
             x = x.add_(changed) if self.adds else changed
         return self.head(x.mean(1))
 
 
-def prepared(*args, n=3, **kwargs):
+class Sums(Model):
+    """What a block gives is written into afterwards."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            changed = block(x)
+            changed += x
+            x = changed
+        return self.head(x.mean(1))
+
+
+class HandsOn(Model):
+    """Its blocks hand on one object or dict."""
+
+    def forward(self, x):
+        is_dict = isinstance(self.blocks[0], TakesADict)
+        state = {"x": 1 * x} if is_dict else SimpleNamespace(x=1 * x)
+        for block in self.blocks:
+            state = block(state)
+        return self.head((state["x"] if is_dict else state.x).mean(1))
+
+
+class Differentiates(Model):
+    """It differentiates on its way to f, as models of forces do."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x).square().sum()
+        return self.head(torch.autograd.grad(energy, x, create_graph=True)[0].mean(1))
+
+
+def prepared(*args, n=3, kind=Model, **kwargs):
     torch.manual_seed(0)
-    model = Model(*args, **kwargs)
+    model = kind(*args, **kwargs)
     samples = torch.randn(n, PLACES, WIDTH), torch.arange(n) % 3
     parameters = select_parameters(model, None)
     return model, parameters, CLASSIFICATION, as_batch(samples, CLASSIFICATION)
@@ -132,15 +212,71 @@ def test_gradients_are_the_same(block):
     assert all("forward" not in vars(block) for block in given[0].blocks)
 
 
+def test_a_block_with_an_object_keeps_all(capsys):
+    given = prepared(TakesAnObject, kind=HandsOn)
+    expected = formed_gradients(gradients_at_once, *given)
+    blocks = Recomputation(given[0])
+    blocks.start()
+    sample_memory(*given, blocks)
+    assert blocks.told().endswith("keep all: TakesAnObject.")
+    assert_equal(formed_gradients(gradients_at_once, *given), expected)
+
+
+def test_a_block_with_a_dict_runs_again_more_than_once():
+    model, _, _, batch = prepared(TakesADict, kind=HandsOn, n_blocks=3)
+    model.eval()
+    found = []
+    for is_on in (False, True):
+        if is_on:
+            Recomputation(model).start()
+        values = model(batch.args[0])[:, 0]
+        parameters = [p for p in model.parameters() if p is not model.a]
+        found.append([torch.autograd.grad(v, parameters, retain_graph=True) for v in values])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def test_random_numbers_are_the_same_in_a_second_call():
+    given = prepared(Drops, kind=Sums)
+    found = []
+    for is_on in (False, True):
+        if is_on:
+            Recomputation(given[0]).start()
+        torch.manual_seed(5)
+        found.append((formed_gradients(gradients_at_once, *given), torch.rand(3)))
+    assert_equal(found[1][0], found[0][0])
+    assert torch.equal(found[1][1], found[0][1])
+
+
+def test_a_model_that_differentiates_on_its_way_can_be_too_much():
+    with pytest.raises(TooMuchMemoryError):
+        sample_memory(*prepared(kind=Differentiates), most_bytes=100)
+
+
+def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
+    given = prepared(Rounds)
+    expected = formed_gradients(gradients_at_once, *given)
+    Recomputation(given[0]).start()
+    with refused("gradients.second_call", "Rounds", "other numbers"):
+        formed_gradients(gradients_at_once, *given)
+    monkeypatch.setattr(recomputation, "_checksum", recomputation._sums)
+    found = formed_gradients(gradients_at_once, *given)
+    for name, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fingerprint", ["_checksum", "_sums"])
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ({"block": Counts}, "other numbers"),
+        ({"block": Counts, "kind": Sums}, "other numbers"),
+        ({"block": CountsBesideALargeNumber}, "other numbers"),
         ({"block": Grows}, "saved other tensors"),
         ({"block": IsWrittenInto, "adds": True}, "written into afterwards"),
     ],
 )
-def test_a_block_that_cannot_run_twice_is_refused(model, words):
+def test_a_block_that_cannot_run_twice_is_refused(model, words, fingerprint, monkeypatch):
+    monkeypatch.setattr(recomputation, "_checksum", getattr(recomputation, fingerprint))
     given = prepared(**model)
     Recomputation(given[0]).start()
     with refused("gradients.second_call", model["block"].__name__, words):
@@ -156,9 +292,11 @@ def peak_bytes(method, given):
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
-@pytest.mark.parametrize("method", [gradients_at_once, gradients_one_by_one])
-def test_memory_does_not_grow_with_the_blocks_activations(method):
-    model, parameters, output, _ = prepared(n_blocks=24)
+@pytest.mark.parametrize(
+    ("method", "block"), [(gradients_at_once, Block), (gradients_one_by_one, GivesMore)]
+)
+def test_memory_does_not_grow_with_the_blocks_activations(method, block):
+    model, parameters, output, _ = prepared(block, n_blocks=24)
     samples = as_batch((torch.randn(1, 1000, WIDTH), torch.tensor([1])), output)
     given = model, parameters, output, samples
     before, estimated = peak_bytes(method, given), sample_memory(*given).activation_bytes
@@ -180,37 +318,56 @@ make_model = lambda: torch.nn.Sequential(
 def train_data():
     drawn = torch.Generator().manual_seed(0)
     return torch.utils.data.TensorDataset(
-        torch.randn(5, 256, 64, generator=drawn), torch.arange(5) % 3
+        torch.randn({n}, 256, 64, generator=drawn), torch.arange({n}) % 3
     )
 target_data = train_data
 """
 
 
-def test_a_sample_that_needs_too_much_memory_is_taken_and_the_log_says_how(tmp_path, capfd):
-    (tmp_path / "study.py").write_text(
-        STUDY.format(paths=[str(HERE), str(HERE.parent / "support")])
+SPEC = FeaturesSpec(
+    model_output="image_classification",
+    parameter_patterns=None,
+    projection={"kind": "rademacher", "proj_dim": 32, "seed": 0},
+    checkpoint="c0",
+    split="train",
+    dtype="float32",
+    study_digest="digest",
+    targets_digest=None,
+)
+
+
+def write_study(folder, n):
+    (folder / "study.py").write_text(
+        STUDY.format(paths=[str(HERE), str(HERE.parent / "support")], n=n)
     )
     torch.manual_seed(0)
     layers = *(Block(64) for _ in range(24)), nn.Flatten(), nn.Linear(256 * 64, 3)
-    torch.save(nn.Sequential(*layers).state_dict(), tmp_path / "c0.pt")
+    torch.save(nn.Sequential(*layers).state_dict(), folder / "c0.pt")
+
+
+def test_memory_that_samples_take_is_not_there_for_activations(tmp_path, monkeypatch):
+    """Blocks run twice if a sample would fit alone, but not beside those of a Gramian."""
+    write_study(tmp_path, 300)
+    where = tmp_path / "study.py", tmp_path / "c0.pt", SPEC, torch.device("cpu")
+    loaded = LoadedModel.load(*where)
+    (samples,) = loaded.ordered(loaded.study.split("train", None))
+    kept = loaded.stored(samples)
+    most = 30
+    assert not loaded.blocks.is_on
+    assert _room(loaded, [(samples, kept)], most + (kept.n_bytes >> 20)).most(0) > 0
+    assert loaded.blocks.is_on
+
+
+def test_a_sample_that_needs_too_much_memory_is_taken_and_the_log_says_how(tmp_path, capfd):
+    write_study(tmp_path, 5)
     found = []
     for memory_mb in (1000, 24):
         path = tmp_path / f"{memory_mb}.h5"
-        spec = FeaturesSpec(
-            model_output="image_classification",
-            parameter_patterns=None,
-            projection={"kind": "rademacher", "proj_dim": 32, "seed": 0},
-            checkpoint="c0",
-            split="train",
-            dtype="float32",
-            study_digest="digest",
-            targets_digest=None,
-        )
         compute_features(
             features=path,
             checkpoint=tmp_path / "c0.pt",
             study_file=tmp_path / "study.py",
-            spec=spec,
+            spec=SPEC,
             code="code",
             device="cpu",
             batch_size=64,

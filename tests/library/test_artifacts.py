@@ -1,6 +1,9 @@
 import contextlib
 import hashlib
 import json
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import h5py
@@ -23,7 +26,8 @@ from trak_core.artifacts import (
     verify,
 )
 from trak_core.artifacts.format import content_hash
-from trak_core.artifacts.seal import seal
+from trak_core.artifacts.seal import SealedFile, SealingFile, read_seal, seal
+from trak_core.artifacts.write import _even as even
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}
 
@@ -74,9 +78,9 @@ def test_h5py_alone_sees_chunked_checksummed_data(tmp_path):
         assert file.attrs["encoding-version"] == 1
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (1025, 65), (3000, 64), (2049, 129), (10, 1000)])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (1025, 65), (3000, 64), (1023, 63), (2049, 129)])
 def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
-    """65 columns took the room of 128."""
+    """65 columns took the room of 128, and 63 were refused."""
     with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
         file.matrix("features", range(n), range(m), chunks=(1024, 64))[:] = 1
         values = file.file["features/block0_values"]
@@ -84,6 +88,15 @@ def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
         assert all(chunk <= most for chunk, most in zip(values.chunks, (1024, 64), strict=True))
         stored, most = values.id.get_storage_size(), 1.05 * values.nbytes
         assert stored <= most + 8 * np.prod(np.ceil(np.divide((n, m), values.chunks)))
+
+
+@pytest.mark.parametrize("most", [1, 64, 256, 1024, 2**14])
+def test_a_chunk_fits_the_data_of_every_length(most):
+    """HDF5 refuses a chunk that is larger; a little below ``most`` it was."""
+    for length in range(1, 2 * most + 1):
+        chunk = even(length, most)
+        assert 1 <= chunk <= min(length, most)
+        assert -(-length // chunk) == -(-length // most)
 
 
 LISTS = {
@@ -191,6 +204,42 @@ def test_damage_is_refused_where_it_is_read(large, tmp_path):
             file.vector("outputs")
     with pytest.raises(ArtifactError, match="every byte must be as it was written"):
         verify(path)
+
+
+def test_python_ends_well_after_a_damaged_file(large, tmp_path):
+    """The traceback that was kept held HDF5's file, which crashed when Python ended."""
+    data = bytearray(large[0].read_bytes())
+    data[1000] ^= 1
+    (tmp_path / "a.h5").write_bytes(data)
+    code = f"""
+        from pathlib import Path
+        from trak_core.artifacts import FEATURES, ArtifactError, open_artifact
+        try:
+            with open_artifact(Path({str(tmp_path / "a.h5")!r}), FEATURES) as file:
+                file.matrix("features")[:]
+        except ArtifactError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "every byte must be as it was written" in done.stdout
+
+
+def test_bytes_that_no_write_gave_are_hashed_as_the_zeros_they_are(tmp_path):
+    """What was known of the last block was sealed though a later write made it longer."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"x" * 100)
+    with SealingFile(path, "r+") as file:
+        file.readinto(bytearray(10))
+        file.seek(300_000)
+        file.write(b"end")
+        file.finish()
+    hashes, n_bytes = read_seal(path) or (b"", 0)
+    assert n_bytes == 300_003
+    with SealedFile(path, hashes, n_bytes) as file:
+        file.read_all()
 
 
 def test_every_block_has_its_hash(large):

@@ -246,8 +246,8 @@ SPEC = ScoresSpec(
 )
 
 
-def write_features(path, features, n_rows):
-    rng = np.random.default_rng(n_rows)
+def write_features(path, features, n_rows, seed=0):
+    rng = np.random.default_rng([n_rows, seed])
     spec = features.as_dict() | {"checkpoint": {"id": "c", "sha256": ""}, "parameters_digest": ""}
     spec["projection"] |= {"stream": 1, "n_params": 10**6}
     with create(path, FEATURES, spec, {}) as writer:
@@ -282,7 +282,10 @@ def run_scoring(folder, n_train):
 
 @pytest.mark.parametrize("keep", ["full", "top_k"])
 def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, keep):
-    """Of five blocks of rows; some of seven shards have none, and none of two is half."""
+    """Of five chunks of rows; some of seven shards have none, and none of two is half.
+
+    So it is with shards of other budgets: a run that was stopped goes on with another.
+    """
     own, n_train, scored = SPEC.under("c"), 5000, tmp_path / "c.h5"
     train, mine, matrix = (tmp_path / f"{name}.h5" for name in ("train", "mine", "matrix"))
     write_features(train, own.of_train(), n_train)
@@ -293,6 +296,7 @@ def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, ke
     )
     inputs = {"train_path": train, "targets_path": mine, "normal_matrix": matrix, "spec": own}
     compute_scores(scores=scored, **inputs, keep=keep, **common)
+    common_of_scores = dict(common)
     common |= {"checkpoint_scores": [scored], "spec": SPEC, "columns": "", "defaults": "", "top": 5}
     features = [train] if keep == "top_k" else []
     average_scores(scores=tmp_path / "whole.h5", features=features, **common)
@@ -300,6 +304,7 @@ def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, ke
     for n in (2, 7):
         shards = [tmp_path / f"{i}-of-{n}.h5" for i in range(1, n + 1)]
         for i, shard in enumerate(shards, start=1):
+            common.update(memory_mb=64 if i % 2 else 200)
             average_scores(scores=shard, features=features, shard=i, n_shards=n, **common)
         joined = tmp_path / "joined.h5"
         average_scores(scores=joined, features=[], shards=shards, **common)
@@ -309,6 +314,12 @@ def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, ke
             average_scores(scores=tmp_path / "no.h5", features=[], shards=wrong, **common)
     with pytest.raises(ArtifactError, match="must agree in the order of shards"):
         average_scores(scores=tmp_path / "no.h5", features=[], shards=shards, **common | {"top": 6})
+    # The same ids, labels and settings, under which the data are others.
+    write_features(mine, own.of_targets(), 200, seed=1)
+    compute_scores(scores=scored, **inputs, keep=keep, **common_of_scores)
+    message = r"1-of-7\.h5: .* must agree in the scores under the checkpoints"
+    with pytest.raises(ArtifactError, match=message):
+        average_scores(scores=tmp_path / "no.h5", features=[], shards=shards, **common)
 
 
 NOISE = """

@@ -92,7 +92,7 @@ class _HeldFile:
     def check(self) -> None:
         """Raise what was found of the file's bytes, for good: HDF5 may make an answer of it."""
         if self._bytes is not None and self._bytes.damage is not None:
-            raise self._bytes.damage
+            raise Damaged(self._bytes.damage)
 
     def read_all(self) -> None:
         """Compare every byte with the seal."""

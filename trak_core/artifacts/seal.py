@@ -126,14 +126,15 @@ class _BlockFile(io.RawIOBase):
 class SealedFile(_BlockFile):
     """A sealed file's bytes, none of which is handed on before its block was compared.
 
-    ``damage`` is what was found, for good: HDF5 may take a failed read for an answer.
+    ``damage`` says what was found, for good: HDF5 may take a failed read for an answer. It is no
+    exception, whose traceback would hold HDF5's file, which holds this one, till Python ends.
     """
 
     def __init__(self, path: Path, hashes: bytes, n_bytes: int) -> None:
         """Open a file whose blocks have these hashes."""
         super().__init__(path.open("rb", buffering=0), n_bytes)
         self._hashes = hashes
-        self.damage: Damaged | None = None
+        self.damage: str | None = None
 
     def _seen(self, block: int, data: "Buffer") -> None:
         place = block * _DIGEST_BYTES
@@ -145,7 +146,7 @@ class SealedFile(_BlockFile):
         try:
             return super().readinto(buffer)
         except Damaged as error:
-            self.damage = error
+            self.damage = str(error)
             raise
 
     def read_all(self) -> None:
@@ -183,6 +184,9 @@ class SealingFile(_BlockFile):
         """Write at the present place."""
         view = memoryview(buffer).cast("B")
         start, rest = self._place, view
+        if start > self.n_bytes:
+            # Zeros come between: of the last block only the beginning is known.
+            self._forget(self.n_bytes // BLOCK_BYTES)
         try:
             self._file.seek(start)
             while rest and self.failure is None:
@@ -216,14 +220,17 @@ class SealingFile(_BlockFile):
         if len(self._begun) > _MOST_BEGUN:
             self._begun.popitem(last=False)
 
+    def _forget(self, first: int) -> None:
+        """Forget what is known of a block, and of those after it."""
+        for known in (self._hashes, self._begun, self._cache):
+            for block in [block for block in known if block >= first]:
+                del known[block]
+
     def truncate(self, size: int | None = None, /) -> int:
         """Cut the file, or make it longer by zeros."""
         size = self._place if size is None else size
         if size != self.n_bytes:
-            last = min(size, self.n_bytes) // BLOCK_BYTES
-            for known in (self._hashes, self._begun, self._cache):
-                for block in [block for block in known if block >= last]:
-                    del known[block]
+            self._forget(min(size, self.n_bytes) // BLOCK_BYTES)
             self._file.truncate(size)
             self.n_bytes = size
         return size

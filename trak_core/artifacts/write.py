@@ -59,7 +59,7 @@ def _even(length: int, most: int) -> int:
     Where that is little it is ``most``, since readers' blocks of rows end with such chunks.
     """
     count = -(-length // max(1, most))
-    return most if count * most <= 1.02 * length else -(-length // max(1, count))
+    return min(length, most) if count * most <= 1.02 * length else -(-length // max(1, count))
 
 
 class MatrixWriter:

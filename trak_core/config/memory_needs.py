@@ -16,7 +16,7 @@ LARGE_BYTES = 2**28
 # Blocks of fewer rows would read the disk more than compute.
 _LEAST_ROWS = 64
 # Rows of a chunk of a scores file: blocks that end with a chunk read and write no chunk twice.
-_CHUNK_ROWS = 1024
+CHUNK_ROWS = 1024
 _FEWER = "take a projection in place of `projection: exact`, or cut the experiment in two"
 # Training samples, and projection matrices, whose distortion is measured.
 DISTORTION_SAMPLES, DISTORTION_STREAMS = 200, 8
@@ -46,8 +46,11 @@ class Need:
     def rows(self, memory_mb: int) -> int:
         """Return how many rows a block may have: they get half of what the fixed part leaves."""
         self.check(memory_mb)
-        rows = (memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes
-        return rows // _CHUNK_ROWS * _CHUNK_ROWS or rows
+        return _whole_chunks((memory_mb * 2**20 - self.fixed_bytes) // 2 // self.row_bytes)
+
+
+def _whole_chunks(rows: int) -> int:
+    return rows // CHUNK_ROWS * CHUNK_ROWS or rows
 
 
 def weights_mb(model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool) -> int:
@@ -128,14 +131,20 @@ def average_need(
     return Need(job, fixed, row)
 
 
-def shard_rows(n_train: int, block: int, shard: int, n_shards: int) -> tuple[int, int]:
-    """Return the training samples of one shard of an average, which are whole blocks, or none.
+def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
+    """Return the training samples of one shard of an average: whole chunks, or none.
 
-    Blocks are those of the average in one piece, so that each product is the same.
+    No budget decides it: shards that were made under different ones fit together.
     """
-    n_blocks = -(-n_train // block)
-    start, stop = (block * (n_blocks * i // n_shards) for i in (shard - 1, shard))
+    n_chunks = -(-n_train // CHUNK_ROWS)
+    start, stop = (CHUNK_ROWS * (n_chunks * i // n_shards) for i in (shard - 1, shard))
     return start, min(stop, n_train)
+
+
+def average_rows(need: Need, memory_mb: int) -> int:
+    """Return how many rows of an average a block has, so that chunks begin with a block."""
+    rows = need.rows(memory_mb)
+    return rows if rows >= CHUNK_ROWS else 2 ** (rows.bit_length() - 1)
 
 
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
@@ -160,7 +169,7 @@ class GroupsNeed:
     def rows(self, memory_mb: int) -> int:
         """Return how many rows of all checkpoints' scores may be held, in a third as well."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
-        return max(1, memory_mb * 2**20 // 3 // of_row)
+        return max(1, _whole_chunks(memory_mb * 2**20 // 3 // of_row))
 
 
 def evaluation_need(

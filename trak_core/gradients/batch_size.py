@@ -112,11 +112,16 @@ def sample_memory(
             held.pop().clear()
         return place
 
+    def unpack(place: list[Tensor]) -> Tensor:
+        if not place:  # the model itself differentiates
+            raise TooMuchMemoryError
+        return place[0]
+
     # Two samples show which gradients arrive as rows.
     pair = _pair(as_batch(samples, output))
     with (
         differentiating(model, parameters.values()),
-        torch.autograd.graph.saved_tensors_hooks(save, lambda place: place[0]),
+        torch.autograd.graph.saved_tensors_hooks(save, unpack),
     ):
         values = over_samples(output.value, output.read(pair.given_to(model)), pair.labels)
     if is_too_much():

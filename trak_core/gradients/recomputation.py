@@ -5,13 +5,21 @@ The graph stays as it is, with the nodes of every operation, so that whatever re
 working: what an operation saved comes back when it is asked for, with all else that its block
 saved, and goes with the operation, or when the next block runs again.
 
+Whether a second call is the first once more is read from what its operations save, of which
+gradients are made: each tensor leaves a fingerprint of its numbers. torch's random numbers are
+those of the first call. A block that is called with an object, into which it may write, keeps all
+it saves.
+
 Source: Chen et al., "Training deep nets with sublinear memory cost", 2016.
 """
 
+import math
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,8 +28,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
-from trak_core.gradients.model_inputs import least_rounding
 from trak_core.gradients.per_sample import graph_to, in_evaluation_mode
+
+# Arguments that a second call may be given as they are.
+_PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
+# Room to work in and seeds, into which an operation may have written nothing.
+_WORK = (torch.uint8, torch.uint64)
+# Rounding errors by which a second call's numbers may differ where sums have no fixed order.
+_ROUNDING = 8
 
 
 class Recomputation:
@@ -44,6 +58,7 @@ class Recomputation:
         # While a model is measured: what its calls keep, and what the largest forgets, in bytes.
         self._kept: dict[int, int] = {}
         self._largest = 0
+        self._whole: set[str] = set()
 
     def start(self) -> None:
         """Have every block forget, until ``stop``."""
@@ -70,15 +85,26 @@ class Recomputation:
         """Return in words what happens to the activations of blocks that forget."""
         kinds = Counter(type(block).__name__ for block in self.found)
         names = ", ".join(f"{n} {name}" for name, n in kinds.items())
-        return (
+        said = (
             "the activations of one sample take more than the memory. The model's repeated blocks "
-            f"({names}) keep their inputs alone and run again on the way back, with the same "
-            "numbers, slower."
+            f"({names}) keep their inputs alone; where gradients are computed they run again on "
+            "the way back, with the same numbers, slower."
+        )
+        if not self._whole:
+            return said
+        return (
+            f"{said} Those that are called with objects other than tensors, plain values, lists, "
+            "tuples and dicts, or write into what they are given, keep all: "
+            f"{', '.join(sorted(self._whole))}."
         )
 
     def begin_count(self) -> None:
         """Forget what earlier calls took."""
         self._kept, self._largest = {}, 0
+
+    def note_whole(self, block: nn.Module) -> None:
+        """Count a block that keeps what it saves, because it can't be called again."""
+        self._whole.add(type(block).__name__)
 
     def note(self, kept: dict[int, int], forgotten_bytes: int) -> None:
         """Count a call that keeps storages, their bytes by address, and forgets others."""
@@ -114,6 +140,9 @@ class _Forward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.block.training or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves((args, kwargs))):
+            self.owner.note_whole(self.block)
+            return self.forward(*args, **kwargs)
         return _Call(self, args, kwargs).first(args, kwargs)
 
 
@@ -146,11 +175,15 @@ class _Call:
         self.own = {p.untyped_storage().data_ptr() for p in parameters}
         self.saved: list[weakref.ref[_Saved]] = []
         self.kinds: list[tuple[torch.Size, torch.dtype]] = []
-        self.results: list[tuple[Tensor, int]] = []
-        device = parameters[0].device.type
+        self.fingerprints: list[int | Tensor | None] = []
+        device = parameters[0].device
         self.autocast = torch.autocast(
-            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+            device.type,
+            torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(device.type),
         )
+        self.gpus = [device] if device.type == "cuda" else []
+        self.random = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self.gpus)]
 
     def first(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Call the block with its graph, whose operations have to ask for what they saved."""
@@ -161,6 +194,8 @@ class _Call:
                 return tensor.detach()
             saved = _Saved(self, tensor.detach())
             alive.append((saved, tensor))
+            self.kinds.append(_kind(tensor))
+            self.fingerprints.append(_fingerprint(tensor))
             return saved
 
         def unpack(packed: Tensor | _Saved) -> Tensor:
@@ -169,12 +204,11 @@ class _Call:
         with saved_tensors_hooks(pack, unpack):
             returned = self.of.forward(*args, **kwargs)
         self.saved = [weakref.ref(saved) for saved, _ in alive]
-        self.kinds = [_kind(tensor) for _, tensor in alive]
-        self.results = [(tensor.detach(), tensor._version) for tensor in _tensors(returned)]
         sizes = _sizes(tensor for _, tensor in alive)
         kept = _sizes(tensor for tensor, _ in self.inputs)
         if self._wrote():  # it can't be called again with what it was given
             self.of.owner.note(kept | sizes, 0)
+            self.of.owner.note_whole(self.of.block)
             return returned
         self.of.owner.note(kept, sum(n for place, n in sizes.items() if place not in kept))
         for saved, _ in alive:
@@ -193,23 +227,31 @@ class _Call:
                     saved.tensor = None
         self.of.owner.last = weakref.ref(self)
         tensors: list[Tensor] = []
+        fingerprints: list[int | Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
             if not self._is_own(tensor):
                 tensors.append(tensor.detach())
+                fingerprints.append(_fingerprint(tensor))
 
-        block, (args, kwargs) = self.of.block, self.given
+        block = self.of.block
+        # A block may write into lists and dicts.
+        args, kwargs = pytree.tree_map(lambda leaf: leaf, self.given)
         with ExitStack() as stack:
             stack.enter_context(in_evaluation_mode(block))
             stack.enter_context(graph_to(block, self.trained))
             stack.enter_context(self.autocast)
+            stack.enter_context(torch.random.fork_rng(self.gpus))
+            torch.set_rng_state(self.random[0])
+            for gpu, state in zip(self.gpus, self.random[1:], strict=True):
+                torch.cuda.set_rng_state(state, gpu)
             stack.enter_context(saved_tensors_hooks(pack, _never))
-            returned = _tensors(self.of.forward(*args, **kwargs))
+            self.of.forward(*args, **kwargs)
         if [_kind(tensor) for tensor in tensors] != self.kinds:
             raise self._refusal("that it saved other tensors")
-        for again, (tensor, version) in zip(returned, self.results, strict=True):
-            if tensor._version == version and not _close(again, tensor, least_rounding(block)):
-                raise self._refusal("other numbers")
+        pairs = zip(fingerprints, self.fingerprints, self.kinds, strict=True)
+        if not all(_agree(new, old, dtype) for new, old, (_, dtype) in pairs):
+            raise self._refusal("other numbers")
         for reference, tensor in zip(self.saved, tensors, strict=True):
             if (saved := reference()) is not None:
                 saved.tensor = tensor
@@ -248,11 +290,44 @@ def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def _close(a: Tensor, b: Tensor, allowed: float) -> bool:
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    size = float(b.abs().nan_to_num(0, 0, 0).max()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=0, atol=allowed * size, equal_nan=True)
+def _fingerprint(tensor: Tensor) -> int | Tensor | None:
+    """Return what tells a tensor's numbers from others, without waiting for a GPU."""
+    tensor = tensor.detach()
+    is_index = not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+    if tensor.dtype in _WORK or (is_index and tensor.ndim == 0):
+        return None
+    return _checksum(tensor) if tensor.device.type == "cpu" else _sums(tensor)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Return a checksum of the bits, which operations give again on the CPU."""
+    for i, stride in enumerate(tensor.stride()):
+        tensor = tensor if stride else tensor.narrow(i, 0, min(1, tensor.shape[i]))
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    values = tensor.permute(order).resolve_conj().resolve_neg().contiguous()
+    bits: Any = values.flatten().view(torch.uint8).numpy()
+    return zlib.crc32(bits)
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Return sums and norms over all dimensions but the last, in which few numbers may be large."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    values = (values if values.is_floating_point() else values.double()).reshape(
+        -1, *values.shape[-1:]
+    )
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norms = torch.linalg.vector_norm(values, dim=0, dtype=dtype)
+    return torch.stack([values.sum(dim=0, dtype=dtype), norms])
+
+
+def _agree(new: int | Tensor | None, old: int | Tensor | None, dtype: torch.dtype) -> bool:
+    """Say whether fingerprints are equal, up to rounding where they are sums."""
+    if not (isinstance(new, Tensor) and isinstance(old, Tensor)):
+        return bool(new == old)
+    is_float = dtype.is_floating_point or dtype.is_complex
+    allowed = _ROUNDING * (torch.finfo(dtype).eps if is_float else 0) * old.abs().sum(dim=0)
+    is_close = (new - old).abs() <= allowed.nan_to_num(math.inf)
+    return bool((is_close | (new == old) | (new.isnan() & old.isnan())).all())
 
 
 def _never(packed: None) -> Tensor:

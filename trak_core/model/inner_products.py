@@ -68,18 +68,18 @@ def _room(
 ) -> Room:
     """Check all labels, and return how many samples fit beside what is held."""
     needs = []
+    left_mb -= sum(kept.n_bytes for _, kept in splits) // 2**20
     for samples, kept in splits:
         few, n_classes = loaded.few(samples)
         for part, sample_id in zip(kept.parts, kept.ids, strict=True):
             check_labels(part.labels, loaded.output, n_classes, [sample_id])
-        needs.append((loaded.memory(few, left_mb), samples, few))
+        needs.append((loaded.memory(few, max(0, left_mb)), samples, few))
     needed, samples, _ = max(needs, key=lambda need: (need[0].longest, need[0].of_longest.of(1)))
     # The engine never holds a sample's whole gradient, but that of one parameter at a time.
     largest = max(p.nbytes for p in loaded.parameters.values())
     needed = needed.mapped(lambda memory: replace(memory, gradient_bytes=largest))
-    held = sum(kept.n_bytes for _, kept in splits)
     with samples.naming_longest():
-        room = needed.room(loaded.device, left_mb - held // 2**20)
+        room = needed.room(loaded.device, left_mb)
     for _, _, few in needs:
         loaded.check_apart(few, room.most(needed.longest))
     return room

@@ -18,7 +18,7 @@ from trak_core.artifacts import (
     check_same,
     open_artifact,
 )
-from trak_core.config.memory_needs import scores_need
+from trak_core.config.memory_needs import CHUNK_ROWS, scores_need
 from trak_core.errors import InputError
 from trak_core.scoring.scores import combined, most_frequent, powered, similarities, unit_rows
 from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
@@ -42,7 +42,8 @@ def similarity_rows(
 ) -> ReadRows:
     """Return how to get rows of one checkpoint's A_c: as stored, or from the solved targets.
 
-    Unless these are to stay ``in_memory``, they are read again for every block of rows.
+    Unless these are to stay ``in_memory``, they are read again for every block of rows. Products
+    are of a chunk's rows, so that larger blocks give the same to the last bit.
     """
     if features is None:
         return read_rows(part.matrix("similarities"))
@@ -51,7 +52,15 @@ def similarity_rows(
     solved = part.matrix("solved_targets")
     solved = solved[:] if in_memory else solved
     phi = read_rows(features.matrix("features"), normalize=normalize)
-    return lambda start, stop: similarities(phi(start, stop), solved[:])
+
+    def products(start: int, stop: int) -> np.ndarray:
+        rows, of_all = phi(start, stop), solved[:]
+        found = np.empty((len(rows), of_all.shape[1]))
+        for i in range(0, len(rows), CHUNK_ROWS):
+            found[i : i + CHUNK_ROWS] = similarities(rows[i : i + CHUNK_ROWS], of_all)
+        return found
+
+    return products
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:

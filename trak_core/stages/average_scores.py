@@ -25,7 +25,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.artifacts.format import plain_ids
-from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
+from trak_core.config.memory_needs import average_need, average_rows, holds_solved, shard_rows
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.scores import (
     Extremes,
@@ -195,20 +195,19 @@ def _shard_scores(shards: Sequence[Artifact], block: int) -> Iterator[tuple[int,
         first += len(values)
 
 
-def _check_shards(shards: Sequence[Artifact], file_spec: dict, n_train: int, top: int) -> None:
+def _check_shards(
+    shards: Sequence[Artifact], file_spec: dict, made_of: list[str], n_train: int, top: int
+) -> None:
     """Refuse shards of other scores, or that are not all rows in order."""
-    first = 0
     for number, shard in enumerate(shards, start=1):
         own = {key: value for key, value in shard.spec.items() if key != "shard"}
         check_same("specification of shards", file_spec, own, shard.path, SCORES_SHARD.rule)
-        last = first + len(shard.vector("help"))
-        expected = {"rows": [first, last], "number": number, "of": len(shards), "top": top}
-        stored = shard.spec.get("shard")
+        stored = dict(shard.spec.get("shard") or {})
+        hashes = made_of, stored.pop("made_of", None)
+        check_same("scores under the checkpoints", *hashes, shard.path, SCORES_SHARD.rule)
+        rows = list(shard_rows(n_train, number, len(shards)))
+        expected = {"rows": rows, "number": number, "of": len(shards), "top": top}
         check_same("order of shards", expected, stored, shard.path, SCORES_SHARD.rule)
-        first = last
-    if first != n_train:
-        rows = f"{n_train} training samples", f"{first} training samples"
-        check_same("rows of all shards", *rows, shards[-1].path, SCORES_SHARD.rule)
 
 
 def average_scores(
@@ -258,8 +257,8 @@ def average_scores(
         solved_dim = spec.features.projection["proj_dim"] if phis else None
         sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}
         sizes |= {"top": top, "solved_dim": solved_dim}
-        block = average_need(n_train=n_train, **sizes).rows(memory_mb)
-        start, stop = shard_rows(n_train, block, shard, n_shards)
+        block = average_rows(average_need(n_train=n_train, **sizes), memory_mb)
+        start, stop = shard_rows(n_train, shard, n_shards)
         own_need = average_need(n_train=stop - start, **sizes)
         size = (solved_dim or 0) * n_targets
         in_memory = holds_solved(own_need, block, memory_mb, len(parts), size)
@@ -268,6 +267,7 @@ def average_scores(
             "checkpoints": [part.spec["checkpoint"] for part in parts],
         }
         made_from = [part.provenance for part in parts]
+        made_of = [part.content_hash for part in parts]
         provenance = software(code, "cpu", "numpy", "pandas", made_from=made_from)
         about = about_output(spec.features.model_output)
         has_classes = about.labels_are_classes and mean_of is None
@@ -285,7 +285,7 @@ def average_scores(
 
         if n_shards > 1:
             own = {"rows": [start, stop], "number": shard, "of": n_shards, "top": top}
-            file_spec["shard"] = own
+            file_spec["shard"] = own | {"made_of": made_of}
             with create(scores, SCORES_SHARD, file_spec, provenance) as writer:
                 taken = blocks()
                 if not phis and stop > start:
@@ -299,7 +299,7 @@ def average_scores(
         train, targets = (_samples(ends, side, block) for side in ("train", "target"))
         (train["loss_weight"],) = _by_blocks(ends, "loss_weights", n_train, block, _mean)
         if pieces:
-            _check_shards(pieces, file_spec, n_train, top)
+            _check_shards(pieces, file_spec, made_of, n_train, top)
         own_output = {} if output_words is None else {"model_output": json.dumps(output_words)}
         with create(
             scores,

@@ -41,7 +41,7 @@ def _drawn(data: Split, n: int) -> Split:
 def _at_once(loaded: LoadedModel, samples: OrderedSamples, few: Batch, left_bytes: int) -> int:
     """Return how many samples to differentiate at once: their gradients are there three times."""
     copies_bytes = 3 * 4 * n_params(loaded.parameters)
-    memory = loaded.memory(few, max(0, left_bytes // 2**20))
+    memory = loaded.memory(few, max(0, (left_bytes - copies_bytes) // 2**20))
     formed = memory.mapped(lambda sample: SampleMemory(sample.activation_bytes + copies_bytes, 0))
     with samples.naming_longest():
         return formed.room(loaded.device, max(0, left_bytes // 2**20)).most(memory.longest)

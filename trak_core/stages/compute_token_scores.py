@@ -190,7 +190,7 @@ def _cut(
     few, _ = loaded.few(samples)
     # Directions of a parameter are made with the gradients, one at least, and scaled.
     most = 4 * max(p.numel() for p in loaded.parameters.values()) * (1 + bool(loaded.scales))
-    needed = loaded.memory(few, memory_mb).mapped(
+    needed = loaded.memory(few, max(0, memory_mb - most // 2**20)).mapped(
         lambda memory: replace(memory, shared_bytes=memory.shared_bytes + most)
     )
     with samples.naming_longest():
