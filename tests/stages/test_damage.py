@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from damage_worker import SEAL_BYTES
 from linear_study import SPEC, with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_exact_stages, run_stages
 
@@ -27,7 +26,7 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.artifacts.seal import seal
+from trak_core.artifacts.seal import SEAL_BYTES, seal
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences
@@ -40,7 +39,7 @@ FILES = {
     "NORMAL_MATRIX": "normal_matrix/c0.h5",
     "CHECKPOINT_SCORES": "scores/mine/c0.h5",
     "SCORES": "scores/mine.h5",
-    "SCORES_SHARD": "scores/mine/shards/1-of-2.h5",
+    "SCORES_SHARD": "scores/mine/shards/2-of-2.h5",
     "GRAMIAN": "exact/gramian/c0/train.h5",
     "EXACT_SCORES": "exact/scores/mine/c0.h5",
     "DISTORTION": "distortion/c0.h5",
@@ -116,7 +115,7 @@ def data_bytes(path):
                 chunks = [node.id.get_chunk_info(i) for i in range(node.id.get_num_chunks())]
                 places = [(chunk.byte_offset, chunk.size) for chunk in chunks]
             else:
-                places = [(node.id.get_offset(), node.id.get_storage_size())]
+                places = [(node.id.get_offset() or 0, node.id.get_storage_size())]
             for start, size in places:
                 mask[start : start + size] = True
 

@@ -15,8 +15,6 @@ import numpy as np
 from trak_core import artifacts
 from trak_core.artifacts import ArtifactError, open_artifact
 
-SEAL_BYTES = 50
-
 
 def contents(path, kind):
     """Return all that a reader gets of a file, as one text; NaN and -0 count by their bits."""
