@@ -188,6 +188,18 @@ REFUSALS = {
     "config.list_of_mean": {
         "copies of a mean": (mean() | {"lists": {"duplicates": {"experiment": "mean"}}}, "mean")
     },
+    "config.suspects_of_difference": {
+        "suspects of a difference": (
+            {
+                "experiments": {
+                    **{name: {"targets": ["patient-342"]} for name in ("a", "b")},
+                    "less": {"mean": "a", "minus": "b"},
+                },
+                "lists": {"suspects": {"experiment": "less"}},
+            },
+            "Found less",
+        )
+    },
     "config.evaluated_mean": {
         "a mean that models are asked about": (
             mean() | PROVED | {"evaluation": {"removals": {"experiment": "mean"}}},

@@ -124,6 +124,13 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 f"`{example}`, say.",
                 code="config.list_experiment",
             )
+    blamed = lists.get("suspects", {}).get("experiment")
+    if blamed and "minus" in config["experiments"][blamed]:
+        raise InputError(
+            "lists: suspects needs targets whose labels are right, which its samples harm. Found "
+            f"{blamed}, a difference of two means. Name the experiment that has the targets.",
+            code="config.suspects_of_difference",
+        )
     pool = "pool" in lists.get("select", {})
     of_features = {"duplicates": "duplicates" in lists, "select with a pool": pool}
     for name in (name for name, is_there in of_features.items() if is_there):
