@@ -71,6 +71,10 @@ def test_a_language_model_and_its_questions(tmp_path, monkeypatch):
     printed = run("texts.ipynb", tmp_path, monkeypatch)
     assert "Answers: results-texts/answers/asked.html" in printed
     assert "A class definition is an executable statement." in printed
+    (said,) = re.findall(
+        r"^the joint log-odds of the tokens that count: (?:.*); (.*)$", printed, re.M
+    )
+    assert re.fullmatch(r"tokens \d+, right \d+(?:\.\d+)?", said)
 
 
 @pytest.mark.gate

@@ -70,6 +70,8 @@ class Running:
                 start_new_session=True,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                # As from a terminal, though these tests run in the background, where it is ignored.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.seen: set[int] = set()
 
