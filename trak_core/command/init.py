@@ -94,7 +94,9 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
     if weights and rows:
         return _of_texts(weights, rows, report)
     if states and (images or rows):
-        networks = {timm.get(path.parent) for path in states} if images else {None}
+        networks: set[str | None] = {None}
+        if images:
+            networks = {timm.get(path.parent) for path in states}
         return _of_network(images, rows, states, networks, report)
     found = "; ".join(line.removeprefix("found: ") for line in report)
     raise InputError(
