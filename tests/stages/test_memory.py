@@ -92,7 +92,7 @@ def test_a_budget_is_checked_for_every_job(change, message):
 
 
 def test_ten_million_samples_fit_the_default_memory():
-    """Of ten checkpoints; a shard of four holds the solved targets of all of them."""
+    """The average is of ten checkpoints, and a shard of four holds all their solved targets."""
     check_memory(
         1000,
         proj_dim=2048,
@@ -282,9 +282,9 @@ def run_scoring(folder, n_train):
 
 @pytest.mark.parametrize("keep", ["full", "top_k"])
 def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, keep):
-    """Of five chunks of rows; some of seven shards have none, and none of two is half.
+    """Five chunks of rows are cut into two shards, or into seven, of which some have no row.
 
-    So it is with shards of other budgets: a run that was stopped goes on with another.
+    Shards of another budget join too, because a run that was stopped may go on with one.
     """
     own, n_train, scored = SPEC.under("c"), 5000, tmp_path / "c.h5"
     train, mine, matrix = (tmp_path / f"{name}.h5" for name in ("train", "mine", "matrix"))

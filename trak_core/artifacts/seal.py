@@ -9,6 +9,7 @@ writer's blocks are hashed as they pass. After a file's ``n`` bytes come 16 byte
 Files of before end with ``trak-seal blake2b `` and one hash of all bytes, 32 hexadecimal digits.
 """
 
+import abc
 import hashlib
 import io
 import os
@@ -51,9 +52,9 @@ class _BlockFile(io.RawIOBase):
         self._file, self.n_bytes, self._place = file, n_bytes, 0
         self._cache: OrderedDict[int, bytes] = OrderedDict()
 
+    @abc.abstractmethod
     def _seen(self, block: int, data: "Buffer") -> None:
         """Take notice of a block's bytes before they are handed on."""
-        raise NotImplementedError
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the place of the next read or write."""

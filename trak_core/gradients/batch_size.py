@@ -87,7 +87,7 @@ def sample_memory(
         The estimate, which doesn't depend on the numbers in the sample.
 
     Raises:
-        TooMuchMemoryError: If activations take more, of which no more are there together.
+        TooMuchMemoryError: If activations take more. Measuring stops there: no more are held.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}
