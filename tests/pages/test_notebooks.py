@@ -54,7 +54,7 @@ def run(name, folder, monkeypatch):
         for outputs in shown
         for output in outputs
     ]
-    return "".join(printed)
+    return "\n".join(printed)
 
 
 @pytest.mark.gate
