@@ -355,6 +355,15 @@ class Specs:
         digest = self.targets_digest(experiment)
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
 
+    def pool_scores(self, experiment: str) -> ScoresSpec:
+        """Return what decides the scores that the pool's samples have for an experiment."""
+        return replace(self.scores(experiment), pool_digest=self.targets_digest(POOL))
+
+    def list_scores(self, kind: str) -> ScoresSpec:
+        """Return what decides the scores that a list is made of."""
+        of_pool = kind == "select" and self.pool is not None
+        return (self.pool_scores if of_pool else self.scores)(self.lists[kind]["experiment"])
+
     @property
     def self_influence(self) -> ScoresSpec:
         """What decides self-influences, and the scores of every experiment."""

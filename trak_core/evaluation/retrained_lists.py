@@ -118,7 +118,7 @@ def removal_tables(
             most helpful samples.
         random: Likewise, (draws, seeds, m), without random samples.
         everything: Outputs and predictions, (seeds, m).
-        target_ids: Of the m targets.
+        target_ids: The m targets' ids.
     """
 
     def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
