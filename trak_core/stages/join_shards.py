@@ -31,7 +31,8 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
     """Refuse shards for another config, and those that the first one doesn't go with, by name."""
     end, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
-        check_same("settings of today's config", *made_for(part, spec), part.path, _RULE)
+        settings = made_for(part, spec)
+        check_same("settings of today's config", *settings, part.path, _RULE)
         common = _common(first.spec), _common(part.spec)
         check_same(f"specification of {first.path}", *common, part.path, _RULE)
         expected = {"number": number, "of": len(parts), "first row": end}
@@ -40,8 +41,8 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
         stored = {key: shard.get(key) for key in ("number", "of")}
         stored["first row"] = shard["rows"][0]
         check_same("order of shards", expected, stored, part.path, _RULE)
-        made_of = (file.spec["shard"].get("made_of") for file in (first, part))
-        check_same(f"samples that {first.path} is a shard of", *made_of, part.path, _RULE)
+        samples = first.spec["shard"].get("made_of"), shard.get("made_of")
+        check_same(f"samples that {first.path} is a shard of", *samples, part.path, _RULE)
         n_rows = len(part.vector("sample_ids"))
         check_same("rows of the shard", [end, end + n_rows], shard["rows"], part.path, _RULE)
         end += n_rows

@@ -52,9 +52,7 @@ if specs.pool is not None:
         params:
             keep="top_k",
             spec=lambda wildcards: (
-                specs.pool_scores(wildcards.experiment)
-                .under(wildcards.checkpoint)
-                .as_dict()
+                specs.list_scores("select").under(wildcards.checkpoint).as_dict()
             ),
         message:
             "Scoring the pool for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
@@ -71,7 +69,7 @@ if specs.pool is not None:
             "<results>/benchmarks/average_scores_pool/{experiment}.tsv"
         priority: 0
         params:
-            spec=lambda wildcards: specs.pool_scores(wildcards.experiment).as_dict(),
+            spec=specs.list_scores("select").as_dict(),
             pool=specs.pool,
         message:
             "Averaging the checkpoints of the pool for {wildcards.experiment}"
