@@ -402,6 +402,11 @@ class Specs:
         return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
 
     @property
+    def measures_texts(self) -> bool:
+        """Whether the words of texts are a baseline, so that what describes samples counts."""
+        return bool(self.measured) and "bm25" in self.evaluation["baselines"]
+
+    @property
     def sweep(self) -> dict[str, Any] | None:
         """Values of other settings of scoring; None for no sweep."""
         return ordered(self.evaluation.get("sweep"))

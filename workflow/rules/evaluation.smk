@@ -91,6 +91,8 @@ rule evaluate_scores:
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("evaluate_scores"),
+        study_file=config["study"],
+        digest=specs.digests["whole"] if specs.measures_texts else None,
         signature=(
             own_signature(retrained_files[0]) if ground_truth is not None else None
         ),
