@@ -235,8 +235,8 @@ def preflight_study(
     if describes and not study.has("describe"):
         raise InputError(
             f"{study_file}: for bm25 in evaluation.baselines, the study must define "
-            "describe(sample), which returns a sample's text, whole. Found none. Define it, or leave "
-            "bm25 out.",
+            "describe(sample), which returns a sample's whole text. Found none. Define it, or "
+            "leave bm25 out.",
             code="study.no_texts",
         )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
