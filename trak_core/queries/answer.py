@@ -1,4 +1,4 @@
-"""A question, made a sample, and its answer: scores of training samples, the strongest with texts."""
+"""A question as a sample, and its answer: scores of training samples, the strongest with texts."""
 
 import html
 import inspect
