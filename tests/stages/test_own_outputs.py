@@ -23,7 +23,7 @@ from torch.nn.functional import (
     softplus,
 )
 
-from trak_core.config.schema import check_config
+from trak_core.config.read_config import check_config
 from trak_core.gradients import (
     check_samples_apart,
     count_classes,
