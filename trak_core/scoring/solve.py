@@ -6,7 +6,7 @@ from typing import Self
 
 import numpy as np
 import scipy.linalg
-from scipy.linalg.blas import dsyrk
+from scipy.linalg.blas import dsyrk  # pyright: ignore[reportAttributeAccessIssue] -- made at run time
 
 from trak_core.errors import InputError
 
