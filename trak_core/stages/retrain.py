@@ -26,7 +26,6 @@ from trak_core.artifacts import RETRAINED, SCORES, check_made_for, check_same, c
 from trak_core.errors import InputError
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import TRAIN, RetrainedSpec, ScoresSpec, subset_size
-from trak_core.study.call_train import trained_model
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -36,7 +35,7 @@ from trak_core.study.retraining_draws import (
     training_seed,
 )
 from trak_core.study.split import Split
-from trak_core.study.study import Study
+from trak_core.study.study import Study, trained_model
 from trak_core.system.files import harmless
 from trak_core.system.progress import blocks_with_progress, software
 
