@@ -26,9 +26,9 @@ from pathlib import Path
 
 import numpy as np
 from machine import environment
-from scipy.stats import spearmanr
 
 from trak_core.artifacts import FEATURES, SCORES, create, open_artifact
+from trak_core.evaluation.correlations import rank_correlations
 from trak_core.model.features import stored_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.spec import ScoresSpec
@@ -110,7 +110,7 @@ def main() -> None:
             scored = time.process_time()
         if dtype == "float32" and not np.array_equal(scores, own):
             raise SystemExit("the stages' scores are not the run's")
-        ranks = [spearmanr(scores[:, j], own[:, j]).statistic for j in range(own.shape[1])]
+        ranks = rank_correlations(scores, own)
         same = [
             len({*np.argsort(-scores[:, j])[:_TOP]} & {*np.argsort(-own[:, j])[:_TOP]})
             for j in range(own.shape[1])

@@ -238,7 +238,7 @@ def scales_of(key: str) -> str:
 
 
 def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows as int8, shape (n, k), and the scale of each, by which it is to be multiplied.
+    """Return rows as int8, shape (n, k), and the scale that each must be multiplied by.
 
     A row's largest entry becomes 127 or -127, the others the nearest integers. A scale, float32,
     has 17 significant bits, rounded up, so that float32 holds every product exactly, and rows with
@@ -348,7 +348,7 @@ def _check_frame(name: str, group: h5py.Group) -> None:
             f"shape {values.shape}, dtype {values.dtype}"
         )
     if values.dtype == np.int8:
-        scales = dataset_in(group.parent, scales_of(name))
+        scales = dataset_in(group.file, scales_of(name))
         if scales.shape != rows.shape or scales.dtype != np.float32:
             raise ValueError(
                 f"{scales.name!r} must hold a scale for each of {rows.size} rows, float32, found "
