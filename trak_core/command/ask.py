@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,8 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        self._ids: set[str] = set()
+        # What was asked about, by its id: a target, or a line by its number.
+        self._places: dict[str, str] = {}
         self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
@@ -111,7 +112,7 @@ class _Session:
         for group in [list(samples)] if all_at_once else ([one] for one in samples):
             for asked, answer in _silently(self._held.answers(group, self._asked.top)):
                 if isinstance(answer, InputError):
-                    self._tell(f"{asked.id}: {answer}")
+                    self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
                 if self._wanted:
                     # A session may be long, and scores of all training samples many.
@@ -146,48 +147,55 @@ class _Session:
     def _samples(self) -> Iterator["Asked"]:
         """Yield a sample for each target or line that is one."""
         for target_id in self._asked.target:
+            place = f"target {target_id}"
             try:
-                asked = self._with_new_id(self._held.target(target_id))
+                asked = self._with_new_id(self._held.target(target_id), place)
             except InputError as error:
                 self._tell(str(error))
             else:
                 yield asked
         if self._asked.target and self._asked.file is None:
             return
-        for number, line in enumerate(self._lines()):
+        for number, (place, line) in enumerate(self._lines()):
             try:
-                asked = self._with_new_id(self._held.asked(line, number))
+                asked = self._with_new_id(self._held.asked(line, number), f"line {place}")
             except InputError as error:
-                self._tell(f"line {number + 1}: {error}")
+                self._tell(f"line {place}: {error}")
             else:
                 yield asked
 
-    def _with_new_id(self, asked: "Asked") -> "Asked":
+    def _with_new_id(self, asked: "Asked", place: str) -> "Asked":
         """Return what is asked, unless its id was asked about before: answers go by it."""
-        if str(asked.id) in self._ids:
+        before = self._places.setdefault(str(asked.id), place)
+        if before is not place:
             raise InputError(
-                f"Each target and line must have an id of its own. Found {asked.id} again. A "
-                "line's is its field id; without one it has its number, from 0.",
+                f"Each target and line must have an id of its own. Found {asked.id} again, which "
+                f"is that of {before}. A line's is its field id; without one it is numbered, from "
+                "0, among those that are not empty.",
                 code="command.id_again",
             )
-        self._ids.add(str(asked.id))
         return asked
 
-    def _lines(self) -> Iterator[Any]:
-        """Yield lines that are not empty: text, bytes, or the fields of a table's row."""
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        """Yield lines that are not empty with their numbers, from 1.
+
+        A line is text, bytes, or the fields of a table's row.
+        """
         file: Path | None = self._asked.file
-        if file is None:
-            lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
-        elif file.suffix == ".tsv":
+        if file is not None and file.suffix == ".tsv":
             from trak_core.study.targets import read_questions
 
-            ids, rows = read_questions(file)
-            lines = ({"id": own_id, **row} for own_id, row in zip(ids, rows, strict=True))
+            ids, rows, numbers = read_questions(file)
+            for number, own_id, row in zip(numbers, ids, rows, strict=True):
+                yield number, {"id": own_id, **row}
+            return
+        if file is not None:
+            lines = file.read_bytes().split(b"\n")
         else:
-            lines = file.read_bytes().splitlines()
-        for line in lines:
-            if isinstance(line, Mapping) or line.strip():
-                yield line
+            lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
 
 
 def _held_run(config_file: str) -> "HeldRun":

@@ -50,7 +50,7 @@ class Answer:
         It has the columns that tell a reader what a training sample is.
         """
         label = about_output(self.model_output).label
-        top = self.top.assign(label=[self._named(number) for number in self.top["label"].tolist()])
+        top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
         known = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
         if label not in known:  # else a column of the study's own
@@ -64,11 +64,12 @@ class Answer:
         label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
         if prediction == self.target["output"]:  # of regression
             about = replace(about, prediction="")
-        named = dict(zip(_SAID, map(self._named, (label, prediction)), strict=True))
+        named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
         words = of_target(SimpleNamespace(**named), about)
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
 
-    def _named(self, number: Any) -> Any:
+    def named(self, number: Any) -> Any:
+        """Return the name of a class, where labels and predictions are numbers of such."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 

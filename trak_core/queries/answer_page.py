@@ -87,10 +87,14 @@ def _influences(answer: Answer) -> pd.DataFrame:
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a row for each strong training sample of each answer, to be written as a table."""
+    """Return a row for each strong training sample of each answer, to be written as a table.
+
+    Classes have their names, where the study has some.
+    """
     parts = []
     for answer in answers:
         rows = _influences(answer)[["target_id", "rank", "sign"]]
         rows = rows.assign(target_text=answer.text, target_output=answer.target["output"])
-        parts.append(rows.join(answer.top))
+        names = {key: answer.top[key].map(answer.named) for key in ("label", "prediction")}
+        parts.append(rows.join(answer.top.assign(**names)))
     return pd.concat(parts, ignore_index=True)
