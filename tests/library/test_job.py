@@ -85,6 +85,31 @@ class Dropped:
 def in_callback():
     ctypes.CFUNCTYPE(None)(told)()
 
+def in_hdf5():
+    import h5py
+    from trak_core.artifacts.seal import SealingFile
+
+    class Slow(SealingFile):
+        def _written(self, block, place, part):
+            if place == 0:  # HDF5 writes its metadata
+                told()
+            super()._written(block, place, part)
+
+    with Slow(Path("ended"), "w+") as raw:
+        with h5py.File(raw, "w", rdcc_nbytes=0) as file:
+            rows = file.create_dataset("x", (2, 9), "f4", chunks=(1, 9))
+            rows[0] = rows[1] = 1
+            file.flush()
+            time.sleep(1)
+
+def before_hdf5_has_ended():
+    import h5py
+    from trak_core.artifacts.seal import SealingFile
+    with SealingFile(Path("ended"), "w+") as raw:
+        file = h5py.File(raw, "w")
+        file.create_dataset("x", data=[1])
+        told()
+
 def in_a_study():
     try:
         told()
@@ -111,7 +136,9 @@ with logged_to("a.log"):
 """
 
 
-@pytest.mark.parametrize("where", ["told", "Dropped", "in_callback", "in_a_study"])
+@pytest.mark.parametrize(
+    "where", ["told", "Dropped", "in_callback", "in_a_study", "in_hdf5", "before_hdf5_has_ended"]
+)
 def test_a_stop_is_not_lost_where_python_drops_what_is_raised(where, tmp_path):
     """The job ends soon, with its one sentence; what clears up after it has its time."""
     code = STOPPED.replace("{where}", where)
@@ -128,7 +155,7 @@ from trak_core.system import job
 from trak_core.system.files import written_whole
 job._CLEARING_SECONDS = 0.5
 def work():
-    with job.logged_to("a.log", {minutes}), written_whole(Path("a.h5")) as partial:
+    with job.logged_to("a.log", {minutes}), written_whole(Path("ended")) as partial:
         partial.touch()
         {hang}
 job.run_to_the_end(work)

@@ -17,6 +17,8 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trak_core.system.job import called_back
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -56,12 +58,14 @@ class _BlockFile(io.RawIOBase):
     def _seen(self, block: int, data: "Buffer") -> None:
         """Take notice of a block's bytes before they are handed on."""
 
+    @called_back
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the place of the next read or write."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self.n_bytes}[whence]
         self._place = start + offset
         return self._place
 
+    @called_back
     def tell(self) -> int:
         """Return the place of the next read or write."""
         return self._place
@@ -96,6 +100,7 @@ class _BlockFile(io.RawIOBase):
         self._cache[block] = data
         return data
 
+    @called_back
     def readinto(self, buffer: "Buffer", /) -> int:
         """Read from the present place on."""
         view = memoryview(buffer).cast("B")
@@ -142,6 +147,7 @@ class SealedFile(_BlockFile):
         if _hash(data) != self._hashes[place : place + _DIGEST_BYTES]:
             raise Damaged("a block of the file has another hash")
 
+    @called_back
     def readinto(self, buffer: "Buffer", /) -> int:
         """Read from the present place on; a ``Damaged`` if these are not the sealed bytes."""
         try:
@@ -181,6 +187,15 @@ class SealingFile(_BlockFile):
         """Say that it is."""
         return True
 
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+    def close(self) -> None:
+        """Close the file; HDF5, which may be stopped before it has, can still end its own."""
+        self.failure = self.failure or OSError("the file is closed")
+        super().close()
+
+    @called_back
     def write(self, buffer: "Buffer", /) -> int:
         """Write at the present place."""
         view = memoryview(buffer).cast("B")
@@ -189,7 +204,8 @@ class SealingFile(_BlockFile):
             # Zeros come between: of the last block only the beginning is known.
             self._forget(self.n_bytes // BLOCK_BYTES)
         try:
-            self._file.seek(start)
+            if self.failure is None:
+                self._file.seek(start)
             while rest and self.failure is None:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
@@ -227,10 +243,11 @@ class SealingFile(_BlockFile):
             for block in [block for block in known if block >= first]:
                 del known[block]
 
+    @called_back
     def truncate(self, size: int | None = None, /) -> int:
         """Cut the file, or make it longer by zeros."""
         size = self._place if size is None else size
-        if size != self.n_bytes:
+        if size != self.n_bytes and self.failure is None:
             self._forget(min(size, self.n_bytes) // BLOCK_BYTES)
             self._file.truncate(size)
             self.n_bytes = size
