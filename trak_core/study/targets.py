@@ -99,7 +99,9 @@ def _read_lines(path: Path) -> dict[int, dict[str, Any]]:
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == _TABLE:
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-            lines: dict[int, Any] = {rows.line_num: row for row in rows}
+            lines: dict[int, Any] = {}
+            for row in rows:
+                lines[rows.line_num] = row
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
@@ -140,9 +142,7 @@ def split_of(
     return split if targets is None else split.take(targets)
 
 
-def read_questions(
-    path: Path,
-) -> tuple[list[int] | list[str], list[dict[str, Any]], list[int]]:
+def read_questions(path: Path) -> tuple[list[int] | list[str], list[dict[str, Any]], list[int]]:
     """Return ids of the targets in a file of lines, their fields without ``id``, their lines."""
     numbered = _read_lines(path)
     lines = list(numbered.values())
