@@ -3,11 +3,13 @@
     python benchmarks/large_models.py digits resnet 7M 30M llama 124M --csv large_models.csv
     python benchmarks/large_models.py 124M --linear
     python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
+    python benchmarks/large_models.py 103M --tokens 64 --kinds tensor_sketch --no-vmap --one-by-one
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
 each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
 gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
-projects it: what the pipeline did before. Each of our features is first compared with
+projects it: what the pipeline did before. "one by one" is autograd, a sample at a time, whose
+gradients are projected as they come. Each of our features is first compared with
 those of formed gradients (of two samples), and is not timed if they differ. Then all sides take
 turns, one thread each, and the medians of the rounds count; times are CPU seconds. All of them keep
 freed memory, as jobs do. Ratios are over the floor, with the least and the greatest of the rounds.
@@ -30,7 +32,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from language_models import language_model
+from language_models import TOKENS, language_model
 from machine import environment, write_csv
 from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
@@ -38,6 +40,7 @@ from torch.func import functional_call, grad, vmap
 
 from trak_core.gradients import (
     Batch,
+    GradientMethod,
     as_batch,
     as_blocks,
     formed_gradients,
@@ -115,7 +118,9 @@ class Case:
         )
 
 
-def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = None) -> Case:
+def case_of(
+    name: str, linear: bool, proj_dim: int | None, texts: int | None, n_tokens: int
+) -> Case:
     """Return a model and random samples for it.
 
     Args:
@@ -123,6 +128,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = N
         linear: Whether only the matrices of transformers' layers are differentiated.
         proj_dim: k; None for the model's own.
         texts: The number of texts of a language model's batch; None for the model's own.
+        n_tokens: Tokens of each.
     """
     torch.manual_seed(0)
     if name in {"digits", "resnet"}:
@@ -136,7 +142,7 @@ def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = N
         samples = torch.randn(n_samples, *shape), torch.randint(0, 10, (n_samples,))
         output = CLASSIFICATION
     else:
-        model, ids = language_model(name, texts)
+        model, ids = language_model(name, texts, n_tokens)
         samples, output, k = {"input_ids": ids, "labels": ids}, LANGUAGE_MODELLING, 4096
     model.eval()
     patterns = None
@@ -156,11 +162,13 @@ def case_of(name: str, linear: bool, proj_dim: int | None, texts: int | None = N
     )
 
 
-def ours(case: Case, kind: str, batch: Batch | None = None) -> Tensor:
-    """Return features from one backward pass."""
+def ours(
+    case: Case, kind: str, batch: Batch | None = None, method: GradientMethod = gradients_at_once
+) -> Tensor:
+    """Return features from one backward pass, or by another method."""
     batch = case.batch if batch is None else batch
     sums = Features.zeros(case.parameters, [case.spec(kind)], len(batch), threads=1)
-    gradients_at_once(case.model, case.parameters, case.output, batch, sums)
+    method(case.model, case.parameters, case.output, batch, sums)
     return sums.scaled()[0]
 
 
@@ -199,7 +207,9 @@ def check(case: Case, kind: str) -> None:
         raise SystemExit(f"{case.name}, {kind}: features differ by {difference:.1g}")
 
 
-def sides_of(case: Case, kinds: list[str], vmap: bool) -> dict[str, Callable[[], object]]:
+def sides_of(
+    case: Case, kinds: list[str], vmap: bool, one_by_one: bool
+) -> dict[str, Callable[[], object]]:
     """Return what is timed, by name."""
     sides: dict[str, Callable[[], object]] = {
         FLOOR: partial(floor, case.model, case.output, case.batch)
@@ -208,6 +218,9 @@ def sides_of(case: Case, kinds: list[str], vmap: bool) -> dict[str, Callable[[],
         sides[kind] = partial(ours, case, kind)
         if vmap:
             sides[f"vmap + {kind}"] = partial(by_vmap, case, kind)
+        if one_by_one:
+            way = partial(ours, case, kind, method=gradients_one_by_one)
+            sides[f"one by one + {kind}"] = way
     return sides
 
 
@@ -229,13 +242,15 @@ def warm_up(kinds: list[str], proj_dim: int) -> None:
 def main() -> None:
     """Measure, or in a process of its own take one side's peak."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("models", nargs="+", help="digits, resnet, llama, 7M, 30M or 124M")
+    parser.add_argument("models", nargs="+", help="digits, resnet, llama, 7M, 30M, 103M or 124M")
     parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--proj-dim", type=int)
     parser.add_argument("--samples", type=int, help="texts of a batch")
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-vmap", action="store_true")
+    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -245,8 +260,10 @@ def main() -> None:
     if not arguments.peak:
         print(HEADER, flush=True)
     for name in arguments.models:
-        case = case_of(name, arguments.linear, arguments.proj_dim, arguments.samples)
-        sides = sides_of(case, arguments.kinds, not arguments.no_vmap)
+        case = case_of(
+            name, arguments.linear, arguments.proj_dim, arguments.samples, arguments.tokens
+        )
+        sides = sides_of(case, arguments.kinds, not arguments.no_vmap, arguments.one_by_one)
         if arguments.peak:
             warm_up(arguments.kinds, case.proj_dim)
             print_peak(sides[arguments.peak])

@@ -6,21 +6,27 @@ import pytest
 import torch
 from architectures import Net
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from trak_core.compat.gradient_computers import _gradients_by_vmap, _Value
 from trak_core.compat.modelout_functions import ImageClassificationModelOutput
 from trak_core.gradients import (
+    as_batch,
     formed_gradients,
     gradient_method,
     gradients_at_once,
     gradients_at_once_or_with_copies,
+    gradients_in_turn,
     gradients_one_by_one,
     gradients_with_copies,
     select_parameters,
 )
 from trak_core.gramian import train_gramian
+from trak_core.model.features import Features
 from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.spec import ProjectionSpec, matrix_shape
 
 METHODS = [gradients_at_once, gradients_one_by_one, gradients_with_copies]
 
@@ -208,3 +214,55 @@ def test_finite_differences_say_which_of_two_ways_is_right(name, capsys):
             found = formed_gradients(method, model, parameters, CLASSIFICATION, batch).gradients
             own = {key: gradients[rows] for key, gradients in truth.items()}
             torch.testing.assert_close(found, own, rtol=1e-6, atol=1e-8)
+
+
+class Storages(TorchDispatchMode):
+    """Notes the most bytes that an operation put into a storage of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        for tensor in returned if isinstance(returned, tuple | list) else [returned]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.seen:
+                    self.most = max(self.most, storage.nbytes())
+        return returned
+
+
+def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
+    class OnTokens(nn.Sequential):
+        def forward(self, input_ids):
+            return {"logits": super().forward(input_ids)}
+
+    torch.manual_seed(0)
+    model = OnTokens(nn.Embedding(300, 200), nn.Linear(200, 200), nn.Tanh(), nn.Linear(200, 300))
+    parameters = select_parameters(model, None)
+    shapes = [matrix_shape(p.shape) for p in parameters.values()]
+    spec = ProjectionSpec(
+        kind="tensor_sketch",
+        n_params=sum(a * b for a, b in shapes),
+        proj_dim=64,
+        seed=0,
+        stream=0,
+        shapes=shapes,
+    )
+    tokens = torch.randint(0, 300, (1, 5))
+    batch = as_batch({"input_ids": tokens, "labels": tokens}, LANGUAGE_MODELLING)
+    features, most = [], []
+    for method in (gradients_at_once, gradients_in_turn, gradients_one_by_one):
+        sums = Features.zeros(parameters, [spec], 1, threads=1)
+        with Storages(model) as storages:
+            method(model, parameters, LANGUAGE_MODELLING, batch, sums)
+        features.append(sums.scaled()[0])
+        most.append(storages.most)
+    smallest = 200 * 200 * 4
+    assert max(most[:2]) < smallest / 4 < smallest <= most[2]
+    for rows in features[:2]:
+        torch.testing.assert_close(
+            rows, features[2], rtol=1e-5, atol=1e-5 * float(rows.abs().max())
+        )

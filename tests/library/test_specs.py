@@ -397,7 +397,7 @@ def test_what_is_measured(made):
     specs = made(evaluation=EVALUATION)
     assert specs.measured == ["few", "one"]
     assert specs.measures_features
-    assert not specs.measures_embeddings
+    assert not specs.measures("embedding_cosine")
     some = made(evaluation={**EVALUATION, "experiments": ["one"], "baselines": []})
     assert some.measured == ["one"]
 

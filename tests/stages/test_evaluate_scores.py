@@ -28,6 +28,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
 from trak_core.errors import InputError
+from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_embeddings import compute_embeddings
 from trak_core.stages.retrain_subsets import retrain_subsets
 from trak_core.study.study import Study
@@ -226,6 +227,24 @@ def test_baselines_are_what_they_say(run, evaluated):
     lds = of_method(evaluated, "embedding_cosine", 0)
     assert np.abs(lds - run.lds(np.mean(cosines, axis=0))).max() < 1e-12
     assert "random" in pd.read_hdf(evaluated, "summary")["method"].tolist()
+
+
+def test_shared_words_are_a_baseline_where_samples_have_texts(run, tmp_path):
+    says = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
+    study = tmp_path / "described.py"
+    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {says}\n")
+    path = run.evaluate(
+        tmp_path / "words.h5", study_file=study, baselines=["bm25"], digest="of the study"
+    )
+    words = [
+        [f"digit {int(y)} {'ink ' * int(x.sum() / 5)}".split() for x, y in zip(*batch, strict=True)]
+        for batch in (run.train.batch(0, 150), run.study.split("mine", run.targets).batch(0, 5))
+    ]
+    index = Bm25.of(words[0])
+    scores = np.stack([index.scores(asked) for asked in words[1]], axis=1)
+    assert np.abs(of_method(path, "bm25", 0) - run.lds(scores)).max() < 1e-12
+    with refused("study.no_texts", str(STUDY)):
+        preflight(STUDY, {}, describes=True)
 
 
 def test_an_evaluation_is_written_to_the_same_bytes(run, tmp_path):

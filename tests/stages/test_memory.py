@@ -143,7 +143,7 @@ def printed(program, *arguments):
 
 SOLVE = """
 import numpy as np
-from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.solve import DampedGramian
 def solve(gramian, cross):
     damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
     damped.similarities(cross)

@@ -23,8 +23,8 @@ import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
+from trak_core.queries.answer import asked_of
 from trak_core.queries.answer_page import answer_rows
-from trak_core.queries.asked import asked_of
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 from trak_core.stages.draw_influences import draw_influences

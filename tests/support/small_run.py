@@ -112,6 +112,7 @@ class Run:
 
     def evaluate(self, path, retrained=None, stages=None, **changes):
         given = {
+            "study_file": STUDY,
             "baselines": [],
             "sweep": None,
             "embeddings": [],

@@ -19,8 +19,7 @@ from trak_core.command.run import check_config_file, workflow_folder
 from trak_core.errors import InputError
 
 if TYPE_CHECKING:
-    from trak_core.queries.answer import Answer
-    from trak_core.queries.asked import Asked
+    from trak_core.queries.answer import Answer, Asked
     from trak_core.queries.held_run import HeldRun
 
 _HOW = """\

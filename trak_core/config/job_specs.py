@@ -393,13 +393,11 @@ class Specs:
         if not self.measured:
             return False
         several = len(self.runs) < len(self.checkpoints) and not self.is_exact
-        compares = "gradient_dot" in self.evaluation["baselines"]
-        return several or "sweep" in self.evaluation or compares
+        return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
-    @property
-    def measures_embeddings(self) -> bool:
-        """Whether embeddings are a baseline."""
-        return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
+    def measures(self, baseline: str) -> bool:
+        """Return whether scores are measured beside a baseline."""
+        return bool(self.measured) and baseline in self.evaluation["baselines"]
 
     @property
     def sweep(self) -> dict[str, Any] | None:

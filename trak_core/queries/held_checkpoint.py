@@ -26,9 +26,8 @@ from trak_core.model.inner_products import inner_products
 from trak_core.model.length_order import subset
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.scoring.exact import DampedGramian, divide_by_lengths
 from trak_core.scoring.scores import powered, similarities
-from trak_core.scoring.solve import damped_factor
+from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped, ReadRows, normal_weights, read_rows
 from trak_core.study.split import Split

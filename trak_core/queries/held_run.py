@@ -12,8 +12,7 @@ import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
-from trak_core.queries.answer import Answer, said_of, strongest
-from trak_core.queries.asked import Asked, asked_of
+from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
 from trak_core.report.describe_samples import BEGINNING, printed, readable

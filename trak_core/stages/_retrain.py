@@ -23,9 +23,8 @@ from trak_core.artifacts import RETRAINED, create
 from trak_core.errors import InputError
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
-from trak_core.study.call_train import trained_model
 from trak_core.study.split import Split
-from trak_core.study.study import Study
+from trak_core.study.study import Study, trained_model
 from trak_core.system.progress import blocks_with_progress, software
 
 _POOL = "target_data"

@@ -21,7 +21,7 @@ from trak_core.config.preflight import (
 )
 from trak_core.config.read_config import has_record, record_config
 from trak_core.config.ready_made import with_ready_study
-from trak_core.config.schema import (
+from trak_core.config.read_config import (
     check_config,
     check_unique_keys,
     with_defaults,
