@@ -221,7 +221,9 @@ def test_lines_are_answered_or_told_of(here, capsys):
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert written(here) == before
-    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == ["Error: l"] * 10
+    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == [
+        "Error: l"
+    ] * 10
     # As editors count, empty lines too.
     told = re.findall(r"^Error: line (\d+): ", err, re.M)
     assert told == ["2", "3", "4", "5", "6", "7", "8", "9", "10", "13"]

@@ -19,6 +19,8 @@ from trak_core.command.run import check_config_file, workflow_folder
 from trak_core.errors import InputError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from trak_core.queries.answer import Answer, Asked
     from trak_core.queries.held_run import HeldRun
 
@@ -27,6 +29,7 @@ Type, or pipe, a line for each sample: a JSON object, as the `data` of an experi
 the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
 """
 _PROMPT = "> "
+_MOST_TOKENS = 3
 
 
 def ask(words: Sequence[str]) -> None:
@@ -45,6 +48,9 @@ def ask(words: Sequence[str]) -> None:
         *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
     )
     parser.add_argument("--top", type=int, default=5, help="samples of either sign; %(default)s")
+    parser.add_argument(
+        "--tokens", action="store_true", help="cut the scores shown by tokens, and colour these"
+    )
     parser.add_argument("--csv", type=Path, help="a table to write of all answers")
     parser.add_argument("--html", type=Path, help="a page to write of all answers")
     asked = parser.parse_args(words)
@@ -100,6 +106,9 @@ class _Session:
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
             self._held.load()
+        # A page shows what that of the run shows.
+        shows_tokens = asked.html is not None and self._held.specs.config["answers"]["tokens"]
+        self._cuts: bool = asked.tokens or shows_tokens
 
     def answer_all(self) -> None:
         """Print an answer for each line, and what is wrong with a line that has none."""
@@ -109,7 +118,8 @@ class _Session:
         # Checkpoints that take turns are read once for all lines.
         all_at_once = self._held.takes_turns and not self.is_typed
         for group in [list(samples)] if all_at_once else ([one] for one in samples):
-            for asked, answer in _silently(self._held.answers(group, self._asked.top)):
+            answers = self._held.answers(group, self._asked.top, tokens=self._cuts)
+            for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):
                     self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
@@ -248,7 +258,7 @@ def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(f"{answer.asked.id}: {answer.text}", width)
-    lines.append(answer.said())
+    lines += [*_in_colours(answer.tokens_of()), answer.said()]
     for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
         lines.append(words)
         for row in answer.side(sign).to_dict("records"):
@@ -259,4 +269,33 @@ def _in_words(answer: "Answer") -> str:
             known = ", ".join(f"{name} {value}" for name, value in row.items())
             lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
             lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+            lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]
     return "\n".join([*lines, ""])
+
+
+def _in_colours(tokens: "pd.DataFrame") -> list[str]:
+    """Return a line of the tokens that add most to a score, and on a terminal one of all.
+
+    There, green ones push up and red ones down, the strongest in bold; ``NO_COLOR`` leaves it out.
+    """
+    if not tokens["score"].any():
+        return []
+    from trak_core.report.describe_samples import readable
+    from trak_core.report.explore import LEVELS, token_levels
+
+    # A token's own spaces stay; what is no letter to be seen could steer a terminal.
+    texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]
+    texts = [text.replace("\n", " ") for text in texts]
+    scores = tokens["score"].to_numpy()
+    order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))
+    words = [text.strip() or "space" for text in texts]
+    most = [f'"{words[i]}" {scores[i]:+.2g}' for i in order[:_MOST_TOKENS]]
+    lines = [f"most by {', '.join(most)}"]
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        parts = []
+        for text, level in zip(texts, token_levels(scores), strict=True):
+            strength = "1;" if abs(level) > LEVELS // 2 else ""
+            colour = f"\x1b[{strength}{32 if level > 0 else 31}m"
+            parts.append(f"{colour}{text}\x1b[0m" if level else text)
+        lines.insert(0, "".join(parts))
+    return lines
