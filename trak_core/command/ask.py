@@ -278,7 +278,8 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
 
     There, green ones push up and red ones down, the strongest in bold; ``NO_COLOR`` leaves it out.
     """
-    if not tokens["score"].any():
+    scores = tokens["score"].to_numpy()
+    if not scores.any():
         return []
     from trak_core.report.describe_samples import readable
     from trak_core.report.explore import LEVELS, token_levels
@@ -286,7 +287,6 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     # A token's own spaces stay; what is no letter to be seen could steer a terminal.
     texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]
     texts = [text.replace("\n", " ") for text in texts]
-    scores = tokens["score"].to_numpy()
     order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))
     words = [text.strip() or "space" for text in texts]
     most = [f'"{words[i]}" {scores[i]:+.2g}' for i in order[:_MOST_TOKENS]]

@@ -50,7 +50,7 @@ class _Projected:
     Attributes:
         method: The way to gradients of a model of ``model_type``.
         values: Phi_c, shape (n, k), in memory or in its file.
-        rows: Reads it, with lengths 1 if it is to be ``normalized``, by blocks of ``block`` rows.
+        rows: Reads it by blocks of ``block`` rows, whose lengths are 1 if ``normalized``.
         factor: Cholesky's, in the lower triangle, shape (k, k), float64.
     """
 
