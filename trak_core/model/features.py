@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
 from trak_core.autograd.token_margins import MarginFactors
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite

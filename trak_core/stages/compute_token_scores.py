@@ -23,7 +23,7 @@ from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.shares import Pairs, Shares
+from trak_core.model.token_shares import Pairs, Shares
 from trak_core.scoring.scores import checkpoint_weights, powered, unit_rows
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import TRAIN, Combine, ProjectionSpec, ScoresSpec, projection_of

@@ -7,7 +7,14 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Contribution, Dense, Lookup, Outer, summed_parts
+from trak_core.autograd.gradient_terms import (
+    PIECE,
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    summed_parts,
+)
 from trak_core.autograd.token_margins import BiasFactors, MarginFactors
 from trak_core.projection import back_project
 from trak_core.spec import ProjectionSpec, matrix_shape
