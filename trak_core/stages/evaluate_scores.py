@@ -33,6 +33,7 @@ from trak_core.artifacts import (
 from trak_core.config.check_keys import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.evaluation.baselines import (
+    Bm25,
     CheckpointRows,
     FeaturePass,
     Key,
@@ -56,6 +57,7 @@ from trak_core.evaluation.lds import (
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import (
     EXACT,
+    TRAIN,
     Combine,
     FeaturesSpec,
     RetrainedSpec,
@@ -172,9 +174,24 @@ def _embedding_sums(
     return total / len(paths)
 
 
+def _word_sums(
+    masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], path: Path
+) -> np.ndarray:
+    """Return subset sums of BM25 between the texts of the study's samples."""
+    from trak_core.study.study import Study  # which brings torch
+
+    study = Study.load(study_file)
+    train = study.split(TRAIN, None)
+    check_same("training samples", train_ids, train.ids, path, SCORES.rule)
+    index = Bm25.of(study.words(train))
+    asked = study.words(study.split("target", target_ids))
+    return np.stack([masks @ index.scores(words) for words in asked], axis=1)
+
+
 def evaluate_scores(
     *,
     evaluation: Path,
+    study_file: Path,
     scores: Path,
     checkpoint_scores: Sequence[Path],
     retrained: Sequence[Path],
@@ -186,6 +203,7 @@ def evaluate_scores(
     retrained_spec: RetrainedSpec | None,
     baselines: Sequence[str],
     sweep: dict[str, Any] | None,
+    digest: str | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -194,8 +212,9 @@ def evaluate_scores(
     The paths of features, of all checkpoints, are empty where nothing needs features;
     ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
     retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
-    ``baselines`` are any of random, same_class, gradient_dot and embedding_cosine; ``sweep`` has
-    values for each field of ``Setting`` except ``combine``.
+    ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25, for which
+    the study is read, whose ``digest`` decides it; ``sweep`` has values for each field of
+    ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -258,6 +277,9 @@ def evaluate_scores(
         for name in baselines:
             if name == "random":
                 methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)
+            if name == "bm25":
+                sums = _word_sums(masks, study_file, train_ids, target_ids, scores)
+                methods[name, "baseline", 0] = sums
             if name == "same_class":
                 labels, own_labels = map(parts[0].vector, ("train_labels", "target_labels"))
                 methods[name, "baseline", 0] = label_sums(masks, labels, own_labels, block)
@@ -266,6 +288,7 @@ def evaluate_scores(
             "scores": final.content_hash,
             "projection": final.spec["projection"],
             "baselines": list(baselines),
+            "texts": digest,
             "sweep": sweep,
         }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)

@@ -280,6 +280,7 @@ def preflight_study(
     conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
     weighted: bool = False,
+    describes: bool = False,
     checkpoints: Sequence[str] = (),
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
@@ -290,7 +291,8 @@ def preflight_study(
     there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
-    retrained, and ``weighted`` says whether by sample weights. Keys and shapes of ``checkpoints``
+    retrained, and ``weighted`` says whether by sample weights; ``describes`` whether samples must
+    have texts. Keys and shapes of ``checkpoints``
     are read, no numbers. ``without_numbers`` builds the model so too, if it can be. ``group_by``
     are columns of the training samples, ``conditions`` descriptions of experiments' targets.
 
@@ -307,6 +309,13 @@ def preflight_study(
         _check_yields(study)
     if retraining is not None:
         _check_retraining(study, retraining, weighted=weighted)
+    if describes and not study.has("describe"):
+        raise InputError(
+            f"{study_file}: for bm25 in evaluation.baselines, the study must define "
+            "describe(sample), which returns a sample's whole text. Found none. Define it, or "
+            "leave bm25 out.",
+            code="study.no_texts",
+        )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
     tensors = *model.module.parameters(), *model.module.buffers()

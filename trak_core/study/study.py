@@ -21,6 +21,7 @@ same shapes; only texts of a language model may differ, in their number of token
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -113,6 +114,15 @@ class Study:
                 f"{type(text).__name__} for sample {sample_id}."
             )
         return text
+
+    def words(self, split: Split) -> list[list[str]]:
+        """Return the words of each sample's text, as ``describe`` says it, in small letters."""
+        words = []
+        for row, sample_id in enumerate(split.ids):
+            with users_code(f"reading sample {sample_id}"):
+                sample = split.samples[row]
+            words.append(re.findall(r"\w+", self.describe(sample_id, sample).lower()))
+        return words
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
         """Return the study's words for each token of a sample, which has so many."""
