@@ -125,7 +125,7 @@ LIGHT = [
     [
         ("trak_core.stages.train_checkpoint", {"numba", "pandas", "h5py", "torch._dynamo"}),
         ("trak_core.stages.compute_embeddings", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
-        ("trak_core.stages.retrain_subsets", {"numba", "pandas", "torch._dynamo"}),
+        ("trak_core.stages.retrain", {"numba", "pandas", "torch._dynamo"}),
         ("trak_core.stages.compute_gramian", {"numba", "pandas"}),
         ("trak_core.stages.compute_features", {"pandas", "matplotlib", "torch._dynamo"}),
     ],

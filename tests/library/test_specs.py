@@ -90,7 +90,7 @@ def all_specs(specs):
             "random_removals": specs.random_removals,
             "top_removals": specs.top_removals,
             "flipped": specs.found_flipped,
-            "flipped_normal_matrix": specs.flipped_normal_matrix("c0"),
+            "flipped_normal_matrix": specs.found_flipped.under("c0").of_normal_matrix(),
             "flipped_features": specs.all_flipped_features.under("c0").of("train"),
         }
     return found

@@ -11,8 +11,9 @@ from small_run import ARGUMENTS, RETRAINED, STUDY, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
-from trak_core.stages.compare_removals import compare_removals, mean_interval
-from trak_core.stages.retrain_without import retrain_without
+from trak_core.evaluation.retrained_lists import mean_interval
+from trak_core.stages.compare_removals import compare_removals
+from trak_core.stages.retrain import retrain
 from trak_core.study.retraining_draws import training_seed
 
 
@@ -22,14 +23,14 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     random_spec = replace(spec, subsets="random removals", draws=draws)
     jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
     random = tmp_path / "random.h5"
-    retrain_without(retrained=random, spec=random_spec, **jobs)
+    retrain(retrained=random, spec=random_spec, **jobs)
     of_scores = {"scores": run.scores, "spec": spec, **jobs}
     groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
     for group, path in zip(groups, top, strict=True):
-        retrain_without(retrained=path, scores_spec=run.spec, target_ids=group, **of_scores)
+        retrain(retrained=path, scores_spec=run.spec, target_ids=group, **of_scores)
     other = {"scores_spec": replace(run.spec, damping=3), "target_ids": targets}
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
-        retrain_without(retrained=tmp_path / "x.h5", **other, **of_scores)
+        retrain(retrained=tmp_path / "x.h5", **other, **of_scores)
     compared = {"removals": tmp_path / "c.h5", "random": random, "top": top, "groups": groups}
     compared |= {"spec": random_spec, "code": "code"}
     compare_removals(scores=run.scores, **compared)

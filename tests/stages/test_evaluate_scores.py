@@ -30,7 +30,7 @@ from trak_core.artifacts import ArtifactError
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_embeddings import compute_embeddings
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study
 
 
@@ -81,7 +81,7 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     spec = replace(RETRAINED, fraction=0.9, run_seeds=[0, 2])
     job = {"study_file": STUDY, "code": "code", "batch_size": 16, "threads": 1, "spec": spec}
     path = tmp_path / "very.h5"
-    retrain_subsets(retrained=path, first=0, last=1, **job)
+    retrain(retrained=path, first=0, last=1, **job)
     masks, outputs = (pd.read_hdf(path, key) for key in ("masks", "outputs"))
     assert masks.sum(axis=1).tolist() == [135, 135]
     images, labels = run.study.split("mine", run.targets).batch(0, N_TARGETS)
@@ -105,12 +105,12 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     deaf = tmp_path / "deaf.py"
     deaf.write_text(STUDY.read_text().replace("losses * sample_weights", "losses"))
     with refused("study.sample_weights", "the same outputs"):
-        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": deaf})
+        retrain(retrained=path, first=0, last=0, **job | {"study_file": deaf})
     draws = tmp_path / "draws.py"
     more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
     draws.write_text(STUDY.read_text().replace("manual_seed(seed)", more))
     with refused("study.sample_weights", "weights of 1"):
-        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": draws})
+        retrain(retrained=path, first=0, last=0, **job | {"study_file": draws})
 
 
 def test_the_default_study_leaves_samples_of_weight_0_out():

@@ -123,8 +123,7 @@ class Specs:
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
-        output_digest: Hash of the file of a model output of its own; None where it is the study's,
-            or has none.
+        output_digest: Hash of the file that has a model output of its own; None without such.
     """
 
     config: Mapping[str, Any]
@@ -342,10 +341,6 @@ class Specs:
         """Return what decides one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
-    def flipped_normal_matrix(self, checkpoint: str) -> NormalSpec:
-        """Return the same of a checkpoint that was trained with flipped labels."""
-        return self.found_flipped.under(checkpoint).of_normal_matrix()
-
     def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
         """Return what decides one checkpoint's scores of an experiment."""
         return self.scores(experiment).under(checkpoint)
@@ -354,6 +349,11 @@ class Specs:
         """Return what decides an experiment's scores."""
         digest = self.targets_digest(experiment)
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
+
+    def list_scores(self, kind: str) -> ScoresSpec:
+        """Return what decides the scores that a list is made of, which may be a pool's."""
+        digest = self.targets_digest(POOL) if kind == "select" else None
+        return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     @property
     def self_influence(self) -> ScoresSpec:

@@ -101,10 +101,14 @@ class Answer:
     described: bool
 
     @property
+    def is_mean(self) -> bool:
+        """Whether the one target is a mean of others, or a difference of two means: no sample."""
+        return MEAN_OF in self.experiment.tables["targets"]
+
+    @property
     def n_left_out(self) -> tuple[int, int]:
         """Targets that are not on the page, and samples on it that don't show."""
-        is_mean = MEAN_OF in self.experiment.tables["targets"]
-        samples = [*self.train] if is_mean else [*self.targets, *self.train]
+        samples = [*self.train] if self.is_mean else [*self.targets, *self.train]
         without = sum(sample["sample"] is None for sample in samples)
         return len(self.experiment.tables["targets"]) - len(self.targets), without
 

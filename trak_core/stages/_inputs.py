@@ -1,8 +1,8 @@
-"""Read and write what several stages share of features, normal matrices and scores."""
+"""Read and write what several stages share: features, normal matrices, scores, retrained models."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,10 +11,12 @@ import numpy as np
 from trak_core.artifacts import (
     FEATURES,
     NORMAL_MATRIX,
+    RETRAINED,
     Artifact,
     Rows,
     Writer,
     check_made_for,
+    check_retrained,
     check_same,
     open_artifact,
 )
@@ -22,7 +24,7 @@ from trak_core.config.memory_needs import CHUNK_ROWS, scores_need
 from trak_core.errors import InputError
 from trak_core.scoring.scores import combined, most_frequent, powered, similarities, unit_rows
 from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
-from trak_core.spec import Combine, NormalSpec, ScoresSpec
+from trak_core.spec import Combine, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 
 _PER_SAMPLE = ("labels", "outputs", "predictions")
@@ -199,3 +201,33 @@ def _self_similarities(
             lengths = np.linalg.norm(rows.astype(np.float64), axis=1)
             diagonal[start:stop] /= np.where(lengths > 0, lengths, 1)
     return diagonal
+
+
+@dataclass(frozen=True, slots=True)
+class Retrained:
+    """What retrained models say of some targets.
+
+    Attributes:
+        outputs: The model output f, shape (models, m).
+        predictions: Likewise, what the models say.
+        spec: What decided the file.
+        content_hash: The file's.
+    """
+
+    outputs: np.ndarray
+    predictions: np.ndarray
+    spec: dict[str, Any]
+    content_hash: str
+
+    @classmethod
+    def read(
+        cls, path: Path, target_ids: Sequence[Any], spec: RetrainedSpec, rule: str, **more: Any
+    ) -> Self:
+        """Return what a rule made for ``spec`` and ``more``; other files are refused."""
+        with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
+            check_retrained(file, spec, rule, **more)
+            place = {target: i for i, target in enumerate(file.columns("outputs"))}
+            columns = [place[target] for target in target_ids]
+            outputs = file.matrix("outputs")[:][:, columns]
+            predictions = file.matrix("predictions")[:][:, columns]
+            return cls(outputs, predictions, file.spec, file.content_hash)

@@ -26,7 +26,7 @@ rule retrain_subsets:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_of("retrain_subsets"),
+        code=code_of("retrain"),
         study_file=config["study"],
         spec=lambda wildcards: specs.random_subsets.as_dict(),
     message:

@@ -12,7 +12,7 @@ rule retrain_without_random:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_of("retrain_without"),
+        code=code_of("retrain"),
         study_file=config["study"],
         spec=specs.random_removals.as_dict(),
     message:
