@@ -303,6 +303,7 @@ def preflight_study(
         InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
     """
     study = Study.load(study_file)
+    study.class_names()
     if training is not None:
         _check_training(study, training)
     if leaves_several:
