@@ -64,7 +64,7 @@ KINDS = {
     "projected": {"scoring": {"normalize": True}},
     "products": {
         "scoring": {"combine": "product_of_averages", "damping": 0.1},
-        "features_dtype": "float16",
+        "features_dtype": "int8",
     },
     "adam": {"preconditioner": "adam", "projection": {"proj_dim": 16, "kind": "tensor_sketch"}},
     "exact": {"projection": "exact", "scoring": {"normalize": True}},
