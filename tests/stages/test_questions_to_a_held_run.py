@@ -290,8 +290,8 @@ def test_an_id_is_that_of_one_target_or_line(here, capsys):
 def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
     kept, answers = [], HeldRun.answers
 
-    def watched(*given):
-        for asked, answer in answers(*given):
+    def watched(*given, **more):
+        for asked, answer in answers(*given, **more):
             kept.append(weakref.ref(answer.scores))
             yield asked, answer
             assert sum(scores() is not None for scores in kept) <= 2
