@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
-_BATCH, _WARM_UP, _DECAY = 64, 0.15, 0.01
+BATCH, _WARM_UP, DECAY = 64, 0.15, 0.01
+ADAM = 0.9, 0.999, 1e-8  # of moments, and what keeps the division finite
 TIMES = (0.25, 0.5, 0.75, 1.0)
 PERTURBED = 1e-4
 DROPS = (1, 10, 50)  # per cent
@@ -168,7 +169,7 @@ def make_model(size: Size) -> Any:
     return model
 
 
-def losses(model: nn.Module, tokens: Tensor) -> Tensor:
+def losses(model: Callable[..., Any], tokens: Tensor) -> Tensor:
     """Return each piece's sum of its words' cross entropies, in nats."""
     logits = model(input_ids=tokens).logits[:, :-1]
     each = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
@@ -177,14 +178,14 @@ def losses(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def steps_of(size: Size) -> int:
     """Return how many steps a training has."""
-    return size.epochs * -(-size.texts // _BATCH)
+    return size.epochs * -(-size.texts // BATCH)
 
 
 def order_of(size: Size, seed: int) -> list[Tensor]:
     """Return the pieces of each step, a new order in every epoch."""
     generator = torch.Generator().manual_seed(seed)
     epochs = [torch.randperm(size.texts, generator=generator) for _ in range(size.epochs)]
-    return [batch for epoch in epochs for batch in epoch.split(_BATCH)]
+    return [batch for epoch in epochs for batch in epoch.split(BATCH)]
 
 
 def rate_at(size: Size, step: int) -> float:
@@ -216,9 +217,11 @@ def train(
     """
     size = about.size
     model = first_model(size, seed, perturbed=perturbed)
-    optimizer = torch.optim.AdamW(model.parameters(), size.rate, weight_decay=_DECAY)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), size.rate, betas=ADAM[:2], eps=ADAM[2], weight_decay=DECAY
+    )
     counts, tokens = torch.tensor(weights, dtype=torch.float32), about.train
-    divisor = _BATCH * (size.length - 1)
+    divisor = BATCH * (size.length - 1)
     kept = {round(part * steps_of(size)): part for part in TIMES}
     checkpoints = {}
     for step, rows in enumerate(order_of(size, seed)):
@@ -231,7 +234,7 @@ def train(
         if step + 1 in kept:
             state = {name: p.detach().clone() for name, p in model.named_parameters()}
             moments = {
-                name: optimizer.state[p]["exp_avg_sq"] / (1 - 0.999 ** (step + 1))
+                name: optimizer.state[p]["exp_avg_sq"] / (1 - ADAM[1] ** (step + 1))
                 for name, p in model.named_parameters()
             }
             checkpoints[kept[step + 1]] = {"state": state, "moments": moments}

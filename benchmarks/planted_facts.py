@@ -29,7 +29,7 @@ from trak_core.evaluation.lds import GroundTruth
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import read_ground_truth
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study
 
 _STUDY = Path(__file__).parents[1] / "config/facts.py"
@@ -110,7 +110,7 @@ def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
     paths = {first: folder / f"halves-{first}.h5" for first in range(0, halves, _BLOCK)}
     for first, path in paths.items():
         if not path.exists():
-            retrain_subsets(
+            retrain(
                 retrained=path,
                 study_file=_STUDY,
                 spec=spec,

@@ -1,6 +1,5 @@
 """Ways to score training texts for questions: baselines, and options of the damped scores."""
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -8,6 +7,7 @@ import numpy as np
 from planted_products import Products
 from sklearn.feature_extraction.text import TfidfVectorizer
 
+from trak_core.evaluation.baselines import Bm25
 from trak_core.study.study import Study
 
 TRAK = "TRAK, 2"  # and its damping
@@ -78,22 +78,9 @@ _COSINE = Way(None, "both", power=0, is_unit_average=False)
 
 
 def bm25(texts: list[list[str]], questions: list[list[str]]) -> np.ndarray:
-    """Return BM25 with k1 = 1.2 and b = 0.75, shape (texts, questions).
-
-    Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond", 2009,
-    section 3, with log(1 + (N - df + 0.5) / (df + 0.5)), which is never negative.
-    """
-    n, mean = len(texts), np.mean([len(text) for text in texts])
-    containing = Counter(word for text in texts for word in set(text))
-    found = np.zeros((n, len(questions)))
-    for i, text in enumerate(texts):
-        times = Counter(text)
-        length = 1.2 * (0.25 + 0.75 * len(text) / mean)
-        for j, question in enumerate(questions):
-            for word in set(question) & times.keys():
-                rare = np.log(1 + (n - containing[word] + 0.5) / (containing[word] + 0.5))
-                found[i, j] += rare * times[word] * 2.2 / (times[word] + length)
-    return found
+    """Return BM25's scores, shape (texts, questions)."""
+    index = Bm25.of(texts)
+    return np.stack([index.scores(question) for question in questions], axis=1)
 
 
 def tf_idf(texts: list[list[str]], questions: list[list[str]]) -> np.ndarray:

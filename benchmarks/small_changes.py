@@ -33,7 +33,7 @@ from trak_core.model_outputs.table import about_output
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.study import Study
 
@@ -160,7 +160,7 @@ class Measured:
         for first in range(0, self.case.subsets, _GROUP):
             paths.append(self.folder / f"{fraction}-{first}.h5")
             if not paths[-1].exists():
-                retrain_subsets(
+                retrain(
                     retrained=paths[-1],
                     study_file=self.case.path,
                     spec=spec,

@@ -103,8 +103,7 @@ def _targets() -> list[int]:
 
 def _prepare(case: str, folder: Path) -> None:
     """Make the checkpoints and the config."""
-    from trak_core.study.call_train import trained_model
-    from trak_core.study.study import Study
+    from trak_core.study.study import Study, trained_model
 
     study, asked = Study.load(_study(case, folder)), _CASES[case]
     for i in range(asked.n_checkpoints):

@@ -33,7 +33,7 @@ from trak_core.provenance import content_digest
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
 
 _REPOSITORY = Path(__file__).parents[1]
@@ -110,7 +110,7 @@ def _retrain(study: Path, folder: Path) -> GroundTruth:
         seed=0,
     )
     path = folder / "halves.h5"
-    retrain_subsets(
+    retrain(
         retrained=path,
         study_file=study,
         spec=spec,

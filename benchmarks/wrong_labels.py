@@ -169,7 +169,8 @@ def _suspects(folder: Path, n_held: int) -> pd.DataFrame:
     influences = {"features": features, "normal_matrices": matrices, "spec": specs.self_influence}
     compute_self_influence(self_influence=own, **influences, **job)
     listed, groups = results / "lists/suspects.csv", results / "groups/held.h5"
-    write_list(listed=listed, scores=average, self_influence=[own], kind="suspects", code="code")
+    given = {"scores": average, "self_influence": [own], "spec": specs.scores("held")}
+    write_list(listed=listed, **given, kind="suspects", code="code")
     sum_groups(
         groups=groups,
         scores=average,

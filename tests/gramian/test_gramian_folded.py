@@ -16,7 +16,7 @@ from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import IGNORED
 from trak_core.model_outputs.table import TABLE
-from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.solve import DampedGramian
 
 
 def network(n_outputs):

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from trak_core.config.schema import with_values_read
+from trak_core.config.read_config import with_values_read
 from trak_core.errors import InputError
 
 TEXTS = [

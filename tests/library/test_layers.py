@@ -110,8 +110,8 @@ LIGHT = [
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *((f"trak_core.config.{name}", HEAVY) for name in ("check_keys", "job_specs", "preflight")),
         ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
-        ("trak_core.scoring.exact", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
+        ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.compute_normal_matrix", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_exact_scores", {"torch", "numba", "pandas"}),
@@ -125,7 +125,7 @@ LIGHT = [
     [
         ("trak_core.stages.train_checkpoint", {"numba", "pandas", "h5py", "torch._dynamo"}),
         ("trak_core.stages.compute_embeddings", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
-        ("trak_core.stages.retrain_subsets", {"numba", "pandas", "torch._dynamo"}),
+        ("trak_core.stages.retrain", {"numba", "pandas", "torch._dynamo"}),
         ("trak_core.stages.compute_gramian", {"numba", "pandas"}),
         ("trak_core.stages.compute_features", {"pandas", "matplotlib", "torch._dynamo"}),
     ],

@@ -12,7 +12,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
 from trak_core.artifacts.seal import seal
-from trak_core.config import schema as config
+from trak_core.config import read_config as config
 
 SOURCES = [
     path

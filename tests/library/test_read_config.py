@@ -9,8 +9,7 @@ import yaml
 from refused import refused
 from workspace import REPOSITORY
 
-from trak_core.config.read_config import read_config, record_config, recorded_config
-from trak_core.config.schema import with_defaults
+from trak_core.config.read_config import read_config, record_config, recorded_config, with_defaults
 from trak_core.errors import InputError
 
 SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"

@@ -5,9 +5,10 @@ import pandas as pd
 import pytest
 import torch
 
-from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables, sizes_of
+from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables
 from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.scoring.lists import best_in_turn
+from trak_core.study.retraining_draws import sizes_of
 
 
 def test_losses_are_those_of_torch():

@@ -7,8 +7,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from trak_core.config.preflight import _is_large
 from trak_core.errors import InputError
 from trak_core.gradients import as_batch, n_params, select_parameters
-from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.table import TABLE
+from trak_core.stages.preflight_study import StudyModel
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.study import Study
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from refused import refused
 
-from trak_core.scoring.exact import DampedGramian
 from trak_core.scoring.solve import (
+    DampedGramian,
     Spectrum,
     damped_solve,
     extreme_eigenvalues,

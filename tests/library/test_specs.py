@@ -90,7 +90,7 @@ def all_specs(specs):
             "random_removals": specs.random_removals,
             "top_removals": specs.top_removals,
             "flipped": specs.found_flipped,
-            "flipped_normal_matrix": specs.flipped_normal_matrix("c0"),
+            "flipped_normal_matrix": specs.found_flipped.under("c0").of_normal_matrix(),
             "flipped_features": specs.all_flipped_features.under("c0").of("train"),
         }
     return found
@@ -222,7 +222,7 @@ RETRAINED = {"random_subsets", "random_removals", "top_removals"}
         ({"scoring__damping": 1}, SCORES),
         ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
         ({"scoring__normalize": True}, SCORES | MATRICES),
-        ({"features_dtype": "float16"}, {*STORED, *SCORES}),
+        ({"features_dtype": "int8"}, {*STORED, *SCORES}),
         ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),
@@ -397,7 +397,7 @@ def test_what_is_measured(made):
     specs = made(evaluation=EVALUATION)
     assert specs.measured == ["few", "one"]
     assert specs.measures_features
-    assert not specs.measures_embeddings
+    assert not specs.measures("embedding_cosine")
     some = made(evaluation={**EVALUATION, "experiments": ["one"], "baselines": []})
     assert some.measured == ["one"]
 

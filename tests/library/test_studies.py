@@ -16,8 +16,7 @@ from refused import refused
 
 from trak_core.studies.image_folder import image_folder
 from trak_core.studies.language_model import language_model
-from trak_core.studies.ready_study import needed
-from trak_core.studies.rows import field, ids_of, read_rows
+from trak_core.studies.ready_study import field, ids_of, needed, read_rows
 from trak_core.studies.tabular import tabular
 from trak_core.studies.text_classification import text_classification
 

@@ -1,9 +1,11 @@
-"""Sums over subsets from features: the same as sums of scores, formed as a matrix."""
+"""Sums over subsets from features: the same as sums of scores, formed as a matrix; shared words."""
+
+from math import log
 
 import numpy as np
 import pytest
 
-from trak_core.evaluation.baselines import damped_sums, weighted_sums
+from trak_core.evaluation.baselines import Bm25, damped_sums, weighted_sums
 from trak_core.scoring.solve import (
     Spectrum,
     damped_factor,
@@ -56,3 +58,24 @@ def test_squares_are_the_diagonal_of_the_scores(case):
     found = damped_squares(damped_factor(matrix, squared, ends), phi)
     expected = np.diagonal(phi @ np.linalg.inv(matrix + squared * np.eye(K)) @ phi.T)
     assert np.abs(found - expected).max() < 1e-6 * expected.max()
+
+
+def test_bm25_is_its_formula():
+    rng = np.random.default_rng(1)
+    drawn = [rng.choice([*"abcdefgh"], size, p=np.arange(1, 9) / 36) for size in (*range(30), 400)]
+    texts = [own.tolist() for own in drawn]
+    texts[0] = []
+    mean = np.mean([len(text) for text in texts])
+    for question in (["a"], [*"abba"], [*"hgh", "nowhere"], [], ["nowhere"]):
+        expected = []
+        for text in texts:
+            score = 0
+            for word in set(question):
+                n = sum(word in other for other in texts)
+                times = text.count(word)
+                rare = log(1 + (len(texts) - n + 0.5) / (n + 0.5))
+                length = 1.2 * (1 - 0.75 + 0.75 * len(text) / mean)
+                score += rare * times * (1.2 + 1) / (times + length)
+            expected.append(score)
+        np.testing.assert_allclose(Bm25.of(texts).scores(question), expected, rtol=1e-12)
+    assert Bm25.of([[], []]).scores(["a"]).tolist() == [0, 0]

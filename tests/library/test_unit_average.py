@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from trak_core.scoring.exact import DampedGramian
 from trak_core.scoring.scores import combined, powered, similarities
 from trak_core.scoring.solve import (
+    DampedGramian,
     Spectrum,
     damped_solve,
     extreme_eigenvalues,

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import h5py
@@ -16,6 +17,7 @@ from pipeline import ON_CPU, averaged, run_exact_stages, run_stages
 from trak_core import artifacts
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
+    FEATURE_SHARD,
     FEATURES,
     KINDS,
     SCORES,
@@ -319,5 +321,41 @@ def test_checkpoints_of_other_labels_are_refused(results, tmp_path):
 
 def test_a_whole_split_in_place_of_a_shard_is_refused(results, tmp_path):
     shards = [results / "features/c0/train.h5", results / "features/c0/train-2.h5"]
+    spec = SPEC.under("c0").of_train()
     with pytest.raises(ArtifactError, match=r"train\.h5: .* must agree in the order of shards"):
-        join_shards(features=tmp_path / "out.h5", shards=shards, code="code")
+        join_shards(features=tmp_path / "out.h5", shards=shards, spec=spec, code="code")
+
+
+def test_a_shard_of_other_samples_or_settings_is_named_with_what_it_was_made_of(results, tmp_path):
+    """Samples that were added between two jobs, or a shard that an earlier config left."""
+    first, second = (results / f"features/c0/train-{i}.h5" for i in (1, 2))
+    spec, other = SPEC.under("c0").of_train(), tmp_path / "other.h5"
+    about = {"features": tmp_path / "out.h5", "shards": [first, other], "code": "code"}
+
+    def remake(change):
+        other.unlink(missing_ok=True)
+        with open_artifact(second, FEATURE_SHARD) as old:
+            file_spec = deepcopy(old.spec)
+            change(file_spec)
+            ids = old.ids("sample_ids")
+            with create(other, FEATURE_SHARD, file_spec, old.provenance) as new:
+                new.matrix("features", ids, range(8))[:] = old.matrix("features")[:]
+                new.vector("sample_ids", ids)
+                for key in ("labels", "outputs", "predictions", "loss_weights", "curvature"):
+                    if old.has(key):
+                        new.vector(key, old.vector(key))
+
+    remake(lambda own: own["shard"]["made_of"].update(samples=31))
+    found = r"other\.h5: .*samples that .*train-1\.h5 is a shard of.*found {'samples': 31}"
+    with pytest.raises(ArtifactError, match=found):
+        join_shards(**about, spec=spec)
+    remake(lambda own: own.update(study_digest="of before"))
+    found = r"other\.h5: .*today's config.*found {'study_digest': 'of before'}"
+    with pytest.raises(ArtifactError, match=found):
+        join_shards(**about, spec=spec)
+    remake(lambda own: own.update(parameters_digest="others"))
+    found = r"other\.h5: .*specification of .*train-1\.h5.*found {'parameters_digest': 'others'}"
+    with pytest.raises(ArtifactError, match=found):
+        join_shards(**about, spec=spec)
+    remake(lambda own: None)
+    join_shards(**about, spec=spec)

@@ -28,8 +28,9 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import ArtifactError
 from trak_core.errors import InputError
+from trak_core.evaluation.baselines import Bm25
 from trak_core.stages.compute_embeddings import compute_embeddings
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study
 
 
@@ -80,7 +81,7 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     spec = replace(RETRAINED, fraction=0.9, run_seeds=[0, 2])
     job = {"study_file": STUDY, "code": "code", "batch_size": 16, "threads": 1, "spec": spec}
     path = tmp_path / "very.h5"
-    retrain_subsets(retrained=path, first=0, last=1, **job)
+    retrain(retrained=path, first=0, last=1, **job)
     masks, outputs = (pd.read_hdf(path, key) for key in ("masks", "outputs"))
     assert masks.sum(axis=1).tolist() == [135, 135]
     images, labels = run.study.split("mine", run.targets).batch(0, N_TARGETS)
@@ -104,12 +105,12 @@ def test_the_very_trainings_with_weight_0_for_what_is_left_out(run, tmp_path):
     deaf = tmp_path / "deaf.py"
     deaf.write_text(STUDY.read_text().replace("losses * sample_weights", "losses"))
     with refused("study.sample_weights", "the same outputs"):
-        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": deaf})
+        retrain(retrained=path, first=0, last=0, **job | {"study_file": deaf})
     draws = tmp_path / "draws.py"
     more = "manual_seed(seed)\n    sample_weights is None or torch.rand(1)"
     draws.write_text(STUDY.read_text().replace("manual_seed(seed)", more))
     with refused("study.sample_weights", "weights of 1"):
-        retrain_subsets(retrained=path, first=0, last=0, **job | {"study_file": draws})
+        retrain(retrained=path, first=0, last=0, **job | {"study_file": draws})
 
 
 def test_the_default_study_leaves_samples_of_weight_0_out():
@@ -226,6 +227,24 @@ def test_baselines_are_what_they_say(run, evaluated):
     lds = of_method(evaluated, "embedding_cosine", 0)
     assert np.abs(lds - run.lds(np.mean(cosines, axis=0))).max() < 1e-12
     assert "random" in pd.read_hdf(evaluated, "summary")["method"].tolist()
+
+
+def test_shared_words_are_a_baseline_where_samples_have_texts(run, tmp_path):
+    says = 'f"digit {int(sample[1])}, " + "ink " * int(sample[0].sum() / 5)'
+    study = tmp_path / "described.py"
+    study.write_text(f"{STUDY.read_text()}\n\ndef describe(sample):\n    return {says}\n")
+    path = run.evaluate(
+        tmp_path / "words.h5", study_file=study, baselines=["bm25"], digest="of the study"
+    )
+    words = [
+        [f"digit {int(y)} {'ink ' * int(x.sum() / 5)}".split() for x, y in zip(*batch, strict=True)]
+        for batch in (run.train.batch(0, 150), run.study.split("mine", run.targets).batch(0, 5))
+    ]
+    index = Bm25.of(words[0])
+    scores = np.stack([index.scores(asked) for asked in words[1]], axis=1)
+    assert np.abs(of_method(path, "bm25", 0) - run.lds(scores)).max() < 1e-12
+    with refused("study.no_texts", str(STUDY)):
+        preflight(STUDY, {}, describes=True)
 
 
 def test_an_evaluation_is_written_to_the_same_bytes(run, tmp_path):

@@ -143,7 +143,7 @@ def printed(program, *arguments):
 
 SOLVE = """
 import numpy as np
-from trak_core.scoring.exact import DampedGramian
+from trak_core.scoring.solve import DampedGramian
 def solve(gramian, cross):
     damped = DampedGramian.factorize(gramian, np.ones(len(gramian)), 2)
     damped.similarities(cross)
@@ -351,7 +351,7 @@ def run_features(folder, n_train):
     common = {**inputs, **machine, "n_shards": 2, "code": ""}
     for number, shard in enumerate(shards, start=1):
         compute_features(features=shard, shard=number, **common)
-    join_shards(features=folder / "train.h5", shards=shards, code="")
+    join_shards(features=folder / "train.h5", shards=shards, spec=spec, code="")
 
 
 @pytest.mark.gate

@@ -23,7 +23,7 @@ from torch.nn.functional import (
     softplus,
 )
 
-from trak_core.config.schema import check_config
+from trak_core.config.read_config import check_config
 from trak_core.gradients import (
     check_samples_apart,
     count_classes,
@@ -36,8 +36,7 @@ from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_outputs import model_output, outputs_and_predictions
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-from trak_core.model_outputs.model_output import ModelOutput, over_samples
-from trak_core.model_outputs.own_output import own_output
+from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
 from trak_core.model_outputs.regression import REGRESSION
 from trak_core.model_outputs.table import TABLE, output_name
 from trak_core.queries.answer import said_of

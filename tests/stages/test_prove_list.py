@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from trak_core.artifacts import ArtifactError
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.prove_list import prove_list
-from trak_core.stages.retrain_list import listed_rows, retrain_list
+from trak_core.stages.retrain import listed_rows, retrain
 from trak_core.study.retraining_draws import random_removal, training_seed
 from trak_core.system.files import write_csv
 
@@ -28,7 +28,7 @@ def proved(request, run, tmp_path_factory):
     write_csv(folder / "list.csv", pd.DataFrame({"id": [run.train.ids[i] for i in order]}))
     files = [folder / f"{draw}.h5" for draw in range(DRAWS)]
     for draw, path in enumerate(files):
-        retrain_list(
+        retrain(
             retrained=path,
             listed=folder / "list.csv",
             study_file=STUDY,
@@ -103,7 +103,7 @@ def test_an_empty_list_has_a_proof_too(run, tmp_path):
     retrained, proof = tmp_path / "0.h5", tmp_path / "proof.h5"
     job = {"study_file": STUDY, "fractions": FRACTIONS, "draw": 0, "batch_size": 16, "threads": 1}
     about = {"spec": SPEC, "kind": "duplicates", "code": "code"}
-    retrain_list(retrained=retrained, listed=tmp_path / "list.csv", **job, **about)
+    retrain(retrained=retrained, listed=tmp_path / "list.csv", **job, **about)
     prove_list(proof=proof, scores=run.scores, retrained=[retrained], **about)
     summary = pd.read_hdf(proof, "summary").set_index("measure")
     assert set(summary["subset"]) == {"everything"}

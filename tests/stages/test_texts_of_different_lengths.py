@@ -14,7 +14,7 @@ from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, OUTPUTS, open_art
 from trak_core.autograd import token_margins
 from trak_core.errors import InputError
 from trak_core.model import loaded_model
-from trak_core.model.length_order import order_samples
+from trak_core.model.sample_order import order_samples
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.projection.reference import projection_matrix
@@ -153,7 +153,8 @@ def test_features_equal_autograd_of_each_text_as_it_is(case, kind, capsys):
 @pytest.mark.parametrize("case", ["GPT-2", "no mask"], indirect=True)
 def test_company_order_memory_and_shards_do_not_count(case, tmp_path, small_windows, capsys):
     shards = [case.features(f"shard-{i}", shard=i, n_shards=4) for i in (1, 2, 3, 4)]
-    join_shards(features=tmp_path / "joined.h5", shards=shards, code="")
+    spec = features_spec(OUTPUT, PROJ_DIM)
+    join_shards(features=tmp_path / "joined.h5", shards=shards, spec=spec, code="")
     settings = {"all": {}, "three": {"batch_size": 3}, "tight": {"memory_mb": 1}}
     others = [case.features(name, **changes) for name, changes in settings.items()]
     alone = case.features("alone", batch_size=1)

@@ -1,5 +1,6 @@
 """Lists out of files: scores, self-influence, features."""
 
+from dataclasses import replace
 from urllib.parse import quote
 
 import pandas as pd
@@ -7,12 +8,12 @@ import pytest
 from linear_study import with_two_checkpoints
 from pipeline import ON_CPU, averaged, run_stages, scores_spec
 from report_page import Page
-from reported import CODES, DRAW, HOSTILE, STUDY, check_alone, study_with
+from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
-from trak_core.spec import POOL
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores
+from trak_core.stages.compute_self_influence import compute_self_influence
 from trak_core.stages.find_duplicates import find_duplicates
 from trak_core.stages.show_list import show_list
 from trak_core.stages.write_list import write_list
@@ -58,10 +59,11 @@ def test_planted_copies_are_found(finished, tmp_path, memory_mb):
 
 
 def test_lists_are_those_of_the_table(finished, tmp_path):
-    folder, path, _ = finished
+    folder, path, spec = finished
     train, lists = pd.read_hdf(path, "train"), {}
+    given = {"listed": tmp_path / "list.csv", "scores": path, "code": "code"}
     for kind in ("suspects", "drop", "select"):
-        write_list(listed=tmp_path / "list.csv", scores=path, kind=kind, fraction=0.2, code="code")
+        write_list(**given, spec=spec, kind=kind, fraction=0.2)
         lists[kind] = pd.read_csv(tmp_path / "list.csv").set_index("id")
     harm = train.set_index("id")["harm"].sort_values(ascending=False, kind="stable")
     assert lists["suspects"].index.tolist() == harm.index.tolist()
@@ -73,13 +75,34 @@ def test_lists_are_those_of_the_table(finished, tmp_path):
     assert lists["select"].index[: len(first)].tolist() == first[:6]
     features = folder / "features/c0/train.h5"
     with pytest.raises(ArtifactError, match="self_influence"):
-        write_list(
-            listed=tmp_path / "list.csv",
-            scores=path,
-            self_influence=[features],
-            kind="suspects",
-            code="code",
-        )
+        write_list(**given, spec=spec, self_influence=[features], kind="suspects")
+
+
+def test_a_list_of_other_scores_is_refused(finished, tmp_path):
+    """Of another experiment, other targets, other settings or a pool, by what the file says."""
+    folder, path, spec = finished
+    given = {"listed": tmp_path / "list.csv", "scores": path, "code": "code"}
+    for changes in (
+        {"experiment": "other"},
+        {"targets_digest": "other"},
+        {"damping": 3},
+        {"pool_digest": "pool"},
+    ):
+        match = f"{path.name}: .*today's config.*{next(iter(changes))}.*rule average_scores"
+        with pytest.raises(ArtifactError, match=match):
+            write_list(**given, spec=replace(spec, **changes), kind="drop")
+    own = replace(spec, damping=3).of_self_influence()
+    influences = tmp_path / "self.h5"
+    compute_self_influence(
+        self_influence=influences,
+        features=[folder / f"features/{c}/train.h5" for c in spec.checkpoints],
+        normal_matrices=[folder / f"normal_matrix/{c}.h5" for c in spec.checkpoints],
+        spec=own,
+        code="code",
+        memory_mb=500,
+    )
+    with pytest.raises(ArtifactError, match=r"self\.h5: .*damping.*rule compute_self_influence"):
+        write_list(**given, spec=spec, self_influence=[influences], kind="suspects")
 
 
 def test_a_pool_is_scored_as_training_samples_are(tmp_path):
@@ -90,15 +113,15 @@ def test_a_pool_is_scored_as_training_samples_are(tmp_path):
     kept = {"proj_dim": 8, "kind": "rademacher", "keep": "top_k"}
     path = run_stages(tmp_path, study, checkpoints, targets, **given, **kept)
     spec = scores_spec(checkpoints, targets, projection=PROJECTION, **given)
+    of_pool = replace(spec, pool_digest="digest")
     parts, pools = [], []
     for checkpoint in sorted(checkpoints):
-        own, folder = spec.under(checkpoint), tmp_path / "features" / checkpoint
-        of_pool = own.features.of(POOL, "digest")
+        own, folder = of_pool.under(checkpoint), tmp_path / "features" / checkpoint
         compute_features(
             features=folder / "pool.h5",
             checkpoint=checkpoints[checkpoint],
             study_file=study,
-            spec=of_pool,
+            spec=own.of_pool(),
             question=tmp_path / "again.py",
             **ON_CPU,
         )
@@ -109,18 +132,19 @@ def test_a_pool_is_scored_as_training_samples_are(tmp_path):
             "targets_path": folder / "mine.h5",
             "normal_matrix": tmp_path / f"normal_matrix/{checkpoint}.h5",
             "pool": pools[-1],
-            "pool_spec": of_pool,
         }
         compute_scores(
             scores=parts[-1], **inputs, spec=own, keep="top_k", code="code", memory_mb=500
         )
-    pool = averaged(tmp_path / "pool/mine.h5", parts, spec, pools)
+    pool = averaged(tmp_path / "pool/mine.h5", parts, of_pool, pools)
     for key in ("train", "top_influences"):
         pd.testing.assert_frame_equal(pd.read_hdf(pool, key), pd.read_hdf(path, key))
     # Scores of the training samples don't go with features of the pool.
     train = [tmp_path / f"scores/mine/{checkpoint}.h5" for checkpoint in sorted(checkpoints)]
     with pytest.raises(ArtifactError, match="agree in the training features"):
         averaged(tmp_path / "mixed.h5", train, spec, pools)
+    with pytest.raises(ArtifactError, match="pool_digest"):
+        averaged(tmp_path / "mixed.h5", parts, replace(spec, pool_digest="another pool"), pools)
 
 
 def test_lists_have_the_names_of_classes(finished, tmp_path):
@@ -132,10 +156,11 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
     assert named["label"].tolist() == ["dog", "cat", -1]
     assert named["suggested_label"].tolist() == ["cat", "cat", 2]
     assert with_class_names(rows, *given, "multi_label") is rows
-    _, path, _ = finished
+    _, path, spec = finished
     lists = [tmp_path / name for name in ("plain.csv", "named.csv")]
     for listed, study in zip(lists, (None, tmp_path / "named.py"), strict=True):
-        write_list(listed=listed, scores=path, kind="drop", study_file=study, code="code")
+        given = {"scores": path, "spec": spec, "kind": "drop", "code": "code"}
+        write_list(listed=listed, **given, study_file=study)
     assert lists[0].read_text() == lists[1].read_text()  # of a regression
 
 
@@ -143,7 +168,11 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
 def test_a_list_has_a_page_with_its_samples(results, tmp_path, way):
     """Each row of the CSV, in its order, beside the sample of its id; markup stays text."""
     listed, page = tmp_path / "suspects.csv", tmp_path / "suspects.html"
-    write_list(listed=listed, scores=results / "scores/mine.h5", kind="suspects", code="code")
+    names = dict.fromkeys(("c0", "c1"))
+    given = {"model_output": "regression", "damping": 0.5, "projection": PROJECTION}
+    spec = scores_spec(names, TARGETS, **given)
+    scores = results / "scores/mine.h5"
+    write_list(listed=listed, scores=scores, spec=spec, kind="suspects", code="code")
     study = study_with(tmp_path, CODES[way])
     about = {"experiment": "mine", "study_file": study, "code": "code"}
     show_list(page=page, listed=listed, kind="suspects", **about)

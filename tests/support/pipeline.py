@@ -123,7 +123,7 @@ def run_stages(
                     **ON_CPU | job | {"batch_size": batch_size},
                 )
         if shards > 1:
-            join_shards(features=train, shards=parts, code="code")
+            join_shards(features=train, shards=parts, spec=own.of_train(), code="code")
         matrix = results / "normal_matrix" / f"{checkpoint}.h5"
         compute_normal_matrix(
             normal_matrix=matrix, features=train, spec=own.of_normal_matrix(), **job

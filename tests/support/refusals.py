@@ -14,7 +14,7 @@ from workspace import REPOSITORY, Workspace, forked_python
 from trak_core.config.check_keys import check_paths
 from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
-from trak_core.config.schema import check_config, check_unique_keys, with_defaults
+from trak_core.config.read_config import check_config, check_unique_keys, with_defaults
 from trak_core.stages.preflight_study import preflight_study
 
 GOOD = {

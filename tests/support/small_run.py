@@ -13,7 +13,7 @@ from workspace import REPOSITORY
 
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import evaluate_scores
-from trak_core.stages.retrain_subsets import retrain_subsets
+from trak_core.stages.retrain import retrain
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.study.retraining_draws import random_subset, training_seed
 from trak_core.study.study import Study
@@ -86,7 +86,7 @@ class Run:
 
     def retrain(self, first, last, folder=None):
         path = (folder or self.folder) / f"{first}-{last}.h5"
-        retrain_subsets(
+        retrain(
             retrained=path,
             study_file=STUDY,
             spec=RETRAINED,
@@ -112,6 +112,7 @@ class Run:
 
     def evaluate(self, path, retrained=None, stages=None, **changes):
         given = {
+            "study_file": STUDY,
             "baselines": [],
             "sweep": None,
             "embeddings": [],

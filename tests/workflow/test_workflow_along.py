@@ -30,6 +30,10 @@ def train(seed, steps, data=None):
         optimizer.step()
         print("step", step)
         yield step, model
+
+
+def describe(sample):
+    return f"a {sample[1]} of {round(sample[0].sum().item() / 10)} tens of ink"
 """
 CONFIG = {
     "model_output": "image_classification",
@@ -40,7 +44,7 @@ CONFIG = {
     "scoring": {"top": 3},
     "evaluation": {
         "subsets": {"count": 4, "seeds": 2},
-        "baselines": ["gradient_dot", "embedding_cosine"],
+        "baselines": ["gradient_dot", "embedding_cosine", "bm25"],
         "self_influence": True,
         "flipped": {"fraction": 0.1},
     },
@@ -135,7 +139,9 @@ def test_an_evaluation_says_what_being_along_gains(along):
     summary = pd.read_hdf(along.path("results/evaluation/few.h5"), "summary").set_index("method")
     curve = pd.read_hdf(along.path("results/evaluation/few.h5"), "checkpoints")
     assert curve["n_checkpoints"].tolist() == [1, 2, 3, 5, 7]
-    baselines = dict.fromkeys(("ends_of_runs", "gradient_dot", "embedding_cosine"), "baseline")
+    baselines = dict.fromkeys(
+        ("ends_of_runs", "gradient_dot", "embedding_cosine", "bm25"), "baseline"
+    )
     kinds = {"scores": "scores", **baselines, "noise_ceiling": "ceiling"}
     assert summary["kind"].to_dict() == kinds
     assert summary.loc["scores", "behind"] == 0

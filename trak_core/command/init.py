@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trak_core.errors import InputError
-from trak_core.studies.rows import ids_of, read_rows
+from trak_core.studies.ready_study import ids_of, read_rows
 
 _ROWS = (".jsonl", ".csv", ".tsv", ".parquet")
 _IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})

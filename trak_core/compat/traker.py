@@ -23,7 +23,6 @@ from trak_core.compat.checks import (
     store_metadata,
     stored,
 )
-from trak_core.compat.finalization import average_scores, checked_ids, finalize_model, usable_ids
 from trak_core.compat.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
@@ -38,7 +37,14 @@ from trak_core.compat.projectors import (
     formless_projection,
 )
 from trak_core.compat.savers import AbstractSaver, AssertedError, MmapSaver, ModelIDException
-from trak_core.compat.score_computers import AbstractScoreComputer, BasicScoreComputer
+from trak_core.compat.score_computers import (
+    AbstractScoreComputer,
+    BasicScoreComputer,
+    average_scores,
+    checked_ids,
+    finalize_model,
+    usable_ids,
+)
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels, check_samples_apart, count_classes, in_chunks
 from trak_core.model_outputs.classification import CLASSIFICATION

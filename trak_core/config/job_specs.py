@@ -49,7 +49,7 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.spec.condition import TARGET_COLUMNS, Condition
+from trak_core.spec.target_filter import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.
@@ -123,8 +123,7 @@ class Specs:
         digests: See ``study_digests``.
         files: The study's source and data files, and tables and questions that the config names.
         defaults: What the config left to the model output and the checkpoints, in words.
-        output_digest: Hash of the file of a model output of its own; None where it is the study's,
-            or has none.
+        output_digest: Hash of the file that has a model output of its own; None without such.
     """
 
     config: Mapping[str, Any]
@@ -342,10 +341,6 @@ class Specs:
         """Return what decides one checkpoint's normal matrix."""
         return self.self_influence.under(checkpoint).of_normal_matrix()
 
-    def flipped_normal_matrix(self, checkpoint: str) -> NormalSpec:
-        """Return the same of a checkpoint that was trained with flipped labels."""
-        return self.found_flipped.under(checkpoint).of_normal_matrix()
-
     def checkpoint_scores(self, experiment: str, checkpoint: str) -> ScoresSpec:
         """Return what decides one checkpoint's scores of an experiment."""
         return self.scores(experiment).under(checkpoint)
@@ -354,6 +349,11 @@ class Specs:
         """Return what decides an experiment's scores."""
         digest = self.targets_digest(experiment)
         return replace(self.self_influence, experiment=experiment, targets_digest=digest)
+
+    def list_scores(self, kind: str) -> ScoresSpec:
+        """Return what decides the scores that a list is made of, which may be a pool's."""
+        digest = self.targets_digest(POOL) if kind == "select" else None
+        return replace(self.scores(self.lists[kind]["experiment"]), pool_digest=digest)
 
     @property
     def self_influence(self) -> ScoresSpec:
@@ -393,13 +393,12 @@ class Specs:
         if not self.measured:
             return False
         several = len(self.runs) < len(self.checkpoints) and not self.is_exact
-        compares = "gradient_dot" in self.evaluation["baselines"]
-        return several or "sweep" in self.evaluation or compares
+        return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
-    @property
-    def measures_embeddings(self) -> bool:
-        """Whether embeddings are a baseline."""
-        return bool(self.measured) and "embedding_cosine" in self.evaluation["baselines"]
+    def measures(self, baseline: str) -> bool:
+        """Return whether scores are measured beside a baseline, by LDS or by removals."""
+        by_lds = self.evaluation["baselines"] if self.measured else []
+        return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
     def sweep(self) -> dict[str, Any] | None:

@@ -1,22 +1,20 @@
-"""Read a config without Snakemake, and the tables and Python files that it names."""
+"""Read a config, compare it with its JSON Schema in a user's words, and read tables it names."""
 
 import csv
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import jsonschema.validators
 import yaml
 
 from trak_core.config.ready_made import with_ready_study
-from trak_core.config.schema import (
-    check_config,
-    check_unique_keys,
-    merged,
-    with_defaults,
-    with_values_read,
-)
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules
@@ -201,3 +199,236 @@ def output_file(model_output: str | Mapping[str, str], study: Path) -> Path | No
             code="config.missing_output",
         )
     return Path(place[0])
+
+
+# A few hundred bytes of aliases say more than could be checked in a day.
+_MOST_VALUES = 10**6
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML that refuses a key given twice, where plain YAML keeps the last without a word."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    pairs = [(loader.construct_object(key, deep=True), key) for key, _ in node.value]
+    seen: dict[Any, int] = {}
+    for name, key in pairs:
+        line = key.start_mark.line + 1
+        if not isinstance(name, Hashable):
+            raise InputError(
+                f"{key.start_mark.name}: a key must be text. Found {name!r} in line {line}."
+            )
+        if name in seen:
+            raise InputError(
+                f"{key.start_mark.name}: a key must be given once. Found {name!r} in lines "
+                f"{seen[name]} and {line}; the first would be lost without a word.",
+                code="config.key_twice",
+            )
+        seen[name] = line
+    return loader.construct_mapping(node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def check_unique_keys(path: Path) -> None:
+    """Refuse a YAML file in which a key stands twice in one mapping; name both lines."""
+    with path.open(encoding="utf-8") as file:
+        try:
+            config = yaml.load(file, Loader=_UniqueKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+            n_values = _size(config, {})
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{path}: a config must be YAML. {error}") from error
+    if n_values > _MOST_VALUES:
+        raise InputError(
+            f"{path}: a config must say at most {_MOST_VALUES} values, counted wherever an alias "
+            f"(*name) repeats them. Found {n_values}. Name a table, for what is that long.",
+            code="config.too_many_values",
+        )
+
+
+def _size(value: Any, known: dict[int, int]) -> int:
+    """Return how many values there are, with all that aliases repeat; each is looked at once."""
+    if not isinstance(value, Mapping | list):
+        return 1
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_size(part, known) for part in inner)
+    return known[id(value)]
+
+
+class _TextKeyLoader(yaml.SafeLoader):
+    """YAML whose keys are text, as Snakemake leaves those of ``--config``."""
+
+
+_TextKeyLoader.add_constructor(
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
+    lambda loader, node: {
+        str(key.value): loader.construct_object(value, deep=True) for key, value in node.value
+    },
+)
+
+
+def merged(value: Any, given: Any) -> Any:
+    """Return what is given in place of a value; mappings key by key, as Snakemake does."""
+    if not isinstance(value, Mapping) or not isinstance(given, Mapping):
+        return given
+    return {**value, **{key: merged(value.get(key), part) for key, part in given.items()}}
+
+
+def with_values_read(config: Mapping[str, Any], entries: Sequence[str]) -> dict[str, Any]:
+    """Return a config with the values that Snakemake's ``--config`` left as text read as YAML.
+
+    It reads ``top=3`` itself, but leaves all values within ``projection={proj_dim: 256}`` as text.
+    The entries stand as on the command line, ``key=value``; one that is no YAML is refused.
+    """
+    read = dict(config)
+    for key, _, text in (entry.partition("=") for entry in entries):
+        if isinstance(read.get(key), Mapping | list):
+            try:
+                given = yaml.load(text, Loader=_TextKeyLoader)  # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                raise InputError(f"--config {key}: the value must be YAML. {error}") from error
+            read[key] = merged(read[key], given)
+    return read
+
+
+def _check_plain(value: Any, where: str = "") -> None:
+    """Refuse what YAML reads as a date, a set or bytes, and keys that it reads as a number.
+
+    Ids of checkpoints may be numbers; they are made strings later.
+    """
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{i}]")
+        return
+    if not isinstance(value, Mapping):
+        if not isinstance(value, str | int | float | None):
+            raise InputError(
+                f"{where}: a value must be text, a number, a list or a mapping. Found {value!r}: "
+                "put it in quotes.",
+                code="config.plain_value",
+            )
+        return
+    for key, inner in value.items():
+        if not isinstance(key, str) and where != "checkpoints":
+            raise InputError(
+                f"{where or 'the config'}: a name must be text. Found {key!r}: put it in quotes.",
+                code="config.text_name",
+            )
+        _check_plain(inner, f"{where}.{key}".removeprefix("."))
+
+
+# JSON Schema calls 16.0 an integer; sizes and seeds that reach NumPy as floats are errors there.
+# NaN is neither below a minimum nor above a maximum.
+_Validator = jsonschema.validators.extend(  # pyright: ignore[reportAttributeAccessIssue]
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many({
+        "integer": lambda _, value: type(value) is int,
+        "number": lambda _, value: type(value) in {int, float} and math.isfinite(value),
+    }),
+)
+
+
+def _explained(error: jsonschema.ValidationError) -> str:
+    where = ".".join(str(part) for part in error.absolute_path) or "the config"
+    schema: Mapping[str, Any] = error.schema if isinstance(error.schema, Mapping) else {}
+    if error.validator == "additionalProperties":
+        known = schema.get("properties", {})
+        given = error.instance if isinstance(error.instance, Mapping) else {}
+        unknown = ", ".join(repr(key) for key in given if key not in known)
+        matches = (get_close_matches(str(key), known, 1) for key in given if key not in known)
+        near = [name for names in matches for name in names]
+        meant = f" Did you mean {', '.join(near)}?" if near else ""
+        return f"{where}: unknown key {unknown}.{meant} Known keys: {', '.join(known) or 'none'}."
+    if error.validator == "required":
+        return f"{where}: {error.message}."
+    # The paragraphs after the first are for the documentation.
+    meaning = schema.get("description", "").partition("\n")[0]
+    limit: Any = error.validator_value
+    expected = {
+        "type": lambda: f"must be {_kind(limit)}",
+        "anyOf": lambda: f"must be {_alternatives(limit)}",
+        "enum": lambda: f"must be one of {', '.join(map(str, schema.get('enum', ())))}",
+        "const": lambda: f"must be {limit}",
+        "minimum": lambda: f"must be at least {limit}",
+        "exclusiveMinimum": lambda: f"must be above {limit}",
+        "maximum": lambda: f"must be at most {limit}",
+        "exclusiveMaximum": lambda: f"must be below {limit}",
+        **dict.fromkeys(("minItems", "minLength", "minProperties"), lambda: "must not be empty"),
+        "uniqueItems": lambda: "must list each once",
+        "pattern": lambda: "must be as its meaning says",
+    }.get(str(error.validator), lambda: error.message)()
+    text = f"{where}: {expected}. Found {error.instance!r}."
+    return f"{text} Meaning: {meaning}" if meaning else text
+
+
+_KINDS = {
+    "string": "text",
+    "integer": "an integer",
+    "number": "a finite number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def _kind(types: str | Iterable[str]) -> str:
+    """Return one type, or several, in words."""
+    return " or ".join(_KINDS[name] for name in ([types] if isinstance(types, str) else types))
+
+
+def _alternatives(schemas: Iterable[Mapping[str, Any]]) -> str:
+    """Return in words what a value may be: a given word, a value of some type, or certain keys."""
+    schemas = list(schemas)
+    if all(schema.keys() == {"required"} for schema in schemas):
+        keys = [key for schema in schemas for key in schema["required"]]
+        return f"a mapping with {' or '.join(keys)}"
+    return " or ".join(schema.get("const") or _kind(schema["type"]) for schema in schemas)
+
+
+def _leaves(error: jsonschema.ValidationError) -> Iterable[jsonschema.ValidationError]:
+    """Yield what went wrong in the alternative that was meant, if the value's type says which."""
+    context = error.context or ()
+    other = {e.schema_path[0] for e in context if e.validator in ("type", "const") and not e.path}
+    meant = [e for e in context if e.schema_path[0] not in other]
+    # A word that is none of some, where another form would do too: the words' meaning says which.
+    meant = [e for e in meant if e.validator == "enum" and not e.path] or meant
+    if meant and not all(e.validator == "required" and not e.path for e in meant):
+        for inner in meant:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+def check_config(config: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
+    """Compare a config with its JSON Schema, draft 2020-12; the error lists all that is wrong."""
+    _check_plain(config)
+    errors = [leaf for error in _Validator(schema).iter_errors(config) for leaf in _leaves(error)]
+    lines = list(dict.fromkeys(_explained(error) for error in errors))
+    if lines:
+        raise InputError("The config is not valid:\n  " + "\n  ".join(lines), code="config.schema")
+
+
+def _filling(
+    validator: Any, properties: Mapping[str, Any], value: Any, schema: Any
+) -> Iterator[jsonschema.ValidationError]:
+    """Check properties as ever, after those that are missing have got their defaults."""
+    if isinstance(value, dict):
+        for key, about in properties.items():
+            if "default" in about:
+                value.setdefault(key, deepcopy(about["default"]))
+    yield from _Validator.VALIDATORS["properties"](validator, properties, value, schema)
+
+
+_Filler = jsonschema.validators.extend(_Validator, {"properties": _filling})  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def with_defaults(config: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config that ``check_config`` has taken with the defaults of its JSON Schema.
+
+    Equivalent to ``snakemake.utils.validate(config, schema)``, which changes the config in place.
+    """
+    filled = deepcopy(dict(config))
+    _Filler(schema).validate(filled)
+    return filled

@@ -8,6 +8,7 @@ never formed.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -23,6 +24,8 @@ ReadRows = Callable[[int, int], np.ndarray]
 
 # Seed of the random baseline.
 _SEED = 0
+# BM25's usual constants: how soon a word that comes again counts no more, and how much lengths do.
+_K1, _B = 1.2, 0.75
 
 
 def read_blocks(read: ReadRows, n_rows: int, block: int) -> Blocks:
@@ -71,6 +74,54 @@ def cosine_sums(masks: np.ndarray, train: Blocks, target_embeddings: np.ndarray)
     """
     directions = ((start, stop, unit_rows(rows)) for start, stop, rows in train)
     return subset_sums(masks, directions) @ unit_rows(target_embeddings).T
+
+
+@dataclass(frozen=True, slots=True)
+class Bm25:
+    """Training texts by their words, to be searched.
+
+    Attributes:
+        n_texts: n.
+        numbers: The words' numbers.
+        ends: Where each word's entries end in what follows; an entry is a text that has the word.
+        texts: The entries' texts.
+        weights: What the word adds to the score of a question that has it, float64.
+    """
+
+    n_texts: int
+    numbers: Mapping[str, int]
+    ends: np.ndarray
+    texts: np.ndarray
+    weights: np.ndarray
+
+    @classmethod
+    def of(cls, texts: Iterable[Iterable[str]]) -> Self:
+        """Count the words of each text."""
+        numbers: dict[str, int] = {}
+        words = [np.array([numbers.setdefault(w, len(numbers)) for w in t], int) for t in texts]
+        lengths = np.array([len(own) for own in words])
+        pairs = np.concatenate([own * len(words) + i for i, own in enumerate(words)])
+        pairs, times = np.unique(pairs, return_counts=True)
+        word, text = np.divmod(pairs, len(words))
+        containing = np.bincount(word, minlength=len(numbers))
+        rare = np.log1p((len(words) - containing + 0.5) / (containing + 0.5))
+        relative = lengths[text] / max(lengths.mean(), 1)
+        weights = rare[word] * times * (_K1 + 1) / (times + _K1 * (1 - _B + _B * relative))
+        return cls(len(words), numbers, np.cumsum(containing), text, weights)
+
+    def scores(self, question: Iterable[str]) -> np.ndarray:
+        """Return the scores of all texts for one question, shape (n,), float64, none negative.
+
+        A word of the question counts once.
+
+        Source: Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond",
+            2009, section 3, with log(1 + (n - df + 0.5) / (df + 0.5)), which is never negative.
+        """
+        found = np.zeros(self.n_texts)
+        for number in sorted({self.numbers[w] for w in question if w in self.numbers}):
+            own = slice(self.ends[number - 1] if number else 0, self.ends[number])
+            found[self.texts[own]] += self.weights[own]
+        return found
 
 
 @dataclass(frozen=True, slots=True)

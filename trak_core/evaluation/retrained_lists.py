@@ -1,7 +1,8 @@
 """Measure what a list of training samples is worth, by models retrained without it or on it."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,6 +10,8 @@ import pandas as pd
 from trak_core.model_outputs.table import About
 
 CONFIDENCE = 0.95
+# How rows begin that compare the scores with a baseline; its name follows.
+LESS = "top less "
 _N_DRAWS = 1000
 # Numbers of one block of draws.
 _BLOCK = 2**24
@@ -32,21 +35,6 @@ def mean_interval(changes: np.ndarray) -> tuple[float, float]:
     outside = (1 - CONFIDENCE) / 2
     low, high = np.quantile(np.concatenate(means), [outside, 1 - outside])
     return float(low), float(high)
-
-
-def sizes_of(
-    fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
-) -> list[int]:
-    """Return how many samples each part of the training set is, at most those that are listed.
-
-    Each is at least 1 and leaves one; equal ones count once. Sorted. Without a listed sample there
-    are none. ``rounds_up`` is for a list that has such a part itself, rounded up.
-    """
-    if not n_listed:
-        return []
-    most = min(n_listed, n_train - 1)
-    whole = math.ceil if rounds_up else round
-    return sorted({min(max(1, whole(part * n_train)), most) for part in fractions})
 
 
 def measures(
@@ -73,6 +61,19 @@ def measures(
     return {"output": f}
 
 
+def against_random(
+    own: Mapping[int, np.ndarray], random: Mapping[int, np.ndarray], name: str
+) -> dict[tuple[str, int], np.ndarray]:
+    """Return numbers of models without (or on) samples beside those of random ones, by size.
+
+    The keys are ``name`` or ``random`` or ``difference`` (own less random), and the size. Entries
+    that are subtracted belong to models of one seed, so that what a seed does cancels.
+    """
+    less = {size: own[size] - random[size] for size in own}
+    subsets = {name: own, "random": random, "difference": less}
+    return {(subset, size): of[size] for subset, of in subsets.items() for size in of}
+
+
 def proof_tables(
     values: Mapping[str, np.ndarray], sizes: list[int]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -85,26 +86,77 @@ def proof_tables(
 
     Returns:
         ``summary`` has means over draws and targets with intervals, of ``everything``, the
-        ``list``, ``random`` samples, and the ``difference`` list less random: both of one draw
-        have one seed, so that what a seed does cancels. ``models`` has each model's mean over
-        targets.
+        ``list``, ``random`` samples, and the ``difference`` list less random. ``models`` has each
+        model's mean over targets.
     """
     rows, models, n = [], [], len(sizes)
     for measure, numbers in values.items():
-        parts = {("everything", 0): numbers[:, 0]}
-        parts |= {("list", size): numbers[:, 1 + i] for i, size in enumerate(sizes)}
-        parts |= {("random", size): numbers[:, 1 + n + i] for i, size in enumerate(sizes)}
+        own = {size: numbers[:, 1 + i] for i, size in enumerate(sizes)}
+        random = {size: numbers[:, 1 + n + i] for i, size in enumerate(sizes)}
+        parts = {("everything", 0): numbers[:, 0]} | against_random(own, random, "list")
         for (subset, size), one in parts.items():
-            means = enumerate(one.mean(axis=1).tolist())
-            models += [(measure, subset, size, draw, mean) for draw, mean in means]
-        parts |= {
-            ("difference", size): parts["list", size] - parts["random", size] for size in sizes
-        }
-        rows += [
-            (measure, subset, size, float(one.mean()), *mean_interval(one))
-            for (subset, size), one in parts.items()
-        ]
+            rows.append((measure, subset, size, float(one.mean()), *mean_interval(one)))
+            if subset != "difference":
+                means = enumerate(one.mean(axis=1).tolist())
+                models += [(measure, subset, size, draw, mean) for draw, mean in means]
     return (
         pd.DataFrame(rows, columns=["measure", "subset", "n", "mean", "low", "high"]),
         pd.DataFrame(models, columns=["measure", "subset", "n", "draw", "mean"]),
     )
+
+
+def removal_tables(
+    top: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    random: Mapping[int, tuple[np.ndarray, np.ndarray]],
+    everything: tuple[np.ndarray, np.ndarray],
+    target_ids: Sequence[Any],
+    baselines: Mapping[str, Mapping[int, tuple[np.ndarray, np.ndarray]]] = MappingProxyType({}),
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the tables ``summary`` and ``targets`` of removals of each target's own samples.
+
+    An effect is ``change``, of f from the models that saw everything, and where predictions are
+    classes ``flips``, the part of models that predict another. Models of one seed are compared.
+
+    Args:
+        top: By the number removed, outputs and predictions, (1, seeds, m), without each target's
+            most helpful samples.
+        random: Likewise, (draws, seeds, m), without random samples.
+        everything: Outputs and predictions, (seeds, m).
+        target_ids: The m targets' ids.
+        baselines: By name, like ``top``, without the samples that a baseline calls most helpful.
+            Each has rows of its name, and of ``top less`` it.
+    """
+
+    def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
+        outputs, predictions = models
+        found = {"change": (outputs.astype(np.float64) - everything[0]).mean(axis=0)}
+        if predictions.dtype.kind != "f":
+            found["flips"] = (predictions != everything[1]).mean(axis=0)
+        return found
+
+    own, chance = (
+        {size: effects(of_size) for size, of_size in models.items()} for models in (top, random)
+    )
+    measured = {
+        key: against_random(
+            {size: own[size][key] for size in own}, {size: chance[size][key] for size in own}, "top"
+        )
+        for key in next(iter(own.values()))
+    }
+    for name, models in baselines.items():
+        for size, of_size in models.items():
+            for key, values in effects(of_size).items():
+                measured[key][name, size] = values
+                measured[key][f"{LESS}{name}", size] = own[size][key] - values
+    rows, tables = [], []
+    about = {"target_id": target_ids, "output": everything[0].mean(axis=0, dtype=np.float64)}
+    for removed, size in measured["change"]:
+        values = {key: of[removed, size] for key, of in measured.items()}
+        low, high = mean_interval(values["change"])
+        means = {key: float(value.mean()) for key, value in values.items()}
+        of_size = {"removed": removed, "n_removed": size}
+        rows.append(of_size | means | {"low": low, "high": high})
+        if removed != "difference" and not removed.startswith(LESS):
+            by_target = {key: value.mean(axis=0) for key, value in values.items()}
+            tables.append(pd.DataFrame(of_size | about | by_target))
+    return pd.DataFrame(rows), pd.concat(tables, ignore_index=True)

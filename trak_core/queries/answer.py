@@ -1,19 +1,111 @@
-"""The answer to one sample: scores of all training samples, and the strongest with texts."""
+"""A question as a sample, and its answer: scores of training samples, the strongest with texts."""
 
 import html
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from trak_core.errors import InputError
 from trak_core.model_outputs.table import about_output
-from trak_core.queries.asked import Asked
 from trak_core.report.number_formats import of_target
 from trak_core.report.read import named
 from trak_core.scoring.scores import largest, most_frequent
+from trak_core.study.split import Samples, Split, checked_ids, users_code
+from trak_core.study.study import Study
+from trak_core.study.targets import parsed_json, shortened
+
+_TEXT = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A sample to be explained, its id, and the fields of the line that it was made of."""
+
+    id: int | str
+    sample: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def split(self) -> Split:
+        """The sample as jobs have targets: a split of one."""
+        return Split([self.sample], [self.id])  # pyright: ignore[reportArgumentType]
+
+
+def parsed_line(line: str | bytes) -> dict[str, Any]:
+    """Return the fields of a line: those of a JSON object, or ``text`` of any other line.
+
+    Raises:
+        InputError: If it is not UTF-8, or begins like a JSON object and is none.
+    """
+    try:
+        text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"A line must be UTF-8. Found {line[:40]!r}: {error.reason}.", code="queries.line"
+        ) from error
+    if not text.startswith("{"):
+        return {_TEXT: text}
+    try:
+        return parsed_json(text)
+    except ValueError as error:
+        raise InputError(
+            "A line must be plain text, or a JSON object such as an experiment's `data` has. Found "
+            f"{error}.",
+            code="queries.line",
+        ) from error
+
+
+def asked_line(study: Study, line: Mapping[str, Any], number: int) -> Asked:
+    """Return the sample that the study's ``encode`` makes of a line's fields.
+
+    The field ``id`` is its id, if there is one; else ``number``.
+    """
+    fields = {key: value for key, value in line.items() if key != "id"}
+    (own_id,) = checked_ids([line.get("id", number)], 1, "The field id of a line")
+    encode = study.function("encode")
+    signature = inspect.signature(encode)
+    try:
+        signature.bind(**fields)
+    except TypeError as error:
+        example = ", ".join(
+            f'"{name}": ...'
+            for name, taken in signature.parameters.items()
+            if taken.default is taken.empty and taken.kind is not taken.VAR_KEYWORD
+        )
+        raise InputError(
+            f"A line must be a JSON object with the fields that the study's encode{signature} "
+            f"takes, such as {{{example}}}. Found {', '.join(fields) or 'none'}: {error}.",
+            code="queries.line",
+        ) from error
+    with users_code(f"{study.path}: encode() of {shortened(fields)},"):
+        return Asked(own_id, encode(**fields), fields)
+
+
+def asked_of(study: Study, given: Any, number: int, samples: Samples) -> Asked:
+    """Return what is asked by a line, a text, or a sample such as the study's ``samples``.
+
+    A mapping of plain values is a line, unless samples are mappings with the same keys and types.
+    """
+    if isinstance(given, Asked):
+        return given
+    if isinstance(given, str | bytes):
+        return asked_line(study, parsed_line(given), number)
+    if isinstance(given, Mapping) and not any(hasattr(v, "__array__") for v in given.values()):
+        with users_code("reading the first training sample"):
+            own = samples[0]
+        if not isinstance(own, Mapping) or _types(own) != _types(given):
+            return asked_line(study, given, number)
+    return Asked(number, given)
+
+
+def _types(fields: Mapping[str, Any]) -> dict[str, type]:
+    return {name: type(value) for name, value in fields.items()}
+
 
 # What a table of training samples for a reader leaves out.
 _LEFT_OUT = ["prediction", "output", "output_sd"]
@@ -34,6 +126,10 @@ class Answer:
             what is known of the training sample, and ``described_text``.
         model_output: What the config says of the model output f.
         class_names: What the study calls the classes, by number; empty if it doesn't.
+        tokens: Scores of ``top`` cut by tokens, if that was asked for: ``train_id``, ``side``
+            (``train`` or ``target``, whose tokens these are), ``token`` (from 0; -1 for what is no
+            token's), ``text`` and ``score``. Those of a side and a training sample add up to its
+            score. None if it wasn't asked for.
     """
 
     asked: Asked
@@ -43,6 +139,21 @@ class Answer:
     top: pd.DataFrame
     model_output: str | Mapping[str, str]
     class_names: Sequence[str] = ()
+    tokens: pd.DataFrame | None = None
+
+    def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
+        """Return ``text`` and ``score`` of a training sample's tokens; else of the asked sample's.
+
+        The latter are sums over the training samples in ``top``. No rows if none are known.
+        """
+        if self.tokens is None:
+            return pd.DataFrame({"text": [], "score": []})
+        tokens = self.tokens.loc[self.tokens["token"] >= 0, :]
+        if train_id is not None:
+            is_own = (tokens["side"] == "train") & (tokens["train_id"] == train_id)
+            return tokens.loc[is_own, ["text", "score"]].reset_index(drop=True)
+        own = tokens.loc[tokens["side"] == "target", :]
+        return own.groupby("token").agg({"text": "first", "score": "sum"}).reset_index(drop=True)
 
     def side(self, sign: int) -> pd.DataFrame:
         """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
@@ -50,7 +161,7 @@ class Answer:
         It has the columns that tell a reader what a training sample is.
         """
         label = about_output(self.model_output).label
-        top = self.top.assign(label=[self._named(number) for number in self.top["label"].tolist()])
+        top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
         known = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
         if label not in known:  # else a column of the study's own
@@ -64,11 +175,12 @@ class Answer:
         label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
         if prediction == self.target["output"]:  # of regression
             about = replace(about, prediction="")
-        named = dict(zip(_SAID, map(self._named, (label, prediction)), strict=True))
+        named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
         words = of_target(SimpleNamespace(**named), about)
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
 
-    def _named(self, number: Any) -> Any:
+    def named(self, number: Any) -> Any:
+        """Return the name of a class, where labels and predictions are numbers of such."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 

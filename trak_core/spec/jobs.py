@@ -188,6 +188,7 @@ class ScoresSpec(NormalSpec):
             checkpoint's scores.
         combine: How checkpoints and loss weights come together; None for one checkpoint's.
         loss_weight_power: In (0, 1]; None for one checkpoint's.
+        pool_digest: Hash of the pool whose samples are scored; None for the training samples.
     """
 
     damping: float
@@ -196,6 +197,7 @@ class ScoresSpec(NormalSpec):
     runs: Mapping[str, Sequence[str]] | None = None
     combine: str | None = None
     loss_weight_power: float | None = None
+    pool_digest: str | None = None
 
     @property
     def checkpoints(self) -> list[str]:
@@ -232,6 +234,14 @@ class ScoresSpec(NormalSpec):
     def of_train(self) -> FeaturesSpec:
         """Return what the training samples' features must be."""
         return self.features.of(TRAIN)
+
+    def of_pool(self) -> FeaturesSpec:
+        """Return what the features of the pool's samples must be."""
+        return self.features.of(POOL, self.pool_digest)
+
+    def of_self_influence(self) -> Self:
+        """Return what self-influences by the same settings must be."""
+        return replace(self, experiment=None, targets_digest=None, pool_digest=None)
 
     def of_normal_matrix(self) -> NormalSpec:
         """Return what the normal matrix must be, of one checkpoint's scores."""

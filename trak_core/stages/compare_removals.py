@@ -1,4 +1,8 @@
-"""Compare models without the most helpful training samples with models without random ones."""
+"""Compare models without the most helpful training samples with models without random ones.
+
+It is the proof of a list, with a list for each target: the samples that help it most. So it counts
+what that does to the target's own output, where `prove_list` has one list and all targets' loss.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,69 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from trak_core.artifacts import REMOVALS, RETRAINED, SCORES, check_retrained, create, open_artifact
-from trak_core.evaluation.retrained_lists import CONFIDENCE, mean_interval
+from trak_core.artifacts import REMOVALS, SCORES, create, open_artifact
+from trak_core.evaluation.retrained_lists import CONFIDENCE, removal_tables
 from trak_core.spec import RetrainedSpec
+from trak_core.stages._inputs import Retrained
 from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.progress import software
-
-# What a removal did, (seeds, targets): `change` of f, and `flips`, parts of flipped predictions,
-# where predictions are classes.
-_Effects = dict[str, np.ndarray]
-
-
-def _models(
-    path: Path, explained: Sequence[Any], spec: RetrainedSpec, rule: str, **more: Any
-) -> tuple[np.ndarray, np.ndarray, str]:
-    """Return outputs and predictions, each (subsets, seeds, targets), and the file's hash."""
-    with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
-        check_retrained(file, spec, rule, **more)
-        column = {target: i for i, target in enumerate(file.columns("outputs"))}
-        columns = [column[target] for target in explained]
-        outputs, predictions = (
-            file.matrix(key)[:][:, columns].reshape(-1, spec.seeds, len(columns))
-            for key in ("outputs", "predictions")
-        )
-        return outputs, predictions, file.content_hash
-
-
-def _effects(models: Sequence[np.ndarray], everything: Sequence[np.ndarray]) -> _Effects:
-    """Compare models (draws, seeds, targets) with those of the same seed that saw everything."""
-    outputs, predictions = models
-    effects = {"change": (outputs.astype(np.float64) - everything[0]).mean(axis=0)}
-    if predictions.dtype.kind != "f":
-        effects["flips"] = (predictions != everything[1]).mean(axis=0)
-    return effects
-
-
-def _summary(effects: _Effects) -> dict[str, float]:
-    """Return means, and the interval of the mean change."""
-    low, high = mean_interval(effects["change"])
-    means = {key: float(values.mean()) for key, values in effects.items()}
-    return means | {"low": low, "high": high}
-
-
-def _without_top(
-    top: Sequence[Path], groups: Sequence[Sequence[Any]], spec: RetrainedSpec, scores_hash: str
-) -> tuple[dict[int, list[np.ndarray]], list[str]]:
-    """Return outputs and predictions, (1, seeds, targets), by size, and the files' hashes."""
-    targets = [target for group in groups for target in group]
-    parts: dict[int, list[list[np.ndarray]]] = {size: [] for size in spec.n_removed}
-    hashes = []
-    for path, group in zip(top, groups, strict=True):
-        about = {"scores": scores_hash, "targets": list(group)}
-        *models, hash_ = _models(path, targets, spec, "retrain_without_top", **about)
-        hashes.append(hash_)
-        for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
-            j = targets.index(target)
-            parts[size].append([values[i : i + 1, :, j : j + 1] for values in models])
-    joined = {
-        size: [np.concatenate(values, axis=2) for values in zip(*of_size, strict=True)]
-        for size, of_size in parts.items()
-    }
-    return joined, hashes
 
 
 def compare_removals(
@@ -77,49 +25,71 @@ def compare_removals(
     scores: Path,
     random: Path,
     top: Sequence[Path],
+    bm25: Sequence[Path] = (),
+    embedding_cosine: Sequence[Path] = (),
     groups: Sequence[Sequence[Any]],
     spec: RetrainedSpec,
+    digest: str | None = None,
     code: str,
 ) -> None:
     """Put models without some samples beside those of the same seed that saw everything.
 
     ``random`` are models trained on everything and without random samples; ``top`` those without
     the samples that ``scores`` call most helpful for a group of targets, a file for each of
-    ``groups``. Except for its draws ``spec`` decides both kinds.
+    ``groups``; ``bm25`` and ``embedding_cosine`` likewise without those that this baseline names,
+    none where it isn't asked for; ``digest`` is that of the study's texts, for ``bm25``. Except for
+    its draws ``spec`` decides all kinds.
     ``docs/reference/evaluation-files.md`` describes the tables.
     """
-    targets = [target for group in groups for target in group]
-    outputs, predictions, hash_ = _models(random, targets, spec, "retrain_without_random")
-    everything = outputs[0], predictions[0]
+    target_ids = [target for group in groups for target in group]
     with open_artifact(scores, SCORES) as file:
         scores_hash = file.content_hash
+    files = [Retrained.read(random, target_ids, spec, "retrain_without_random")]
+    outputs, predictions = _by_subset(files[0], spec.seeds)
+    sizes = [0, *(size for size, _ in random_removals(spec.n_removed, spec.draws))]
+    chosen = {size: np.equal(sizes, size) for size in spec.n_removed}
+    chance = {size: (outputs[rows], predictions[rows]) for size, rows in chosen.items()}
     top_spec = replace(spec, subsets="top removals", draws=0)
-    without, hashes = _without_top(top, groups, top_spec, scores_hash)
-    sizes = random_removals(spec.n_removed, spec.draws)
-    effects: dict[tuple[str, int], _Effects] = {}
-    for size in spec.n_removed:
-        drawn = [i + 1 for i, (n, _) in enumerate(sizes) if n == size]
-        own = _effects(without[size], everything)
-        chance = _effects([outputs[drawn], predictions[drawn]], everything)
-        # The models that saw everything cancel.
-        beyond = {key: own[key] - chance[key] for key in own}
-        effects |= {("top", size): own, ("random", size): chance, ("difference", size): beyond}
-    summary = pd.DataFrame([
-        {"removed": removed, "n_removed": size, **_summary(effects[removed, size])}
-        for removed in ("top", "random", "difference")
-        for size in spec.n_removed
-    ])
-    about = {"target_id": targets, "output": outputs[0].mean(axis=0, dtype=np.float64)}
-    tables = []
-    for removed in ("top", "random"):
-        for size in spec.n_removed:
-            means = {key: values.mean(axis=0) for key, values in effects[removed, size].items()}
-            columns = {"removed": removed, "n_removed": size, **about, **means}
-            tables.append(pd.DataFrame(columns))
-    table = pd.concat(tables, ignore_index=True)
+
+    def without(
+        paths: Sequence[Path], spec: RetrainedSpec, rule: str, **about: Any
+    ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return outputs and predictions, (1, seeds, m), without each target's own, by number."""
+        parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {n: [] for n in spec.n_removed}
+        for path, group in zip(paths, groups, strict=True):
+            files.append(Retrained.read(path, group, spec, rule, targets=list(group), **about))
+            own = _by_subset(files[-1], spec.seeds)
+            for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
+                j = list(group).index(target)
+                parts[size].append((own[0][[i], :, j], own[1][[i], :, j]))
+        return {
+            size: (np.stack([f for f, _ in own], axis=2), np.stack([y for _, y in own], axis=2))
+            for size, own in parts.items()
+        }
+
+    by_scores = without(top, top_spec, "retrain_without_top", scores=scores_hash)
+    baselines = {
+        name: without(
+            paths,
+            replace(top_spec, subsets=f"top by {name}"),
+            "retrain_without_baseline",
+            digest=digest if name == "bm25" else None,
+        )
+        for name, paths in (("bm25", bm25), ("embedding_cosine", embedding_cosine))
+        if paths
+    }
+    everything = outputs[0], predictions[0]
+    summary, table = removal_tables(by_scores, chance, everything, target_ids, baselines)
     provenance = software(code, "cpu", "numpy", "pandas")
-    file_spec = spec.as_dict() | {"scores": scores_hash, "retrained": [hash_, *hashes]}
+    file_spec = {"scores": scores_hash, "retrained": [file.content_hash for file in files]}
+    file_spec = spec.as_dict() | file_spec
     with create(removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
         writer.table("targets", table, ["target_id"])
     print(summary.to_string(index=False))
+
+
+def _by_subset(models: Retrained, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return outputs and predictions, (subsets, seeds, m)."""
+    m = models.outputs.shape[1]
+    return models.outputs.reshape(-1, seeds, m), models.predictions.reshape(-1, seeds, m)

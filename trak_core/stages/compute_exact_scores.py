@@ -13,8 +13,8 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import exact_need
-from trak_core.scoring.exact import DampedGramian, divide_by_lengths
 from trak_core.scoring.scores import powered
+from trak_core.scoring.solve import DampedGramian, divide_by_lengths
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import normal_weights, write_samples
 from trak_core.system.progress import software

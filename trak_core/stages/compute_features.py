@@ -11,9 +11,10 @@ from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids
 from trak_core.gradients import Variety, check_labels, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
-from trak_core.model.length_order import subset
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.sample_order import subset
 from trak_core.model.sample_outputs import write_columns
+from trak_core.provenance import content_digest
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
 from trak_core.study.split import with_flipped_labels
 from trak_core.study.targets import split_of
@@ -58,7 +59,9 @@ def compute_features(
     projection = projection_of(spec, [p.shape for p in parameters.values()])
     file_spec = loaded.file_spec(spec, projection.scaled())
     if n_shards > 1:
-        file_spec["shard"] = {"rows": [start, stop], "number": shard, "of": n_shards}
+        made_of = {"samples": len(data.ids), "ids": content_digest(data.ids)}
+        own = {"rows": [start, stop], "number": shard, "of": n_shards}
+        file_spec["shard"] = own | {"made_of": made_of}
     kind = FEATURES if n_shards == 1 else FEATURE_SHARD
     where = device_name(loaded.device)
     print(

@@ -18,7 +18,7 @@ from trak_core.artifacts import (
 from trak_core.config.memory_needs import scores_need
 from trak_core.scoring.scores import similarities
 from trak_core.scoring.solve import damped_solve
-from trak_core.spec import FeaturesSpec, ScoresSpec
+from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import Damped, read_rows, write_samples
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -32,7 +32,6 @@ def compute_scores(
     spec: ScoresSpec,
     keep: str,
     pool: Path | None = None,
-    pool_spec: FeaturesSpec | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -54,9 +53,8 @@ def compute_scores(
         shared = check_splits(train_file, target_file, spec, FEATURES)
         scored = train_file
         if pool is not None:
-            assert pool_spec is not None
             scored = stack.enter_context(open_artifact(pool, FEATURES))
-            check_made_for(scored, pool_spec, FEATURES.rule)
+            check_made_for(scored, spec.of_pool(), FEATURES.rule)
             own = {key: scored.spec.get(key) for key in shared}
             check_same("specification of both splits", shared, own, pool, FEATURES.rule)
         n_samples, proj_dim = scored.matrix("features").shape

@@ -14,7 +14,6 @@ import numpy as np
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
-    EMBEDDINGS,
     EVALUATION,
     EXACT_SCORES,
     FEATURES,
@@ -33,6 +32,7 @@ from trak_core.artifacts import (
 from trak_core.config.check_keys import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.evaluation.baselines import (
+    Bm25,
     CheckpointRows,
     FeaturePass,
     Key,
@@ -56,6 +56,7 @@ from trak_core.evaluation.lds import (
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import (
     EXACT,
+    TRAIN,
     Combine,
     FeaturesSpec,
     RetrainedSpec,
@@ -64,7 +65,7 @@ from trak_core.spec import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._inputs import normal_weights, read_rows, score_rows
+from trak_core.stages._inputs import normal_weights, read_embeddings, read_rows, score_rows
 from trak_core.system.progress import software
 
 
@@ -148,33 +149,24 @@ def _feature_sums(
     return totals, dots
 
 
-def _embedding_sums(
-    masks: np.ndarray,
-    paths: Sequence[Path],
-    specs: Sequence[FeaturesSpec],
-    train_ids: list[Any],
-    target_ids: list[Any],
-    block: int,
+def _word_sums(
+    masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], path: Path
 ) -> np.ndarray:
-    """Return subset sums of cosines between embeddings, averaged over ends of runs."""
-    total = np.zeros(())
-    for path, spec in zip(paths, specs, strict=True):
-        with open_artifact(path, EMBEDDINGS) as file:
-            check_made_for(file, spec, EMBEDDINGS.rule)
-            check_same("training samples", train_ids, file.index("train"), path, EMBEDDINGS.rule)
-            row = {target: i for i, target in enumerate(file.index("targets"))}
-            embedded = [target for target in target_ids if target in row]
-            check_same("targets", target_ids, embedded, path, EMBEDDINGS.rule)
-            # HDF5 reads rows in their own order.
-            rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
-            train = read_blocks(read_rows(file.matrix("train")), len(train_ids), block)
-            total = total + cosine_sums(masks, train, file.matrix("targets")[rows][place])
-    return total / len(paths)
+    """Return subset sums of BM25 between the texts of the study's samples."""
+    from trak_core.study.study import Study  # which brings torch
+
+    study = Study.load(study_file)
+    train = study.split(TRAIN, None)
+    check_same("training samples", train_ids, train.ids, path, SCORES.rule)
+    index = Bm25.of(study.words(train))
+    asked = study.words(study.split("target", target_ids))
+    return np.stack([masks @ index.scores(words) for words in asked], axis=1)
 
 
 def evaluate_scores(
     *,
     evaluation: Path,
+    study_file: Path,
     scores: Path,
     checkpoint_scores: Sequence[Path],
     retrained: Sequence[Path],
@@ -186,6 +178,7 @@ def evaluate_scores(
     retrained_spec: RetrainedSpec | None,
     baselines: Sequence[str],
     sweep: dict[str, Any] | None,
+    digest: str | None = None,
     code: str,
     memory_mb: int,
 ) -> None:
@@ -194,8 +187,9 @@ def evaluate_scores(
     The paths of features, of all checkpoints, are empty where nothing needs features;
     ``embeddings`` are by the last checkpoint of each run, empty without their baseline. The
     retrained models are the pipeline's, or with ``retrained_spec`` None a file of a user's.
-    ``baselines`` are any of random, same_class, gradient_dot and embedding_cosine; ``sweep`` has
-    values for each field of ``Setting`` except ``combine``.
+    ``baselines`` are any of random, same_class, gradient_dot, embedding_cosine and bm25, for which
+    the study is read, whose ``digest`` decides it; ``sweep`` has values for each field of
+    ``Setting`` except ``combine``.
     """
     assert spec.loss_weight_power is not None
     projection = spec.features.projection
@@ -252,12 +246,19 @@ def evaluate_scores(
                 methods["gradient_dot", "baseline", proj_dim] = dots
             swept = {setting: total[setting] for total in totals for setting in total}
         if embeddings:
-            specs = [embeddings_spec.under(checkpoint) for checkpoint in spec.ends]
-            sums = _embedding_sums(masks, embeddings, specs, train_ids, target_ids, block)
-            methods["embedding_cosine", "baseline", 0] = sums
+            cosines = [
+                cosine_sums(masks, read_blocks(read, n_train, block), of_targets)
+                for read, of_targets in read_embeddings(
+                    embeddings, embeddings_spec, spec.ends, train_ids, target_ids
+                )
+            ]
+            methods["embedding_cosine", "baseline", 0] = np.mean(cosines, axis=0)
         for name in baselines:
             if name == "random":
                 methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)
+            if name == "bm25":
+                sums = _word_sums(masks, study_file, train_ids, target_ids, scores)
+                methods[name, "baseline", 0] = sums
             if name == "same_class":
                 labels, own_labels = map(parts[0].vector, ("train_labels", "target_labels"))
                 methods[name, "baseline", 0] = label_sums(masks, labels, own_labels, block)
@@ -266,6 +267,7 @@ def evaluate_scores(
             "scores": final.content_hash,
             "projection": final.spec["projection"],
             "baselines": list(baselines),
+            "texts": digest,
             "sweep": sweep,
         }
     summary, targets, checkpoints = lds_tables(methods, by_count, truth, target_ids)

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import numpy as np
 
-from trak_core.artifacts import FEATURE_SHARD, FEATURES, Artifact, check_same, create, open_artifact
+from trak_core.artifacts import (
+    FEATURE_SHARD,
+    FEATURES,
+    Artifact,
+    check_same,
+    create,
+    made_for,
+    open_artifact,
+)
 from trak_core.errors import InputError
+from trak_core.spec import FeaturesSpec
 from trak_core.system.progress import blocks_with_progress, software
 
 _ROWS = 4096
@@ -18,28 +27,34 @@ def _common(spec: dict) -> dict:
     return {key: value for key, value in spec.items() if key != "shard"}
 
 
-def _check(parts: Sequence[Artifact]) -> None:
-    end = 0
+def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
+    """Refuse shards for another config, and those that the first one doesn't go with, by name."""
+    end, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
-        check_same("specification", _common(parts[0].spec), _common(part.spec), part.path, _RULE)
+        settings = made_for(part, spec)
+        check_same("settings of today's config", *settings, part.path, _RULE)
+        common = _common(first.spec), _common(part.spec)
+        check_same(f"specification of {first.path}", *common, part.path, _RULE)
         expected = {"number": number, "of": len(parts), "first row": end}
         # A whole split says nothing of shards; its type is the same.
         shard = part.spec.get("shard") or {"rows": [None]}
         stored = {key: shard.get(key) for key in ("number", "of")}
         stored["first row"] = shard["rows"][0]
         check_same("order of shards", expected, stored, part.path, _RULE)
+        samples = first.spec["shard"].get("made_of"), shard.get("made_of")
+        check_same(f"samples that {first.path} is a shard of", *samples, part.path, _RULE)
         n_rows = len(part.vector("sample_ids"))
         check_same("rows of the shard", [end, end + n_rows], shard["rows"], part.path, _RULE)
         end += n_rows
 
 
-def join_shards(*, features: Path, shards: Sequence[Path], code: str) -> None:
+def join_shards(*, features: Path, shards: Sequence[Path], spec: FeaturesSpec, code: str) -> None:
     """Write what ``compute_features`` writes of a whole split, from its shards in order."""
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(p, FEATURE_SHARD)) for p in shards]
         if not parts:
             raise InputError("A split must have at least one shard. Found none.")
-        _check(parts)
+        _check(parts, spec)
         first = parts[0]
         ids = np.concatenate([part.vector("sample_ids") for part in parts])
         matrix = first.matrix("features")

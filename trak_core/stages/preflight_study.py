@@ -6,42 +6,119 @@ torch nor the study's code is loaded into Snakemake, which keeps the answer (``c
 
 import inspect
 import json
+import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from trak_core.errors import InputError
 from trak_core.gradients import (
     Batch,
     as_batch,
     check_labels,
+    count_classes,
     n_params,
     select_parameters,
     shapes_of,
 )
-from trak_core.model.length_order import naming_text
+from trak_core.model.sample_order import naming_text
 from trak_core.model.sample_outputs import model_output as named_output
-from trak_core.model.shapes_only import StudyModel
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.table import TABLE
+from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
-from trak_core.spec.condition import Condition
+from trak_core.spec.target_filter import Condition
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
-from trak_core.system.forks import libraries_since
+from trak_core.system.fork_client import libraries_since
 from trak_core.system.job import quiet_libraries, run_to_the_end
+
+_CPU = torch.device("cpu")
+
+
+class StudyModel:
+    """A study's model for a look at names, shapes and classes, in evaluation mode on the CPU.
+
+    ``without_numbers`` saves time and memory where the model is large: torch's fake tensors have
+    shapes and dtypes, and operations on them compute shapes. What they can't do is done with the
+    model itself: a ``make_model`` or a forward pass that looks at numbers, or fails, and outputs
+    that need embeddings. So all errors are the model's own.
+
+    Attributes:
+        module: The model.
+    """
+
+    def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
+        self._study = study
+        self._mode: FakeTensorMode | None = None
+        self.module = nn.Module()
+        if without_numbers and not about_output(model_output).needs_pairs:
+            mode = FakeTensorMode(allow_non_fake_inputs=True)
+            # Fake modules can't be moved to another dtype, and from_pretrained refuses torch's meta
+            # device: each way builds what the other can't.
+            for context in (torch.device("meta"), mode):
+                with suppress(Exception), _quiet(), context:
+                    self.module, self._mode = _fake(study.make_model().eval(), mode), mode
+                    break
+        if self._mode is None:
+            self._take_numbers()
+
+    def _take_numbers(self) -> None:
+        self.module, self._mode = self._study.make_model().eval(), None
+
+    def count_classes(self, output: ModelOutput, sample: Batch) -> int | None:
+        """Return what ``trak_core.gradients.count_classes`` returns, or raise what it raises."""
+        if self._mode is not None:
+            with suppress(Exception), self._mode, _quiet():
+                return count_classes(self.module, output, sample, _CPU)
+            self._take_numbers()
+        return count_classes(self.module, output, sample, _CPU)
+
+
+def _fake(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    """Give a model fake tensors on the CPU; tied ones stay tied."""
+    fakes: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or isinstance(tensor, FakeTensor):
+                    continue
+                if id(tensor) not in fakes:
+                    with mode:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=_CPU)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    fakes[id(tensor)] = (
+                        nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    )
+                tensors[name] = fakes[id(tensor)]  # pyright: ignore[reportArgumentType]
+    return model
+
+
+@contextmanager
+def _quiet() -> Generator[None, None, None]:
+    """Silence torch's words about what fake tensors can't do."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
 
 _LABEL_SECONDS = 10.0
 _SHOWN = 8  # bad checkpoints whose messages are shown in full
@@ -203,6 +280,7 @@ def preflight_study(
     conditions: Mapping[str, str] = MappingProxyType({}),
     retraining: dict[str, Any] | None = None,
     weighted: bool = False,
+    describes: bool = False,
     checkpoints: Sequence[str] = (),
     without_numbers: bool = False,
     group_by: Sequence[str] = (),
@@ -213,7 +291,8 @@ def preflight_study(
     there; ``leaves_several`` says whether trainings leave checkpoints on their way. ``splits`` to
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
-    retrained, and ``weighted`` says whether by sample weights. Keys and shapes of ``checkpoints``
+    retrained, and ``weighted`` says whether by sample weights; ``describes`` whether samples must
+    have texts. Keys and shapes of ``checkpoints``
     are read, no numbers. ``without_numbers`` builds the model so too, if it can be. ``group_by``
     are columns of the training samples, ``conditions`` descriptions of experiments' targets.
 
@@ -224,12 +303,20 @@ def preflight_study(
         InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
     """
     study = Study.load(study_file)
+    study.class_names()
     if training is not None:
         _check_training(study, training)
     if leaves_several:
         _check_yields(study)
     if retraining is not None:
         _check_retraining(study, retraining, weighted=weighted)
+    if describes and not study.has("describe"):
+        raise InputError(
+            f"{study_file}: for bm25 in evaluation.baselines, the study must define "
+            "describe(sample), which returns a sample's whole text. Found none. Define it, or "
+            "leave bm25 out.",
+            code="study.no_texts",
+        )
     model = StudyModel(study, model_output, without_numbers=without_numbers)
     size = n_params(select_parameters(model.module, parameter_patterns))
     tensors = *model.module.parameters(), *model.module.buffers()

@@ -1,23 +1,15 @@
 """Compare models retrained without a list, or on it, with those of random samples."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from trak_core.artifacts import (
-    PROOF,
-    RETRAINED,
-    SCORES,
-    check_retrained,
-    check_same,
-    create,
-    open_artifact,
-)
+from trak_core.artifacts import PROOF, SCORES, check_same, create, open_artifact
 from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tables
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import RetrainedSpec
+from trak_core.stages._inputs import Retrained
 from trak_core.system.progress import software
 
 
@@ -38,30 +30,25 @@ def prove_list(
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
         experiment = file.spec["experiment"]
-    made_by = replace(RETRAINED, rule="retrain_list")
-    outputs, predictions, hashes, sizes = [], [], [], []
-    for draw, path in enumerate(retrained):
-        with open_artifact(path, made_by) as file:
-            check_retrained(file, spec, made_by.rule, list=kind, draw=draw)
-            sizes.append(file.spec["sizes"])
-            check_same("number of samples", sizes[0], sizes[-1], path, made_by.rule)
-            row = {target: i for i, target in enumerate(file.columns("outputs"))}
-            columns = [row[target] for target in targets["id"]]
-            outputs.append(file.matrix("outputs")[:][:, columns])
-            predictions.append(file.matrix("predictions")[:][:, columns])
-            hashes.append(file.content_hash)
+    files = [
+        Retrained.read(path, targets["id"].tolist(), spec, "retrain_list", list=kind, draw=draw)
+        for draw, path in enumerate(retrained)
+    ]
+    sizes = files[0].spec["sizes"]
+    for file, path in zip(files, retrained, strict=True):
+        check_same("number of samples", sizes, file.spec["sizes"], path, "retrain_list")
     values = measures(
         about_output(spec.model_output),
-        np.stack(outputs),
-        np.stack(predictions),
+        np.stack([file.outputs for file in files]),
+        np.stack([file.predictions for file in files]),
         targets["label"].to_numpy(),
     )
-    summary, models = proof_tables(values, sizes[0])
+    summary, models = proof_tables(values, sizes)
     file_spec = spec.as_dict() | {
         "list": kind,
         "experiment": experiment,
         "scores": scores_hash,
-        "retrained": hashes,
+        "retrained": [file.content_hash for file in files],
     }
     provenance = software(code, "cpu", "numpy", "pandas")
     with create(

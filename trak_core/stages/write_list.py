@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from trak_core.artifacts import SCORES, SELF_INFLUENCE, check_same, open_artifact
+from trak_core.artifacts import SCORES, SELF_INFLUENCE, check_made_for, check_same, open_artifact
 from trak_core.scoring.lists import best_in_turn, most_harmful, suspects
+from trak_core.spec import ScoresSpec
 from trak_core.system.files import write_csv
 
 
@@ -13,6 +14,7 @@ def write_list(
     listed: Path,
     scores: Path,
     self_influence: Sequence[Path] = (),
+    spec: ScoresSpec,
     kind: str,
     fraction: float = 1.0,
     study_file: Path | None = None,
@@ -25,10 +27,12 @@ def write_list(
     that names classes.
     """
     with open_artifact(scores, SCORES) as file:
+        check_made_for(file, spec, SCORES.rule)
         train, top_influences = file.table("train"), file.table("top_influences")
         model_output = file.spec["model_output"]
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
+            check_made_for(file, spec.of_self_influence(), SELF_INFLUENCE.rule)
             own = file.table("train")
         ids = train["id"].tolist(), own["id"].tolist()
         check_same("training samples", *ids, path, SELF_INFLUENCE.rule)

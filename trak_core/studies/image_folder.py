@@ -10,8 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, function_at, needed
-from trak_core.studies.rows import columns_from, field, ids_of, read_rows
+from trak_core.studies.ready_study import (
+    ReadyStudy,
+    Rows,
+    columns_from,
+    encoder,
+    field,
+    function_at,
+    ids_of,
+    needed,
+    read_rows,
+)
 
 _SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 

@@ -11,8 +11,17 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import ADAPTER_CONFIG
-from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, needed
-from trak_core.studies.rows import columns_from, filled_in, ids_of, read_rows, used_by
+from trak_core.studies.ready_study import (
+    ReadyStudy,
+    Rows,
+    columns_from,
+    encoder,
+    filled_in,
+    ids_of,
+    needed,
+    read_rows,
+    used_by,
+)
 
 _TEXT = "{text}"
 

@@ -7,8 +7,16 @@ import torch
 from torch import Tensor
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, function_at
-from trak_core.studies.rows import columns_from, field, ids_of, read_rows
+from trak_core.studies.ready_study import (
+    ReadyStudy,
+    Rows,
+    columns_from,
+    encoder,
+    field,
+    function_at,
+    ids_of,
+    read_rows,
+)
 
 
 def tabular(

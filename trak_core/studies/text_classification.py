@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.errors import InputError
-from trak_core.studies.ready_study import ReadyStudy, Rows, encoder, needed
-from trak_core.studies.rows import columns_from, field, filled_in, ids_of, read_rows, used_by
+from trak_core.studies.ready_study import (
+    ReadyStudy,
+    Rows,
+    columns_from,
+    encoder,
+    field,
+    filled_in,
+    ids_of,
+    needed,
+    read_rows,
+    used_by,
+)
 
 
 def text_classification(

@@ -3,6 +3,7 @@
 Everything here is a function of its arguments alone, so that jobs draw alike wherever they run.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,21 @@ def random_removals(n_removed: Sequence[int], draws: int) -> list[tuple[int, int
 def top_removals(targets: Sequence[Any], n_removed: Sequence[int]) -> list[tuple[Any, int]]:
     """Return target and size of every removal of a target's most helpful samples."""
     return [(target, size) for target in targets for size in n_removed]
+
+
+def sizes_of(
+    fractions: list[float], n_train: int, n_listed: int, *, rounds_up: bool = False
+) -> list[int]:
+    """Return how many samples each part of the training set is, at most those that are listed.
+
+    Each is at least 1 and leaves one; equal ones count once. Sorted. Without a listed sample there
+    are none. ``rounds_up`` is for a list that has such a part itself, rounded up.
+    """
+    if not n_listed:
+        return []
+    most = min(n_listed, n_train - 1)
+    whole = math.ceil if rounds_up else round
+    return sorted({min(max(1, whole(part * n_train)), most) for part in fractions})
 
 
 def training_seed(seed: int, subset: int, repeat: int) -> int:

@@ -21,6 +21,7 @@ _LATER = {
     "average_scores": _TABLES,
     "compute_exact_scores": _TABLES,
     "draw_influences": (*_TABLES, *_FIGURES),
+    "retrain": ("pandas",),
     "select_targets": _TABLES,
     "show_list": _FIGURES,
     "write_report": (*_TABLES, *_FIGURES),

@@ -26,7 +26,7 @@ rule retrain_subsets:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_of("retrain_subsets"),
+        code=code_of("retrain"),
         study_file=config["study"],
         spec=lambda wildcards: specs.random_subsets.as_dict(),
     message:
@@ -76,7 +76,11 @@ rule evaluate_scores:
             if specs.measures_features
             else []
         ),
-        embeddings=(of_ends("embeddings/{c}.h5") if specs.measures_embeddings else []),
+        embeddings=(
+            of_ends("embeddings/{c}.h5")
+            if "embedding_cosine" in specs.evaluation["baselines"]
+            else []
+        ),
     output:
         evaluation="<results>/evaluation/{experiment}.h5",
     log:
@@ -91,6 +95,10 @@ rule evaluate_scores:
         memory_mb=compute["memory_mb"],
     params:
         code=code_of("evaluate_scores"),
+        study_file=config["study"],
+        digest=(
+            specs.digests["whole"] if "bm25" in specs.evaluation["baselines"] else None
+        ),
         signature=(
             own_signature(retrained_files[0]) if ground_truth is not None else None
         ),
@@ -110,6 +118,6 @@ rule evaluate_scores:
 if "subsets" in specs.evaluation:
     groups = [f"{first}-{last}" for first, last in specs.subset_groups()]
     timed("retrain_subsets/{group}", group=groups)
-if specs.measures_embeddings:
+if specs.measures("embedding_cosine"):
     timed("compute_embeddings/{c}", c=specs.self_influence.ends)
 timed("evaluate_scores/{e}", e=specs.measured)

@@ -66,6 +66,7 @@ rule join_shards:
         mem_mb=job_mb,
     params:
         code=code_of("join_shards"),
+        spec=features_spec,
     message:
         "Joining shards of {wildcards.split} under checkpoint {wildcards.checkpoint}"
     script:

@@ -29,9 +29,11 @@ use rule compute_normal_matrix as compute_normal_matrix_flipped with:
         "<results>/benchmarks/compute_normal_matrix_flipped/{checkpoint}.tsv"
     priority: 0
     params:
-        spec=lambda wildcards: specs.flipped_normal_matrix(
-            wildcards.checkpoint
-        ).as_dict(),
+        spec=lambda wildcards: (
+            specs.found_flipped.under(wildcards.checkpoint)
+            .of_normal_matrix()
+            .as_dict()
+        ),
     message:
         "Summing the normal matrix of flipped labels, checkpoint {wildcards.checkpoint}"
 

@@ -23,6 +23,7 @@ rule write_list:
         code=code_of("write_list"),
         digest=specs.digests["whole"] if naming_study else None,
         study_file=naming_study,
+        spec=lambda wildcards: specs.list_scores(wildcards.kind).as_dict(),
         fraction=lambda wildcards: specs.lists[wildcards.kind].get("fraction", 1.0),
     message:
         "Listing training samples: {output.listed}"
@@ -50,9 +51,9 @@ if specs.pool is not None:
         priority: 0
         params:
             keep="top_k",
-            pool_spec=lambda wildcards: specs.features(
-                wildcards.checkpoint, "pool"
-            ).as_dict(),
+            spec=lambda wildcards: (
+                specs.list_scores("select").under(wildcards.checkpoint).as_dict()
+            ),
         message:
             "Scoring the pool for {wildcards.experiment} under checkpoint {wildcards.checkpoint}"
 
@@ -68,6 +69,7 @@ if specs.pool is not None:
             "<results>/benchmarks/average_scores_pool/{experiment}.tsv"
         priority: 0
         params:
+            spec=specs.list_scores("select").as_dict(),
             pool=specs.pool,
         message:
             "Averaging the checkpoints of the pool for {wildcards.experiment}"

@@ -17,7 +17,7 @@ rule retrain_list:
         mem_mb=job_mb,
         batch_size=compute["batch_size"],
     params:
-        code=code_of("retrain_list"),
+        code=code_of("retrain"),
         study_file=config["study"],
         spec=specs.list_retraining.as_dict(),
         fractions=lambda wildcards: specs.proofs[wildcards.kind]["fractions"],
