@@ -116,15 +116,20 @@ def _imported_names(path: Path, name: _Name) -> Iterable[_Name]:
 @cache
 def _names_in(path: Path, mtime_ns: int, name: _Name) -> tuple[_Name, ...]:
     names: dict[_Name, None] = {}
-    package = name if path.name == "__init__.py" else name[:-1]
     for node in _read(path, mtime_ns).imports:
         if isinstance(node, ast.Import):
             names |= dict.fromkeys(tuple(alias.name.split(".")) for alias in node.names)
         else:
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = above + (tuple(node.module.split(".")) if node.module else ())
+            base = _imported_from(path, name, node)
             names |= dict.fromkeys([base, *((*base, alias.name) for alias in node.names)])
     return tuple(names)
+
+
+def _imported_from(path: Path, name: _Name, node: ast.ImportFrom) -> _Name:
+    """Return what a ``from`` of a module's file imports from."""
+    package = name if path.name == "__init__.py" else name[:-1]
+    above = package[: len(package) - node.level + 1] if node.level else ()
+    return above + (tuple(node.module.split(".")) if node.module else ())
 
 
 def _closure(
@@ -346,8 +351,21 @@ def study_digest(
 
 
 def mentions(study: Path, names: Collection[str]) -> bool:
-    """Return whether a Python file says one of some names, as it must to define it."""
-    return not _source(study).words.isdisjoint(names)
+    """Return whether a study may have one of some names.
+
+    It, or a module beside it that it imports, says the name, or imports all of what lies elsewhere.
+    """
+    files = study_modules(study)
+    return any(
+        not _source(file).words.isdisjoint(names)
+        or any(
+            isinstance(node, ast.ImportFrom)
+            and node.names[0].name == "*"
+            and _imported_from(file, module, node) not in files
+            for node in _source(file).imports
+        )
+        for module, file in files.items()
+    )
 
 
 def content_digest(*parts: Any) -> str:

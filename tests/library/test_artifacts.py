@@ -23,6 +23,7 @@ from trak_core.artifacts import (
     create,
     open_artifact,
     read,
+    scaled_integers,
     verify,
 )
 from trak_core.artifacts.format import content_hash
@@ -88,6 +89,35 @@ def test_chunks_take_no_more_room_than_the_numbers(tmp_path, n, m):
         assert all(chunk <= most for chunk, most in zip(values.chunks, (1024, 64), strict=True))
         stored, most = values.id.get_storage_size(), 1.05 * values.nbytes
         assert stored <= most + 8 * np.prod(np.ceil(np.divide((n, m), values.chunks)))
+
+
+def test_int8_frames_are_read_by_their_scales(tmp_path):
+    rows = np.random.default_rng(0).standard_normal((3000, 65)).astype(np.float32)
+    with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
+        values = file.matrix("features", range(3000), range(65), dtype=np.int8)
+        for start in range(0, 3000, 700):
+            values[start : start + 700] = rows[start : start + 700]
+        file.vector("outputs", np.ones(3000, np.float32))
+        file.vector("sample_ids", np.arange(3000))
+    verify(tmp_path / "a.h5")
+    whole, scales = scaled_integers(rows)
+    frame = pd.read_hdf(tmp_path / "a.h5", "features")
+    with h5py.File(tmp_path / "a.h5") as file:
+        by_hand = frame.mul(file["features_scales"][:], axis=0).to_numpy()
+    with open_artifact(tmp_path / "a.h5", FEATURES) as file:
+        read = file.matrix("features")
+        assert np.array_equal(read[:], whole * scales[:, None])
+        assert np.array_equal(read[:], by_hand)
+        assert np.array_equal(read[1000:2100, :7], by_hand[1000:2100, :7])
+        assert np.array_equal(read[5], by_hand[5])
+    for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        rows[2, 7] = bad
+        with (
+            pytest.raises(ArtifactError, match=r"must be finite, but 'features/.*values' is not"),
+            create(tmp_path / "b.h5", FEATURES, {}, {}) as file,
+        ):
+            file.matrix("features", range(3000), range(65), dtype=np.int8)[:] = rows
+    assert not (tmp_path / "b.h5").exists()
 
 
 @pytest.mark.parametrize("most", [1, 64, 256, 1024, 2**14])

@@ -159,3 +159,19 @@ def test_a_damaged_frame_of_pandas_is_one_message(frame):
         code, input=flips, capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def test_int8_frames_without_their_scales_are_refused(tmp_path):
+    for case in ("none", "fewer", "float64"):
+        with create(tmp_path / "a.h5", FEATURES, {}, {}) as file:
+            file.matrix("features", [1, 2, 3], [0, 1], dtype=np.int8)[:] = 1
+            file.vector("outputs", np.ones(3, np.float32))
+            file.vector("sample_ids", np.arange(3))
+        with h5py.File(tmp_path / "a.h5", "r+") as file:
+            del file["features_scales"]
+            if case != "none":
+                dtype = np.float64 if case == "float64" else np.float32
+                file["features_scales"] = np.ones(3 - (case == "fewer"), dtype)
+        seal(tmp_path / "a.h5")
+        with pytest.raises(ArtifactError, match="features_scales"):
+            verify(tmp_path / "a.h5")

@@ -12,7 +12,7 @@ from refused import refused
 
 from trak_core import provenance
 from trak_core.config.job_specs import study_digests
-from trak_core.provenance import code_digest, content_digest, study_digest, study_modules
+from trak_core.provenance import code_digest, content_digest, mentions, study_digest, study_modules
 from trak_core.system import files
 from trak_core.system.files import CodeDigests
 
@@ -382,6 +382,22 @@ def test_an_edit_of_some_functions_decides_less_than_others(study, old, new, wha
 def test_when_in_doubt_it_decides_everything(study, more):
     study.write_text(f"{STUDY}\n\n{more}\n")
     assert decided(study, "torch.arange(n)", "torch.arange(n + 1)") == ALL
+
+
+@pytest.mark.parametrize(
+    ("imported", "beside", "may"),
+    [
+        ("from mine import *", "def class_names():\n    return ['cat']\n", True),
+        ("from mine import *", "from other import *\n", True),
+        ("from mine import *", "x = 1\n", False),
+        ("from other import x as y", "", False),
+        ("from other import class_names", "", True),
+    ],
+)
+def test_a_study_may_have_what_a_module_gives_it(study, imported, beside, may):
+    study.with_name("mine.py").write_text(beside)
+    study.write_text(f"{STUDY}\n\n{imported}\n")
+    assert mentions(study, {"class_names"}) == may
 
 
 @pytest.mark.parametrize(

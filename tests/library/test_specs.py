@@ -222,7 +222,7 @@ RETRAINED = {"random_subsets", "random_removals", "top_removals"}
         ({"scoring__damping": 1}, SCORES),
         ({"scoring__weighting": "curvature"}, SCORES | MATRICES),
         ({"scoring__normalize": True}, SCORES | MATRICES),
-        ({"features_dtype": "float16"}, {*STORED, *SCORES}),
+        ({"features_dtype": "int8"}, {*STORED, *SCORES}),
         ({"projection__seed": 1}, {"distortion", *STORED, *SCORES}),
         ({"parameters": ["fc.*"]}, FEATURES | SCORES),
         ({"experiments__few__targets": [1, 3]}, {"features", "checkpoint_scores", "scores"}),

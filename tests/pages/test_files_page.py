@@ -109,7 +109,8 @@ def test_files_that_other_settings_leave(tmp_path):
     study, checkpoints, _ = given = with_two_checkpoints(tmp_path)
     kept, unit, exact = (tmp_path / name for name in ("top", "unit", "exact"))
     run_stages(kept, *given, model_output="regression", proj_dim=8, keep="top_k")
-    run_stages(unit, *given, model_output="regression", proj_dim=8, combine="unit_average")
+    other = {"combine": "unit_average", "dtype": "int8"}
+    run_stages(unit, *given, model_output="regression", proj_dim=8, **other)
     run_exact_stages(exact, *given, model_output="regression")
     compute_distortion(
         distortion=unit / "distortion/c0.h5",

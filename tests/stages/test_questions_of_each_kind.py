@@ -1,6 +1,8 @@
 """Questions to runs of adapters, of pairs, of tokens and of an output of one's own."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -8,10 +10,13 @@ import pytest
 import torch
 import yaml
 from few_words import tokenizer, write
-from pipeline import read_scores, run_config
+from pipeline import ON_CPU, read_scores, run_config
+from refused import refused
 
 import trak_core
 from trak_core.command.main import main
+from trak_core.queries.finished_run import FinishedRun
+from trak_core.stages.compute_token_scores import compute_token_scores
 
 peft = pytest.importorskip("peft", reason="with the extra `test`")
 models, texts = pytest.importorskip("models"), pytest.importorskip("texts")
@@ -82,7 +87,8 @@ def adapter(folder):
 
 
 def tokens(folder):
-    return of_texts(folder, model_output="token_log_odds")
+    scoring = {"normalize": True, "loss_weight_power": 0.5}
+    return of_texts(folder, model_output="token_log_odds", scoring=scoring)
 
 
 def pairs(folder):
@@ -134,3 +140,83 @@ def test_the_scores_are_the_workflow_s(kind, projection, tmp_path, monkeypatch, 
     assert difference <= 1e-6 * np.abs(expected).max()
     targets = pd.read_hdf(results / "scores/asked.h5", "targets")
     np.testing.assert_allclose(answer.target["output"], targets["output"][0], rtol=1e-5)
+    assert answer.tokens is None
+    if kind in (adapter, tokens):
+        check_tokens(results, line, capsys)
+    elif projection == "exact":
+        with refused("queries.exact_tokens"):
+            trak_core.open("results").ask(line, tokens=True)
+
+
+def check_tokens(results, line, capsys):
+    """They are the workflow's, and are shown where they are asked for."""
+    specs = FinishedRun.of_folder(results).specs
+    features = results / "features/c0"
+    compute_token_scores(
+        token_scores=results / "token_scores/asked.h5",
+        scores=results / "scores/asked.h5",
+        checkpoints=[Path(specs.checkpoints["c0"].path)],
+        train_paths=[features / "train.h5"],
+        targets_paths=[features / "asked.h5"],
+        normal_matrices=[results / "normal_matrix/c0.h5"],
+        spec=specs.scores("asked"),
+        study_file=Path(specs.config["study"]),
+        question=Path("asked.jsonl"),
+        **ON_CPU,
+    )
+    expected = pd.read_hdf(results / "token_scores/asked.h5", "tokens")
+    answer = trak_core.open("results").ask(line, tokens=True)
+    keys = ["target_id", "train_id", "side", "token"]
+    found = answer.tokens.set_index(keys)["score"]
+    expected = expected.set_index(keys)["score"]
+    assert set(found.index) == set(expected.index)
+    largest = answer.scores.abs().max()
+    np.testing.assert_allclose(found.loc[expected.index], expected, rtol=0, atol=1e-5 * largest)
+    sums = answer.tokens.groupby(["side", "train_id"])["score"].sum()
+    for side in ("train", "target"):
+        np.testing.assert_allclose(
+            sums[side].loc[answer.top["train_id"]], answer.top["score"], atol=1e-5 * largest
+        )
+    assert answer.tokens_of()["text"].tolist() == QUESTION[0]["text"].split()
+    (row,) = [row for row in ROWS if row["id"] == answer.top["train_id"][0]]
+    assert answer.tokens_of(row["id"])["text"].tolist() == row["text"].split()
+    capsys.readouterr()
+    words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
+    main(words)
+    assert "most by" not in capsys.readouterr().out
+    assert "Tokens are coloured" not in Path("out.html").read_text()
+    main([*words, "--tokens"])
+    own = answer.tokens_of()
+    most = own["text"][own["score"].abs().idxmax()].strip()
+    assert f'\nmost by "{most}"' in capsys.readouterr().out
+    page = Path("out.html").read_text()
+    assert "Tokens are coloured" in page
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    assert data["targets"][0]["tokens"] == own["text"].tolist()
+    assert max(map(abs, data["targets"][0]["levels"])) == 9
+    assert all(len(levels) for *_, levels in data["targets"][0]["influences"])
+
+
+def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monkeypatch, capsys):
+    """Each is told of in a sentence, and the next line is answered."""
+    config = of_texts(tmp_path) | {"projection": {"proj_dim": 16}}
+    config |= {"experiments": {"asked": {"data": "asked.jsonl"}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    results = run_config(tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    long = " ".join(["sky"] * 500)
+    write(tmp_path / "odd.jsonl", [{"text": long}, {"text": ""}, {"text": "sky"}, *QUESTION])
+    run = trak_core.open("results")
+    with refused("queries.not_taken", "IndexError", 500):
+        run.ask(long)
+    with pytest.raises(SystemExit):
+        main(["ask", "mine.yaml", "--file", "odd.jsonl"])
+    told = capsys.readouterr()
+    assert told.out.startswith("q: the sky is red\n") or "\nq: the sky is red\n" in told.out
+    errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
+    assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
+    assert all("must have a part that counts" in error for error in errors[1:])
+    (study,) = results.glob("*_study_*.py")
+    study.rename(study.with_name("language_model_study_00000000.py"))
+    with refused("queries.other_study", "language_model_study_00000000.py"):
+        trak_core.open("results").ask("the sky")

@@ -64,7 +64,7 @@ KINDS = {
     "projected": {"scoring": {"normalize": True}},
     "products": {
         "scoring": {"combine": "product_of_averages", "damping": 0.1},
-        "features_dtype": "float16",
+        "features_dtype": "int8",
     },
     "adam": {"preconditioner": "adam", "projection": {"proj_dim": 16, "kind": "tensor_sketch"}},
     "exact": {"projection": "exact", "scoring": {"normalize": True}},
@@ -208,6 +208,7 @@ def test_lines_are_answered_or_told_of(here, capsys):
         twice,
         '{"row": 400, "col": 2}',
         '{"row": 9999}',
+        '{"row": 400, "shift": 1e300}',  # it can be read, but not answered
     ]
     good = ['{"row": 400, "id": "x"}', "", '{"row": 350, "shift": 1}']
     again = '{"row": 3, "id": "x"}'
@@ -220,8 +221,12 @@ def test_lines_are_answered_or_told_of(here, capsys):
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert written(here) == before
-    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == ["Error: l"] * 9
-    assert all(f"line {number}: " in err for number in (2, 3, 4, 5, 6, 7, 8, 9, 11))
+    assert [line[:8] for line in err.splitlines() if line.startswith("Error: ")] == [
+        "Error: l"
+    ] * 10
+    # As editors count, empty lines too.
+    told = re.findall(r"^Error: line (\d+): ", err, re.M)
+    assert told == ["2", "3", "4", "5", "6", "7", "8", "9", "10", "13"]
     assert all(
         f"Found {reason}, in '" in err
         for reason in (
@@ -229,21 +234,32 @@ def test_lines_are_answered_or_told_of(here, capsys):
             "the field 'row' stands twice",
         )
     )
-    assert "must have an id of its own. Found x again" in err
+    assert "must have an id of its own. Found x again, which is that of line 1." in err
     scores = read_scores(here / "scores/asked.h5")
     table = pd.read_csv("out.csv")
-    assert table["target_id"].tolist() == ["x"] * 4 + ["9"] * 4
+    assert table["target_id"].tolist() == ["x"] * 4 + ["10"] * 4
     assert table["rank"].tolist() == [1, 2, 1, 2] * 2
-    for name, number in (("x", 0), ("9", 1)):
+    for name, number in (("x", 0), ("10", 1)):
         rows = table[table["target_id"] == name]
         expected = scores[number].loc[rows["train_id"]]
         np.testing.assert_allclose(rows["score"], expected, rtol=1e-4, atol=1e-9)
         assert all(f"train {i} " in out for i in rows["train_id"])
     page = (here.parent / "out.html").read_text()
-    assert all(f'id="target-{name}"' in page for name in ("x", "9"))
+    assert all(f'id="target-{name}"' in page for name in ("x", "10"))
     assert "scores/" not in page
     assert "progress" in page
     assert "clinic" in out
+
+
+def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys):
+    (here.parent / "some.tsv").write_text("id\trow\nx\t400\n\ny\tfour\n")
+    with pytest.raises(SystemExit):
+        main(["ask", "mine.yaml", "--file", "some.tsv"])
+    err = capsys.readouterr().err
+    assert [line[:14] for line in err.splitlines() if line.startswith("Error")] == [
+        "Error: line 2:",
+        "Error: line 4:",
+    ]
 
 
 def test_targets_are_asked_for_by_id(here, capsys):
@@ -267,14 +283,15 @@ def test_an_id_is_that_of_one_target_or_line(here, capsys):
         main([*words, "--csv", "same.csv", "--top", "1"])
     assert pd.read_csv("same.csv")["target_id"].tolist() == [2, 2, 1, 1]
     (words,) = wordings(FOLDER / "command.txt")["command.id_again"]
-    assert capsys.readouterr().err.count(words.replace("<value>", "2")) == 2
+    told = words.replace("<value>", "2", 1).replace("<value>", "target 2")
+    assert capsys.readouterr().err.count(told) == 2
 
 
 def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
     kept, answers = [], HeldRun.answers
 
-    def watched(*given):
-        for asked, answer in answers(*given):
+    def watched(*given, **more):
+        for asked, answer in answers(*given, **more):
             kept.append(weakref.ref(answer.scores))
             yield asked, answer
             assert sum(scores() is not None for scores in kept) <= 2
@@ -312,7 +329,7 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     assert len(pd.read_csv("typed.csv")) == 10
     out, err = capsys.readouterr()
     assert "pushed it up:" in out
-    assert "line 2: A line must be a JSON object with the fields" in err
+    assert "line 3: A line must be a JSON object with the fields" in err
     assert err.endswith("\n\nwrote: typed.csv\n")  # a line of its own, whatever was typed
 
 
@@ -376,6 +393,9 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     (results / "normal_matrix/other.h5").unlink()
     with refused("queries.not_finished", "other.h5"):
         check()
+    (tmp_path / "c1.pt").unlink()
+    with refused("queries.no_checkpoint", "c1.pt"):
+        check()
 
 
 NETS = """
@@ -431,6 +451,10 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
         assert re.search(
             r"^the log-odds of the label: \S+; label cat, predicted (cat|dog)$", out, re.M
         )
+        main(["ask", "mine.yaml", "--file", "asked.jsonl", "--csv", "out.csv", "--top", "1"])
+        table = pd.read_csv("out.csv")
+        assert table["label"].tolist() == [i.partition("/")[0] for i in table["train_id"]]
+        assert {*table["prediction"]} <= {"cat", "dog"}
         rows = re.findall(r"  train (\w+)/\d+.png  label (\w+)\n(?!    )", out)
         assert len(rows) == 2
         assert all(folder == label for folder, label in rows)
@@ -448,6 +472,11 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
 def test_what_the_command_does_not_take(here):
     for words, code, found in (
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
+        (["--file", "results"], "command.no_file", "results"),
+        (["--html", "results"], "command.no_output_folder", "results"),
+        (["--csv", "a.x", "--html", "./a.x"], "command.output_again", "a.x"),
+        (["--csv", "mine.yaml"], "command.output_again", "mine.yaml"),
+        (["--file", "asked.jsonl", "--csv", "asked.jsonl"], "command.output_again", "asked.jsonl"),
         (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--top", "0"], "command.top", "0"),
     ):

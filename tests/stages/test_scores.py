@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import h5py
 import numpy as np
 import oracle
 import pandas as pd
@@ -10,9 +11,10 @@ import torch
 from linear_study import with_two_checkpoints
 from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
 from refused import refused
+from scipy.stats import spearmanr
 from trained_cases import assert_close
 
-from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact
+from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.model.device import find_device
@@ -229,6 +231,57 @@ def test_float16_keeps_what_it_can_and_says_what_it_cannot():
         rows[1] = bad
         with refused("stages.float16", f"from {bad:.2g} to {bad:.2g}", "b"):
             stored_rows(rows, "float16", ["a", "b"])
+
+
+def test_int8_features(digits, tmp_path):
+    """Joining shards leaves every integer and every scale as they were."""
+    given = {"float32": {}, "int8": {"shards": 3}}
+    scores = [
+        read_scores(
+            digits.stages(tmp_path / dtype, 1, proj_dim=160, dtype=dtype, **more)
+        ).to_numpy()
+        for dtype, more in given.items()
+    ]
+    assert min(spearmanr(*np.stack(scores)[:, :, i]).statistic for i in range(7)) > 0.999
+    parts = []
+    for name in ("train", "train-1", "train-2", "train-3"):
+        with h5py.File(tmp_path / f"int8/features/c0/{name}.h5") as file:
+            parts.append([file[f"features{key}"][:] for key in ("/block0_values", "_scales")])
+    for whole, *shards in zip(*parts, strict=True):
+        assert np.array_equal(whole, np.concatenate(shards))
+    assert parts[0][0].dtype == np.int8
+
+
+@pytest.mark.parametrize("k", [1, 3, 512])
+def test_int8_rows_are_the_nearest_and_stored_again_the_same(k):
+    """Against the definition; sizes go from the smallest of float32 to the largest."""
+    rng = np.random.default_rng(k)
+    rows = rng.standard_normal((300, k)) * np.geomspace(1e-44, 1e37, 300)[:, None]
+    rows = np.vstack([rows, np.zeros(k)]).astype(np.float32)
+    whole, scales = scaled_integers(rows)
+    most = np.abs(rows).max(axis=1).astype(float)
+    assert (scales >= most / 127).all()
+    assert (scales <= most / 127 * (1 + 2**-16) + 2**-149).all()
+    exact = whole.astype(float) * scales.astype(float)[:, None]
+    assert (np.abs(exact - rows) <= scales[:, None] * 0.5000001).all()
+    read = whole * scales[:, None]
+    assert read.dtype == np.float32
+    assert np.array_equal(read, exact)
+    again = scaled_integers(read)
+    same = (most == 0) | (most > 1e-37)
+    assert np.array_equal(again[0][same], whole[same])
+    assert np.array_equal(again[1][same], scales[same])
+
+
+def test_int8_that_loses_a_sample_is_an_error():
+    good = np.random.default_rng(0).standard_normal((3, 1000)).astype(np.float32)
+    good[1] = 0
+    np.testing.assert_allclose(stored_rows(good, "int8", [1, 2, 3]), good, atol=0.016)
+    for far, loss in ((1e3, "0.031"), (np.nan, "nan"), (np.inf, "nan")):
+        rows = good.copy()
+        rows[2, 7] = far
+        with refused("stages.int8", f"up to {loss}", "samples c"):
+            stored_rows(rows, "int8", ["a", "b", "c"])
 
 
 def test_a_subset_of_parameters(digits, tmp_path):

@@ -35,6 +35,10 @@ STUDIES = {
         *("return nn.Sequential(", "return nn.Sequentially("),
         rf"make_model\(\) {ENDS} AttributeError: .* 'Sequentially' .*line \d+, in make_model",
     ),
+    "two classes of one name": (
+        *("def make_model", "def class_names():\n    return ['a', 'b', 'a']\n\n\ndef make_model"),
+        r"class_names\(\) must return a different name for each class\. Found 'a' 2 times",
+    ),
     "no data": ("x[:342], y[:342]", "x[:0], y[:0]", r"train_data\(\) must hold samples"),
     "data is a number": (
         *(DATA, "return 342"),

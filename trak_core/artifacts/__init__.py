@@ -41,6 +41,7 @@ from trak_core.artifacts.format import (
     TOKEN_SCORES,
     ArtifactError,
     ArtifactKind,
+    scaled_integers,
 )
 from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
 from trak_core.artifacts.write import Writer, create
@@ -53,3 +54,4 @@ __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES
 __all__ += ["SCORES_SHARD"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
 __all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]
+__all__ += ["scaled_integers"]

@@ -232,6 +232,30 @@ def read_object(file: h5py.File, name: str) -> dict[str, Any]:
     return value | {key: [json.loads(row) for row in rows[:]] for key, rows in lists.items()}
 
 
+def scales_of(key: str) -> str:
+    """Return the name of the scales of a frame's rows, which a frame of int8 comes with."""
+    return f"{key}_scales"
+
+
+def scaled_integers(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows as int8, shape (n, k), and the scale that each must be multiplied by.
+
+    A row's largest entry becomes 127 or -127, the others the nearest integers. A scale, float32,
+    has 17 significant bits, rounded up, so that float32 holds every product exactly, and rows with
+    an entry of 1e-37 or more are the same when what was read is stored again. Rows of zeros have
+    the scale 0. A row with NaN or infinity, or too close to the end of float32, has the scale NaN.
+    """
+    most = np.abs(rows).max(axis=1, initial=0).astype(np.float64)
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Float32's smallest step is 2^-149.
+        unit = np.ldexp(1.0, np.maximum(np.frexp(most / 127)[1] - 17, -149))
+        scales = np.ceil(most / 127 / unit) * unit
+        scales = np.where(127 * scales <= np.finfo(np.float32).max, scales, np.nan)
+        whole = np.rint(rows / np.where(scales > 0, scales, 1)[:, None])
+    whole[~np.isfinite(scales)] = 0
+    return whole.astype(np.int8), scales.astype(np.float32)
+
+
 def table_columns(
     table: h5py.Dataset, columns: Iterable[tuple[str, str, int]], read: slice = slice(None)
 ) -> dict[str, Any]:
@@ -323,6 +347,13 @@ def _check_frame(name: str, group: h5py.Group) -> None:
             f"{name!r} must hold numbers of shape {expected}, one row and one column an id, found "
             f"shape {values.shape}, dtype {values.dtype}"
         )
+    if values.dtype == np.int8:
+        scales = dataset_in(group.file, scales_of(name))
+        if scales.shape != rows.shape or scales.dtype != np.float32:
+            raise ValueError(
+                f"{scales.name!r} must hold a scale for each of {rows.size} rows, float32, found "
+                f"shape {scales.shape}, dtype {scales.dtype}"
+            )
 
 
 def check_layout(file: h5py.File, kind: ArtifactKind) -> None:

@@ -28,6 +28,7 @@ from trak_core.artifacts.format import (
     is_link,
     plain_ids,
     read_object,
+    scales_of,
     table_columns,
 )
 from trak_core.artifacts.seal import Damaged, SealedFile, read_seal
@@ -155,7 +156,8 @@ class Artifact:
     def matrix(self, key: str) -> "Rows":
         """Return the values of a frame, to read by blocks."""
         dataset = self._dataset(f"{key}/block0_values")
-        return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype)
+        scales = scales_of(key) if dataset.dtype == np.int8 else None
+        return Rows(self, f"{key}/block0_values", dataset.shape, dataset.dtype, scales)
 
     def index(self, key: str) -> list[Any]:
         """Return the row ids of a frame."""
@@ -203,12 +205,21 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The values of a frame, which ``rows[start:stop]`` reads."""
+    """The values of a frame, which ``rows[start:stop]`` reads: int8 as float32, by their scales.
+
+    Attributes:
+        artifact: The file.
+        key: The dataset of the values.
+        shape: Rows and columns.
+        dtype: How the values are stored.
+        scales: The vector of the rows' scales; None where values are stored as they are.
+    """
 
     artifact: Artifact
     key: str
     shape: tuple[int, int]
     dtype: np.dtype
+    scales: str | None = None
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -216,7 +227,12 @@ class Rows:
 
     def __getitem__(self, rows: Any) -> np.ndarray:
         """Read some rows."""
-        return self.artifact._read(self.key, rows)
+        values = self.artifact._read(self.key, rows)
+        if self.scales is None:
+            return values
+        # Float32 holds these products exactly.
+        scales = self.artifact._read(self.scales, rows[0] if isinstance(rows, tuple) else rows)
+        return values * np.expand_dims(scales, -1)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read all rows."""

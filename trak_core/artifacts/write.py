@@ -19,6 +19,8 @@ from trak_core.artifacts.format import (
     ids_array,
     plain_ids,
     put_attributes,
+    scaled_integers,
+    scales_of,
     table_columns,
     write_object,
 )
@@ -75,14 +77,22 @@ class MatrixWriter:
         self._hash = ValuesHash(str(dataset.name).lstrip("/"))
         self._chunk_rows: int = dataset.chunks[0]  # pyright: ignore[reportOptionalSubscript]
         self._filled, self._rest = 0, np.empty((0, *dataset.shape[1:]), dataset.dtype)
+        self.scales = np.zeros(len(dataset), np.float32) if dataset.dtype == np.int8 else None
 
     def __setitem__(self, rows: slice, values: Any) -> None:
         """Write some rows."""
         start, stop, _ = rows.indices(len(self._dataset))
         shape = (stop - start, *self._dataset.shape[1:])
-        block = np.broadcast_to(np.asarray(values, self._dataset.dtype), shape)
         if start != self._filled:
             raise ValueError(f"rows come from the top down: {self._filled} are filled, not {start}")
+        if self.scales is None:
+            block = np.broadcast_to(np.asarray(values, self._dataset.dtype), shape)
+        else:
+            block, scales = scaled_integers(np.broadcast_to(np.asarray(values), shape))
+            if not np.isfinite(scales).all():
+                name = str(self._dataset.name).lstrip("/")
+                raise not_finite(self._path, ValueError(f"{name!r} is not"))
+            self.scales[start:stop] = scales
         try:
             self._hash.add(block)
         except ValueError as error:
@@ -105,6 +115,11 @@ class MatrixWriter:
             self._dataset[start : start + len(block)] = block
         if self._raw.failure is not None:
             raise self._raw.failure
+
+    @property
+    def key(self) -> str:
+        """The frame's name."""
+        return str(self._dataset.parent.name).lstrip("/")
 
     @property
     def known(self) -> dict[str, str]:
@@ -142,7 +157,8 @@ class Writer:
         """Return a new frame's values, shape (len(index), len(columns)), to fill by blocks.
 
         Row ids (``index``) and column ids are integers or strings. A chunk has so many rows and
-        columns at most.
+        columns at most. With the dtype int8 each row is divided by a scale of its own
+        (``scaled_integers``), which a vector beside the frame keeps.
         """
         group = self.file.create_group(key)
         put_attributes(group, **_FRAME)
@@ -157,10 +173,10 @@ class Writer:
         self.matrices.append(MatrixWriter(self.path, values, self.raw))
         return self.matrices[-1]
 
-    def vector(self, key: str, values: Sequence[Any] | np.ndarray) -> None:
+    def vector(self, key: str, values: Sequence[Any] | np.ndarray, *, chunk: int = 2**16) -> None:
         """Write one value a sample, or ids."""
         array = ids_array(values) if isinstance(values, list) else np.asarray(values)
-        chunks = (min(len(array), 2**16),)
+        chunks = (min(len(array), chunk),)
         # Nothing at all has no chunks.
         stored: dict[str, Any] = {"chunks": chunks, "fletcher32": True} if len(array) else {}
         self.file.create_dataset(key, data=array, **stored)
@@ -294,6 +310,9 @@ def create(
                 yield writer  # ruff: ignore[fallible-context-manager]
                 for matrix in writer.matrices:
                     known |= matrix.known
+                    if matrix.scales is not None:
+                        # Read with rows of the frame, a chunk of them at a time.
+                        writer.vector(scales_of(matrix.key), matrix.scales, chunk=1024)
                 if not writer.tables:
                     _put_content_hash(path, file, known)
             if not writer.tables:

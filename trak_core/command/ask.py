@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,8 @@ from trak_core.command.run import check_config_file, workflow_folder
 from trak_core.errors import InputError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from trak_core.queries.answer import Answer, Asked
     from trak_core.queries.held_run import HeldRun
 
@@ -27,6 +29,7 @@ Type, or pipe, a line for each sample: a JSON object, as the `data` of an experi
 the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
 """
 _PROMPT = "> "
+_MOST_TOKENS = 3
 
 
 def ask(words: Sequence[str]) -> None:
@@ -45,19 +48,32 @@ def ask(words: Sequence[str]) -> None:
         *("--target", "-t"), action="append", default=[], help="a target of the study's, by its id"
     )
     parser.add_argument("--top", type=int, default=5, help="samples of either sign; %(default)s")
+    parser.add_argument(
+        "--tokens", action="store_true", help="cut the scores shown by tokens, and colour these"
+    )
     parser.add_argument("--csv", type=Path, help="a table to write of all answers")
     parser.add_argument("--html", type=Path, help="a page to write of all answers")
     asked = parser.parse_args(words)
     check_config_file("ask", asked.config)
+    read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
-        if not path.parent.is_dir():
+        if not path.parent.is_dir() or path.is_dir():
             raise InputError(
                 f"--csv and --html must name files in folders that are there. Found {path}.",
                 code="command.no_output_folder",
             )
+        read.append(path)
+        if sum(other.resolve() == path.resolve() for other in read) > 1:
+            raise InputError(
+                "--csv and --html must name files of their own, not each other's, nor the config "
+                f"or the lines that are asked. Found {path} twice.",
+                code="command.output_again",
+            )
     if asked.file is not None and not asked.file.is_file():
+        there = "a folder" if asked.file.is_dir() else "nothing"
         raise InputError(
-            f"--file must exist. Found nothing at {asked.file}.", code="command.no_file"
+            f"--file must be a file of lines. Found {there} at {asked.file}.",
+            code="command.no_file",
         )
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")
@@ -94,11 +110,15 @@ class _Session:
         self.is_typed = not is_given and sys.stdin is not None and sys.stdin.isatty()
         self.has_failed = False
         self._answers: list[Answer] = []
-        self._ids: set[str] = set()
+        # What was asked about, by its id: a target, or a line by its number.
+        self._places: dict[str, str] = {}
         self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
             self._held.load()
+        # A page shows what that of the run shows.
+        shows_tokens = asked.html is not None and self._held.specs.config["answers"]["tokens"]
+        self._cuts: bool = asked.tokens or shows_tokens
 
     def answer_all(self) -> None:
         """Print an answer for each line, and what is wrong with a line that has none."""
@@ -108,9 +128,10 @@ class _Session:
         # Checkpoints that take turns are read once for all lines.
         all_at_once = self._held.takes_turns and not self.is_typed
         for group in [list(samples)] if all_at_once else ([one] for one in samples):
-            for asked, answer in _silently(self._held.answers(group, self._asked.top)):
+            answers = self._held.answers(group, self._asked.top, tokens=self._cuts)
+            for asked, answer in _silently(answers):
                 if isinstance(answer, InputError):
-                    self._tell(f"{asked.id}: {answer}")
+                    self._tell(f"{self._places[str(asked.id)]}: {answer}")
                     continue
                 if self._wanted:
                     # A session may be long, and scores of all training samples many.
@@ -145,48 +166,55 @@ class _Session:
     def _samples(self) -> Iterator["Asked"]:
         """Yield a sample for each target or line that is one."""
         for target_id in self._asked.target:
+            place = f"target {target_id}"
             try:
-                asked = self._with_new_id(self._held.target(target_id))
+                asked = self._with_new_id(self._held.target(target_id), place)
             except InputError as error:
                 self._tell(str(error))
             else:
                 yield asked
         if self._asked.target and self._asked.file is None:
             return
-        for number, line in enumerate(self._lines()):
+        for number, (place, line) in enumerate(self._lines()):
             try:
-                asked = self._with_new_id(self._held.asked(line, number))
+                asked = self._with_new_id(self._held.asked(line, number), f"line {place}")
             except InputError as error:
-                self._tell(f"line {number + 1}: {error}")
+                self._tell(f"line {place}: {error}")
             else:
                 yield asked
 
-    def _with_new_id(self, asked: "Asked") -> "Asked":
+    def _with_new_id(self, asked: "Asked", place: str) -> "Asked":
         """Return what is asked, unless its id was asked about before: answers go by it."""
-        if str(asked.id) in self._ids:
+        before = self._places.setdefault(str(asked.id), place)
+        if before is not place:
             raise InputError(
-                f"Each target and line must have an id of its own. Found {asked.id} again. A "
-                "line's is its field id; without one it has its number, from 0.",
+                f"Each target and line must have an id of its own. Found {asked.id} again, which "
+                f"is that of {before}. A line's is its field id; without one it is numbered, from "
+                "0, among those that are not empty.",
                 code="command.id_again",
             )
-        self._ids.add(str(asked.id))
         return asked
 
-    def _lines(self) -> Iterator[Any]:
-        """Yield lines that are not empty: text, bytes, or the fields of a table's row."""
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        """Yield lines that are not empty with their numbers, from 1.
+
+        A line is text, bytes, or the fields of a table's row.
+        """
         file: Path | None = self._asked.file
-        if file is None:
-            lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
-        elif file.suffix == ".tsv":
+        if file is not None and file.suffix == ".tsv":
             from trak_core.study.targets import read_questions
 
-            ids, rows = read_questions(file)
-            lines = ({"id": own_id, **row} for own_id, row in zip(ids, rows, strict=True))
+            ids, rows, numbers = read_questions(file)
+            for number, own_id, row in zip(numbers, ids, rows, strict=True):
+                yield number, {"id": own_id, **row}
+            return
+        if file is not None:
+            lines = file.read_bytes().split(b"\n")
         else:
-            lines = file.read_bytes().splitlines()
-        for line in lines:
-            if isinstance(line, Mapping) or line.strip():
-                yield line
+            lines = _typed() if self.is_typed else sys.stdin.buffer if sys.stdin else ()
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, line
 
 
 def _held_run(config_file: str) -> "HeldRun":
@@ -240,7 +268,7 @@ def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
     width = max(40, shutil.get_terminal_size().columns)
     lines = textwrap.wrap(f"{answer.asked.id}: {answer.text}", width)
-    lines.append(answer.said())
+    lines += [*_in_colours(answer.tokens_of()), answer.said()]
     for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
         lines.append(words)
         for row in answer.side(sign).to_dict("records"):
@@ -251,4 +279,33 @@ def _in_words(answer: "Answer") -> str:
             known = ", ".join(f"{name} {value}" for name, value in row.items())
             lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
             lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+            lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]
     return "\n".join([*lines, ""])
+
+
+def _in_colours(tokens: "pd.DataFrame") -> list[str]:
+    """Return a line of the tokens that add most to a score, and on a terminal one of all.
+
+    There, green ones push up and red ones down, the strongest in bold; ``NO_COLOR`` leaves it out.
+    """
+    scores = tokens["score"].to_numpy()
+    if not scores.any():
+        return []
+    from trak_core.report.describe_samples import readable
+    from trak_core.report.explore_page import LEVELS, token_levels
+
+    # A token's own spaces stay; what is no letter to be seen could steer a terminal.
+    texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]
+    texts = [text.replace("\n", " ") for text in texts]
+    order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))
+    words = [text.strip() or "space" for text in texts]
+    most = [f'"{words[i]}" {scores[i]:+.2g}' for i in order[:_MOST_TOKENS]]
+    lines = [f"most by {', '.join(most)}"]
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        parts = []
+        for text, level in zip(texts, token_levels(scores), strict=True):
+            strength = "1;" if abs(level) > LEVELS // 2 else ""
+            colour = f"\x1b[{strength}{32 if level > 0 else 31}m"
+            parts.append(f"{colour}{text}\x1b[0m" if level else text)
+        lines.insert(0, "".join(parts))
+    return lines

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.artifacts import scaled_integers
+from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
 from trak_core.autograd.token_margins import MarginFactors
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
@@ -15,6 +16,11 @@ from trak_core.model.device import find_device, takes_cuda
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape
+
+# The part of a sample's features, by their norm, that may be lost where they are stored. Rounding
+# to float16 costs 5e-4 at most, more is lost where entries fall below 6e-5 or overflow. Rounding
+# entries alike in size to int8 costs 1e-2; one far larger than the others leaves them few steps.
+_MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 
 
 class Features:
@@ -200,15 +206,27 @@ def batch_features(
 
 
 def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> np.ndarray:
-    """Return the rows in the dtype they are stored in; float16 must hold them."""
+    """Return the rows as they are read when they were stored in a dtype, which must hold them."""
     if dtype == "float32":
         return rows
-    with np.errstate(over="ignore", under="ignore"):
-        stored = rows.astype(np.float16)
-    # Rounding alone costs 5e-4 at most; more is lost where entries fall below 6e-5 or overflow.
     exact = rows.astype(np.float64)
-    with np.errstate(invalid="ignore"):
-        lost = ~(np.linalg.norm(stored - exact, axis=1) <= 1e-3 * np.linalg.norm(exact, axis=1))
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        if dtype == "int8":
+            whole, scales = scaled_integers(rows)
+            stored = whole * scales[:, None]
+        else:
+            stored = rows.astype(np.float16)
+        losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
+        lost = ~(losses <= _MOST_LOST[dtype] * norms)
+    if lost.any() and dtype == "int8":
+        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+        raise InputError(
+            "Features stored as int8 must keep a sample's features to 2e-2 of their norm: no entry "
+            "may be far larger than the others. Found a loss of up to "
+            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {', '.join(named)}. "
+            "Set features_dtype to float16 or float32.",
+            code="stages.int8",
+        )
     if lost.any():
         named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
         size = np.abs(rows[lost])

@@ -126,6 +126,10 @@ class Answer:
             what is known of the training sample, and ``described_text``.
         model_output: What the config says of the model output f.
         class_names: What the study calls the classes, by number; empty if it doesn't.
+        tokens: Scores of ``top`` cut by tokens, if that was asked for: ``train_id``, ``side``
+            (``train`` or ``target``, whose tokens these are), ``token`` (from 0; -1 for what is no
+            token's), ``text`` and ``score``. Those of a side and a training sample add up to its
+            score. None if it wasn't asked for.
     """
 
     asked: Asked
@@ -135,6 +139,21 @@ class Answer:
     top: pd.DataFrame
     model_output: str | Mapping[str, str]
     class_names: Sequence[str] = ()
+    tokens: pd.DataFrame | None = None
+
+    def tokens_of(self, train_id: int | str | None = None) -> pd.DataFrame:
+        """Return ``text`` and ``score`` of a training sample's tokens; else of the asked sample's.
+
+        The latter are sums over the training samples in ``top``. No rows if none are known.
+        """
+        if self.tokens is None:
+            return pd.DataFrame({"text": [], "score": []})
+        tokens = self.tokens.loc[self.tokens["token"] >= 0, :]
+        if train_id is not None:
+            is_own = (tokens["side"] == "train") & (tokens["train_id"] == train_id)
+            return tokens.loc[is_own, ["text", "score"]].reset_index(drop=True)
+        own = tokens.loc[tokens["side"] == "target", :]
+        return own.groupby("token").agg({"text": "first", "score": "sum"}).reset_index(drop=True)
 
     def side(self, sign: int) -> pd.DataFrame:
         """Return rows of ``top`` that pushed up (1) or down (-1), the strongest first.
@@ -142,7 +161,7 @@ class Answer:
         It has the columns that tell a reader what a training sample is.
         """
         label = about_output(self.model_output).label
-        top = self.top.assign(label=[self._named(number) for number in self.top["label"].tolist()])
+        top = self.top.assign(label=[self.named(number) for number in self.top["label"].tolist()])
         left_out = [*_LEFT_OUT, *([] if label else ["label"])]
         known = top.loc[top["score"] * sign > 0, :].drop(columns=left_out)
         if label not in known:  # else a column of the study's own
@@ -156,11 +175,12 @@ class Answer:
         label, prediction = (np.asarray(self.target[key]).item() for key in _SAID)
         if prediction == self.target["output"]:  # of regression
             about = replace(about, prediction="")
-        named = dict(zip(_SAID, map(self._named, (label, prediction)), strict=True))
+        named = dict(zip(_SAID, map(self.named, (label, prediction)), strict=True))
         words = of_target(SimpleNamespace(**named), about)
         return f"{about.name}: {self.target['output']:.4g}{sd}{words and '; ' + words}"
 
-    def _named(self, number: Any) -> Any:
+    def named(self, number: Any) -> Any:
+        """Return the name of a class, where labels and predictions are numbers of such."""
         is_class = about_output(self.model_output).labels_are_classes
         return named(self.class_names, number) if is_class else number
 

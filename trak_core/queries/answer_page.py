@@ -10,7 +10,7 @@ import pandas as pd
 from trak_core.queries.answer import Answer
 from trak_core.queries.held_run import HeldRun
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
-from trak_core.report.explore import explore
+from trak_core.report.explore_page import Tokens, explore
 from trak_core.report.read import File, with_class_names
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
@@ -33,7 +33,8 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
 
         described = held.study.has("describe")
         file = with_class_names(_file(held, answers), held.study.class_names())
-        explored = explore(file, show, drawn=draws, described=described)
+        tokens = _tokens(answers)
+        explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
         return rendered(explored, held.study.path.name, k)
 
 
@@ -69,6 +70,21 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     )
 
 
+def _tokens(answers: Sequence[Answer]) -> Tokens | None:
+    """Return the scores of tokens, where answers have some."""
+    cut = {str(answer.asked.id): answer for answer in answers if answer.tokens is not None}
+    if not cut:
+        return None
+    texts: dict[tuple[bool, Any], list[str]] = {}
+    for target_id, answer in cut.items():
+        texts[True, target_id] = answer.tokens_of()["text"].tolist()
+        for train_id in answer.top["train_id"]:
+            texts[False, train_id] = answer.tokens_of(train_id)["text"].tolist()
+    tables = [answer.tokens.assign(target_id=target) for target, answer in cut.items()]  # pyright: ignore[reportOptionalMemberAccess]
+    whole = pd.concat(tables, ignore_index=True)
+    return Tokens.of(whole, lambda is_target, sample_id, _: texts[is_target, sample_id])
+
+
 def _influences(answer: Answer) -> pd.DataFrame:
     """Return the strongest training samples as the table ``top_influences`` has them."""
     top = answer.top
@@ -87,10 +103,14 @@ def _influences(answer: Answer) -> pd.DataFrame:
 
 
 def answer_rows(answers: Sequence[Answer]) -> pd.DataFrame:
-    """Return a row for each strong training sample of each answer, to be written as a table."""
+    """Return a row for each strong training sample of each answer, to be written as a table.
+
+    Classes have their names, where the study has some.
+    """
     parts = []
     for answer in answers:
         rows = _influences(answer)[["target_id", "rank", "sign"]]
         rows = rows.assign(target_text=answer.text, target_output=answer.target["output"])
-        parts.append(rows.join(answer.top))
+        names = {key: answer.top[key].map(answer.named) for key in ("label", "prediction")}
+        parts.append(rows.join(answer.top.assign(**names)))
     return pd.concat(parts, ignore_index=True)

@@ -1,7 +1,7 @@
 """Hold one checkpoint of a finished run: its model, and what the training samples left."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     Artifact,
     ArtifactError,
+    Rows,
     made_for,
     open_artifact,
 )
@@ -23,10 +24,11 @@ from trak_core.gradients import GradientMethod, check_labels, gradient_method
 from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
-from trak_core.model.length_order import subset
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.sample_order import subset
+from trak_core.model.token_shares import Between, Cut, cut_scores
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.scoring.scores import powered, similarities
+from trak_core.scoring.scores import powered, similarities, unit_rows
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped, ReadRows, normal_weights, read_rows
@@ -36,8 +38,9 @@ from trak_core.study.study import Study
 # Training samples by which the way to gradients is chosen, as a job does.
 _FEW = 8
 
-# A_c of one sample, shape (n, 1), float32, and its label's number and ``PerSample.columns``.
-Said = tuple[np.ndarray, list[Tensor]]
+# A_c of one sample, shape (n, 1), float32; its label's number and ``PerSample.columns``; and its
+# features, shape (1, k), float64, where there are some.
+Said = tuple[np.ndarray, list[Tensor], np.ndarray | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class _Projected:
 
     Attributes:
         method: The way to gradients of a model of ``model_type``.
-        rows: Reads Phi_c, by blocks of ``block`` rows.
+        values: Phi_c, shape (n, k), in memory or in its file.
+        rows: Reads it by blocks of ``block`` rows, whose lengths are 1 if ``normalized``.
         factor: Cholesky's, in the lower triangle, shape (k, k), float64.
     """
 
@@ -55,7 +59,9 @@ class _Projected:
     method: GradientMethod
     model_type: type
     n_classes: int | None
+    values: np.ndarray | Rows
     rows: ReadRows
+    normalized: bool
     n_train: int
     block: int
     factor: np.ndarray
@@ -82,7 +88,32 @@ class _Projected:
         blocks = [
             similarities(self.rows(i, min(i + self.block, self.n_train)), solved) for i in starts
         ]
-        return np.concatenate(blocks).astype(np.float32), columns
+        return np.concatenate(blocks).astype(np.float32), columns, target
+
+    def cut(
+        self,
+        loaded: LoadedModel,
+        pairs: tuple[Split, Split],
+        features: tuple[np.ndarray, np.ndarray],
+        batch_size: int,
+        memory_mb: int,
+    ) -> tuple[Cut, Cut]:
+        """Return scores of some training samples for one sample by tokens, as a job cuts them.
+
+        ``features`` are those of the training samples, (rows, k), and of the sample, (1, k).
+        """
+        phi, target = features
+        lengths = np.ones(len(phi))
+        if self.normalized:
+            lengths = np.linalg.norm(phi, axis=1)
+            lengths[lengths == 0] = 1
+            phi = unit_rows(phi)
+        both = np.concatenate([phi, target])
+        solved = scipy.linalg.cho_solve((self.factor, True), both.T).T
+        loaded.blocks.stop()  # as above
+        places = [(row, 0) for row in range(len(phi))]
+        between = Between(*pairs, solved[:-1], solved[-1:], lengths, places)
+        return cut_scores(loaded, self.projection, between, batch_size, memory_mb)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +132,7 @@ class _Exact:
     def said(self, loaded: LoadedModel, asked: Split, memory_mb: int) -> Said:
         """Return A_c of one sample, as ``compute_gramian`` and ``compute_exact_scores`` have it."""
         cross, columns = inner_products(loaded, self.train, asked, self.batch_size, memory_mb)
-        return self.damped.similarities(cross * self.shares).astype(np.float32), columns
+        return self.damped.similarities(cross * self.shares).astype(np.float32), columns, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +161,19 @@ class HeldCheckpoint:
         ``memory_mb`` must hold its gradient.
         """
         return self.way.said(self.loaded, asked, memory_mb)
+
+    def cut(
+        self, train: Split, places: Sequence[int], asked: Split, target: np.ndarray, memory_mb: int
+    ) -> tuple[Cut, Cut]:
+        """Return scores for one sample, of the training samples at some places, cut by tokens.
+
+        ``target`` are its features, from ``said``.
+        """
+        way = self.way
+        assert isinstance(way, _Projected)
+        phi = np.concatenate([way.values[i : i + 1] for i in places]).astype(np.float64)
+        pairs = train.take([train.ids[i] for i in places]), asked
+        return way.cut(self.loaded, pairs, (phi, target), len(places), memory_mb)
 
 
 def device_of(name: str, *, is_exact: bool) -> torch.device:
@@ -232,14 +276,17 @@ def _projected(
     method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
     block = scores_need(projection.proj_dim, 1).rows(memory_mb)
     held = values[:] if in_memory else None
-    rows = read_rows(values if held is None else held, normalize=spec.normalize)  # pyright: ignore[reportArgumentType]
+    values = values if held is None else held
+    rows = read_rows(values, normalize=spec.normalize)  # pyright: ignore[reportArgumentType]
     way = _Projected(
         projection,
         spec.features.dtype,
         method,
         type(loaded.model),
         n_classes,
+        values,
         rows,
+        spec.normalize,
         n_train,
         block,
         factor,

@@ -1,7 +1,9 @@
 """Hold a finished run in memory, its study, checkpoints and training features, and ask it."""
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import pandas as pd
 import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.errors import InputError
+from trak_core.errors import InputError, came_from_no_memory, no_room
+from trak_core.model.token_shares import SIDES, Cut, token_tables
 from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
-from trak_core.report.describe_samples import BEGINNING, printed, readable
-from trak_core.scoring.scores import combined
+from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
+from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
 from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
@@ -116,12 +119,23 @@ class HeldRun:
             return self._train_sample(self._places[sample_id])
 
     def answers(
-        self, asked: Sequence[Asked], k: int = 10
+        self, asked: Sequence[Asked], k: int = 10, *, tokens: bool = False
     ) -> Iterator[tuple[Asked, Answer | InputError]]:
         """Yield each sample with its answer, ``k`` of either sign, or with what is wrong with it.
 
-        Checkpoints that take turns are read once for as many samples as fit.
+        With ``tokens`` the scores of these are cut by tokens, which takes gradients of their
+        training samples. Checkpoints that take turns are read once for as many samples as fit, and
+        once more for tokens.
+
+        Raises:
+            InputError: If tokens are asked for where no features are.
         """
+        if tokens and self.specs.is_exact:
+            raise InputError(
+                "Scores can be cut by tokens with a projection only. Found `projection: exact`, "
+                "which leaves no features. Ask without tokens, or run with a projection.",
+                code="queries.exact_tokens",
+            )
         self.load()
         n_bytes = 4 * len(self.train.ids) * len(self.specs.checkpoints)
         together = max(1, self._memory_mb * 2**20 // 4 // n_bytes) if self.takes_turns else 1
@@ -134,6 +148,8 @@ class HeldRun:
                     self._take_turns("and the gradient of this sample don't fit together")
                     parts = self._parts(group)
                 answers = [self._answer(*pair, k) for pair in zip(group, parts, strict=True)]
+                if tokens:
+                    answers = self._with_tokens(answers, parts)
             yield from zip(group, answers, strict=True)
 
     @cached_property
@@ -198,21 +214,79 @@ class HeldRun:
     def _parts(self, group: Sequence[Asked]) -> list["_Parts | InputError"]:
         """Return what all checkpoints say of each sample, one checkpoint after the other."""
         parts: list[_Parts | InputError] = [_Parts() for _ in group]
-        for name in self.specs.self_influence.checkpoints:
-            with ExitStack() as stack:
-                one, memory_mb = self._held.get(name), self._memory_mb // 2
-                if one is None:
-                    one = stack.enter_context(self._checkpoint(name, in_memory=False))
-                    memory_mb = self._memory_mb
-                self._about_train[name] = one.about_train
-                for i, (asked, so_far) in enumerate(zip(group, parts, strict=True)):
-                    if isinstance(so_far, InputError):
-                        continue
-                    try:
-                        so_far.add(name, one, one.said(asked.split, memory_mb))
-                    except InputError as error:
-                        parts[i] = error
+        for name, one, memory_mb in self._checkpoints():
+            self._about_train[name] = one.about_train
+            for i, (asked, so_far) in enumerate(zip(group, parts, strict=True)):
+                if isinstance(so_far, InputError):
+                    continue
+                try:
+                    so_far.add(name, one, one.said(asked.split, memory_mb))
+                except InputError as error:
+                    parts[i] = error
+                except Exception as error:
+                    if came_from_no_memory(error) or no_room(error):
+                        raise
+                    parts[i] = _not_taken(asked, error)
         return parts
+
+    def _checkpoints(self) -> Iterator[tuple[str, HeldCheckpoint, int]]:
+        """Yield each checkpoint, held or read, and the MiB that a gradient may take beside it."""
+        for name in self.specs.self_influence.checkpoints:
+            if name in self._held:
+                yield name, self._held[name], self._memory_mb // 2
+                continue
+            with self._checkpoint(name, in_memory=False) as one:
+                yield name, one, self._memory_mb
+
+    def _with_tokens(
+        self, answers: Sequence[Answer | InputError], parts: Sequence["_Parts | InputError"]
+    ) -> list[Answer | InputError]:
+        """Return answers with their scores cut by tokens, one checkpoint after the other."""
+        cut = list(answers)
+        cuts: list[list[tuple[Cut, Cut]]] = [[] for _ in answers]
+        for name, one, memory_mb in self._checkpoints():
+            for i, (answer, said) in enumerate(zip(cut, parts, strict=True)):
+                if isinstance(answer, InputError) or isinstance(said, InputError):
+                    continue
+                places = [self._places[train_id] for train_id in answer.top["train_id"]]
+                if not places:
+                    continue
+                split, target = answer.asked.split, said.features[name]
+                try:
+                    cuts[i].append(one.cut(self.train, places, split, target, memory_mb))
+                except InputError as error:
+                    cut[i] = error
+        return [
+            self._cut_answer(answer, said, own)
+            if isinstance(answer, Answer) and isinstance(said, _Parts) and own
+            else answer
+            for answer, said, own in zip(cut, parts, cuts, strict=True)
+        ]
+
+    def _cut_answer(
+        self, answer: Answer, parts: "_Parts", cuts: Sequence[tuple[Cut, Cut]]
+    ) -> Answer | InputError:
+        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens."""
+        places = [self._places[train_id] for train_id in answer.top["train_id"]]
+        powers = np.stack([weights[places] for _, weights, _ in parts.terms])
+        norms = np.array([norm for *_, norm in parts.terms])
+        counts = checkpoint_weights(powers, norms, Combine(self.specs.self_influence.combine))
+        top = answer.top[["train_id"]].assign(target_id=answer.asked.id)
+        table, _ = token_tables(top, cuts, counts)
+        rows = []
+        for side, train_id in itertools.product(SIDES, top["train_id"]):
+            sample_id, sample = train_id, answer.asked.sample
+            own = table.loc[(table["side"] == side) & (table["train_id"] == train_id), :]
+            try:
+                if side == "train":
+                    sample = self._train_sample(self._places[train_id])
+                else:
+                    sample_id = answer.asked.id
+                texts = shown_tokens(self.study, sample_id, sample, len(own) - 1)
+            except InputError as error:
+                return error
+            rows.append(own.assign(text=[*texts, ""]))
+        return replace(answer, tokens=pd.concat(rows, ignore_index=True))
 
     def _answer(self, asked: Asked, parts: "_Parts | InputError", k: int) -> Answer | InputError:
         if isinstance(parts, InputError):
@@ -251,20 +325,37 @@ class HeldRun:
         return " ".join(readable(self.study.describe(sample_id, sample), BEGINNING).split())
 
 
+def _not_taken(asked: Asked, error: Exception) -> InputError:
+    """Return what a model's own error says of a sample, such as a text beyond its positions."""
+    tokens = asked.sample.get("input_ids") if isinstance(asked.sample, Mapping) else None
+    n_tokens = 0 if tokens is None else torch.as_tensor(tokens).numel()
+    longer = f", a text of {n_tokens} tokens; is it longer than the model takes?"
+    reason = str(error).partition("\n")[0]
+    return InputError(
+        f"The model must take each sample that is asked about. Found {type(error).__name__} "
+        f"({reason}) for sample {asked.id}{longer if n_tokens else '.'}",
+        code="queries.not_taken",
+    )
+
+
 class _Parts:
     """What checkpoints say of one sample.
 
     Attributes:
         terms: For each checkpoint, what ``combined`` takes.
         columns: By checkpoint, the sample's label, output and prediction, shape (1,) each.
+        features: By checkpoint, the sample's features, shape (1, k), where there are some.
     """
 
     def __init__(self) -> None:
         self.terms: list[tuple[np.ndarray, np.ndarray, float]] = []
         self.columns: dict[str, list[np.ndarray]] = {}
+        self.features: dict[str, np.ndarray] = {}
 
     def add(self, name: str, checkpoint: HeldCheckpoint, said: Said) -> None:
         """Add one more checkpoint."""
-        similarities, columns = said
+        similarities, columns, features = said
+        if features is not None:
+            self.features[name] = features
         self.terms.append((similarities, checkpoint.weights, checkpoint.norm))
         self.columns[name] = [column.cpu().numpy() for column in columns[:3]]

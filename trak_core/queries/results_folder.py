@@ -102,18 +102,19 @@ class ResultsFolder:
         """
         return self._held.sample(sample_id, experiment)
 
-    def ask(self, asked: Any, k: int = 10) -> "Answer":
+    def ask(self, asked: Any, k: int = 10, *, tokens: bool = False) -> "Answer":
         """Return which training samples pushed a sample up and down, ``k`` of either sign.
 
         The scores are those of an experiment with this target. Nothing is written. ``asked`` is a
         sample as the study has them (a tuple, or a dict with a tensor); or what its ``encode``
         takes: the fields of a line of an experiment's ``data``, or a text for the field ``text``.
+        With ``tokens`` the answer's scores are cut by tokens as well.
 
         Raises:
             InputError: If the run is not finished, or not of today's study, data and checkpoints;
                 or if the sample is not one that the study's model takes.
         """
-        ((_, answer),) = self._held.answers([self._held.asked(asked)], k)
+        ((_, answer),) = self._held.answers([self._held.asked(asked)], k, tokens=tokens)
         if isinstance(answer, InputError):
             raise answer
         return answer

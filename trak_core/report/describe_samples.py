@@ -177,6 +177,22 @@ def show_sample(
     return (text or "(an empty text)") if describes else printed(sample)
 
 
+def shown_tokens(study: Study, sample_id: Any, sample: Any, n_tokens: int) -> list[str]:
+    """Return what stands for each token of a sample: the study's texts for them, else numbers."""
+    if study.has("token_texts"):
+        return study.token_texts(sample_id, sample, n_tokens)
+    return [f"{i} " for i in token_numbers(sample, n_tokens)]
+
+
+def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
+    """Return the ids of a sample's tokens where it names them; else their places, from 1."""
+    if isinstance(sample, Mapping) and "input_ids" in sample:
+        ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
+        if len(ids) >= n_tokens:
+            return ids[:n_tokens]
+    return range(1, n_tokens + 1)
+
+
 def _image(sample: Any) -> torch.Tensor | None:
     """Return the only input of a sample if it is an image, of shape (1 or 3, height, width)."""
     inputs = [value for _, value in _inputs(sample)]

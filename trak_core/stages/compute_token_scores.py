@@ -1,7 +1,6 @@
 """Cut an experiment's largest scores by tokens, of both texts, and by the model's layers."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,43 +18,19 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.shares import Pairs, Shares
+from trak_core.model.token_shares import SIDES, Between, cut_scores, token_tables
 from trak_core.scoring.scores import checkpoint_weights, powered, unit_rows
 from trak_core.scoring.solve import damped_solve
-from trak_core.spec import TRAIN, Combine, ProjectionSpec, ScoresSpec, projection_of
+from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped
-from trak_core.study.split import Split
 from trak_core.study.targets import split_of
-from trak_core.system.progress import software, with_progress
+from trak_core.system.progress import software
 
 # Targets, from the first, and training samples of either sign for each.
 _TARGETS, _EACH = 100, 10
-_SIDES = ("train", "target")
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Scores of pairs under one checkpoint, cut: each pair's tokens, and what is no token's.
-
-    ``layers`` has shape (pairs, parameters); ``names`` are theirs.
-    """
-
-    tokens: list[np.ndarray]
-    layers: np.ndarray
-    names: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """Samples to be cut, and the pairs that they are in, by place in the split."""
-
-    split: Split
-    vectors: np.ndarray
-    pairs: Sequence[tuple[int, int]]
 
 
 def compute_token_scores(
@@ -135,24 +110,19 @@ def compute_token_scores(
             FEATURES.rule,
         )
         projection = projection_of(own.of_train(), [p.shape for p in loaded.parameters.values()])
-        data = (
-            loaded.study.split(TRAIN, None).take(train_ids),
-            split_of(loaded.study, str(spec.experiment), target_ids, question),
+        between = Between(
+            train=loaded.study.split(TRAIN, None).take(train_ids),
+            targets=split_of(loaded.study, str(spec.experiment), target_ids, question),
+            solved_train=solved[len(target_ids) :],
+            solved_targets=solved[: len(target_ids)],
+            lengths=lengths,
+            pairs=list(zip(rows, columns, strict=True)),
         )
-        sides = (
-            _Side(data[0], solved[: len(target_ids)], list(zip(rows, columns, strict=True))),
-            _Side(data[1], solved[len(target_ids) :], list(zip(columns, rows, strict=True))),
-        )
-        found = [_cut(loaded, projection, side, batch_size, memory_mb) for side in sides]
-        for cut, factors in zip(found, (1 / lengths[rows], np.ones(len(rows))), strict=True):
-            cut.layers[:] *= factors[:, None]
-            for tokens, factor in zip(cut.tokens, factors, strict=True):
-                tokens *= factor
-        cuts.append(found)
+        cuts.append(cut_scores(loaded, projection, between, batch_size, memory_mb))
     assert spec.combine is not None
     counts = checkpoint_weights(np.stack(powers), np.array(norms), Combine(spec.combine))[:, rows]
-    tokens, layers = _tables(top, cuts, counts)
-    of_sides = (tokens.loc[tokens["side"] == side, :] for side in _SIDES)
+    tokens, layers = token_tables(top, cuts, counts)
+    of_sides = (tokens.loc[tokens["side"] == side, :] for side in SIDES)
     _say_sums(top, *of_sides, layers)
     provenance = software(
         code, device_name(where), "torch", "numpy", *compilers(where), made_from=made_from
@@ -169,106 +139,6 @@ def _rows(features: Any, ids: Sequence[Any]) -> np.ndarray:
     place = {sample_id: i for i, sample_id in enumerate(features.ids("sample_ids"))}
     values = features.matrix("features")
     return np.stack([values[place[i] : place[i] + 1][0] for i in ids]).astype(np.float64)
-
-
-def _n_tokens(batch: Batch, loaded: LoadedModel) -> int:
-    """Return how many places a batch's texts have; 0 for what has no tokens of one kind."""
-    if loaded.output.label_ndim == 1 and not loaded.output.takes_labels:
-        return batch.labels.shape[1]
-    if loaded.output.label_ndim == 0 and "input_ids" in batch.kwargs:
-        return batch.kwargs["input_ids"].shape[1]
-    return 0
-
-
-def _cut(
-    loaded: LoadedModel, projection: ProjectionSpec, side: _Side, batch_size: int, memory_mb: int
-) -> _Cut:
-    """Return the scores of one side's pairs under one checkpoint, by one pass over its samples."""
-    vectors = torch.from_numpy(side.vectors * projection.scale).float().to(loaded.device)
-    (samples,) = loaded.ordered(side.split)
-    loaded = loaded.in_pieces(samples, memory_mb)
-    few, _ = loaded.few(samples)
-    # Directions of a parameter are made with the gradients, one at least, and scaled.
-    most = 4 * max(p.numel() for p in loaded.parameters.values()) * (1 + bool(loaded.scales))
-    needed = loaded.memory(few, max(0, memory_mb - most // 2**20)).mapped(
-        lambda memory: replace(memory, shared_bytes=memory.shared_bytes + most)
-    )
-    with samples.naming_longest():
-        room = needed.room(loaded.device, memory_mb)
-    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
-    of_sample: dict[int, list[int]] = {}
-    for number, (sample, _) in enumerate(side.pairs):
-        of_sample.setdefault(sample, []).append(number)
-
-    def computed(first: int, last: int) -> tuple[list[int], list[np.ndarray], np.ndarray]:
-        batch = loaded.batch(samples, first, last)
-        own = [of_sample.get(int(row), []) for row in samples.rows[first:last]]
-        numbers = [number for some in own for number in some]
-        own_places = [b for b, some in enumerate(own) for _ in some]
-        places = torch.tensor(own_places, dtype=torch.long)
-        directions = torch.tensor([side.pairs[n][1] for n in numbers], dtype=torch.long)
-        n_tokens = _n_tokens(batch, loaded)
-        pairs = Pairs(places.to(loaded.device), directions.to(loaded.device))
-        given = loaded.parameters, projection, vectors, pairs, n_tokens, loaded.scales
-        shares = Shares.zeros(*given)
-        method(loaded.model, loaded.parameters, loaded.output, batch, shares)
-        lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
-        by_token = shares.by_token.cpu().numpy()
-        # Padding has no share.
-        tokens = [
-            np.append(row[: lengths[b]], row[-1])
-            for row, b in zip(by_token, places.tolist(), strict=True)
-        ]
-        return numbers, tokens, shares.by_parameter.cpu().numpy()
-
-    tokens: list[np.ndarray] = [np.zeros(1)] * len(side.pairs)
-    layers = np.zeros((len(side.pairs), len(loaded.parameters)))
-    n_samples = len(side.split.ids)
-    chunks = in_chunks(computed, n_samples, samples.batches_of(batch_size, room))
-    for _, _, (numbers, some, by_parameter) in with_progress(chunks, n_samples, "samples"):
-        layers[numbers] = by_parameter
-        for number, row in zip(numbers, some, strict=True):
-            tokens[number] = row
-    return _Cut(tokens, layers, list(loaded.parameters))
-
-
-def _tables(
-    top: pd.DataFrame, cuts: Sequence[Sequence[_Cut]], counts: np.ndarray
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return tables of tokens and of layers: sums over checkpoints, each by how it counts."""
-    parts = []
-    for side, name in enumerate(_SIDES):
-        for number, count in enumerate(counts.T):
-            total = sum(c * cut[side].tokens[number] for c, cut in zip(count, cuts, strict=True))
-            parts.append((name, number, np.asarray(total)))
-    lengths = [len(total) for _, _, total in parts]
-    pairs = np.repeat([number for _, number, _ in parts], lengths)
-    ids = {key: top[key].to_numpy()[pairs] for key in ("target_id", "train_id")}
-    places = [place for n in lengths for place in _places(n)]
-    tokens = pd.DataFrame({
-        **ids,
-        "side": np.repeat([name for name, _, _ in parts], lengths),
-        "token": places,
-        "score": np.concatenate([total for _, _, total in parts]),
-    })
-    own = [name.rpartition(".")[0] or name for name in cuts[0][0].names]
-    names = list(dict.fromkeys(own))
-    by_layer = np.zeros((len(top), len(names)))
-    for count, cut in zip(counts, cuts, strict=True):
-        for layer, column in zip(own, cut[0].layers.T, strict=True):
-            by_layer[:, names.index(layer)] += count * column
-    layers = pd.DataFrame({
-        "target_id": top["target_id"].to_numpy().repeat(len(names)),
-        "train_id": top["train_id"].to_numpy().repeat(len(names)),
-        "layer": np.tile(np.array(names, dtype=object), len(top)),
-        "score": by_layer.flatten(),
-    })
-    return tokens, layers
-
-
-def _places(n: int) -> Iterator[int]:
-    yield from range(n - 1)
-    yield -1
 
 
 def _say_sums(top: pd.DataFrame, *tables: pd.DataFrame) -> None:

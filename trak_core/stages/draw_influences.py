@@ -1,14 +1,13 @@
 """Show an experiment's targets beside their strongest training samples: picture, page, texts."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
-import torch
 
 from trak_core.artifacts import (
     ANSWERS,
@@ -30,9 +29,10 @@ from trak_core.report.describe_samples import (
     printed,
     readable,
     show_sample,
+    shown_tokens,
     targets_of_mean,
 )
-from trak_core.report.explore import EACH_ON_PAGE, Answer, Tokens, explore
+from trak_core.report.explore_page import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
@@ -106,15 +106,6 @@ def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
     return None
 
 
-def token_numbers(sample: Any, n_tokens: int) -> Sequence[int]:
-    """Return the ids of a sample's tokens where it names them; else their places, from 1."""
-    if isinstance(sample, Mapping) and "input_ids" in sample:
-        ids = torch.as_tensor(sample["input_ids"]).flatten().tolist()
-        if len(ids) >= n_tokens:
-            return ids[:n_tokens]
-    return range(1, n_tokens + 1)
-
-
 def _explored(
     study: Study,
     scores: File,
@@ -135,9 +126,7 @@ def _explored(
 
     def texts(is_target: bool, sample_id: Any, n_tokens: int) -> list[str]:
         sample = (targets if is_target else train).samples[places[is_target][sample_id]]
-        if study.has("token_texts"):
-            return study.token_texts(sample_id, sample, n_tokens)
-        return [f"{i} " for i in token_numbers(sample, n_tokens)]
+        return shown_tokens(study, sample_id, sample, n_tokens)
 
     described = study.has("describe")
     tokens = None if token_scores is None else Tokens.of(token_scores, texts)

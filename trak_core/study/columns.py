@@ -47,7 +47,7 @@ def columns_of(
         InputError: If the study's function fails, or returns something else.
     """
     if question is not None and question.suffix != ".py":
-        known, lines = read_questions(question)
+        known, lines, _ = read_questions(question)
         fields = dict.fromkeys(field for line in lines for field in line)
         columns = {field: [line.get(field) for line in lines] for field in fields}
         frame = short_columns(columns)

@@ -29,13 +29,14 @@ class _Encoded:
     study: Study
     path: Path
     lines: Sequence[Mapping[str, Any]]
+    numbers: Sequence[int]
 
     def __len__(self) -> int:
         return len(self.lines)
 
     def __getitem__(self, index: int) -> Any:
         encode = self.study.function("encode")
-        line = f"number {index + 1} of {self.path}, {shortened(self.lines[index])}"
+        line = f"line {self.numbers[index]} of {self.path}, {shortened(self.lines[index])}"
         with users_code(f"{self.study.path}: encode() of {line},"):
             return encode(**self.lines[index])
 
@@ -91,28 +92,32 @@ def parsed_json(line: str) -> Any:
     raise ValueError(f"{reason}, in {line[:80]!r}")
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> dict[int, dict[str, Any]]:
+    """Return the fields of a file's lines that are not empty, by their numbers, from 1."""
     try:
         # Spreadsheets begin UTF-8 with a mark.
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == _TABLE:
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-            lines: list[Any] = list(rows)
+            lines: dict[int, Any] = {}
+            for row in rows:
+                lines[rows.line_num] = row
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
-            lines = [parse_line(number, line) for number, line in numbered if line.strip()]
+            lines = {number: parse_line(number, line) for number, line in numbered if line.strip()}
     except (OSError, ValueError, csv.Error) as error:
         raise InputError(
             f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
             f"every line. Reading it failed: {error}."
         ) from error
-    keys = lines[0].keys() if lines and isinstance(lines[0], dict) else {}
-    for number, line in enumerate(lines, 1):
+    first = next(iter(lines.values()), None)
+    keys = first.keys() if isinstance(first, dict) else {}
+    for number, line in lines.items():
         if not isinstance(line, dict) or line.keys() != keys or None in [*line, *line.values()]:
             raise InputError(
                 f"{path}: every line must fill the same fields, none with null, for the study's "
-                f"encode(). Found {shortened(line)} as number {number}; the first has "
+                f"encode(). Found {shortened(line)} in line {number}; the first has "
                 f"{', '.join(keys) or 'none'}."
             )
     if not lines:
@@ -137,16 +142,17 @@ def split_of(
     return split if targets is None else split.take(targets)
 
 
-def read_questions(path: Path) -> tuple[list[int] | list[str], list[dict[str, Any]]]:
-    """Return the ids of the targets that a file of lines has, and their fields without ``id``."""
-    lines = _read_lines(path)
+def read_questions(path: Path) -> tuple[list[int] | list[str], list[dict[str, Any]], list[int]]:
+    """Return ids of the targets in a file of lines, their fields without ``id``, their lines."""
+    numbered = _read_lines(path)
+    lines = list(numbered.values())
     ids: list[Any] = [line.pop("id") for line in lines if "id" in line] or [*range(len(lines))]
     if path.suffix == _TABLE and all(str(i).isdecimal() and str(int(i)) == str(i) for i in ids):
         ids = [int(i) for i in ids]
-    return checked_ids(ids, len(lines), f"{path}: the field id"), lines
+    return checked_ids(ids, len(lines), f"{path}: the field id"), lines, list(numbered)
 
 
 def _encoded_targets(path: Path, study: Study) -> Split:
-    ids, lines = read_questions(path)
+    ids, lines, numbers = read_questions(path)
     study.function("encode")
-    return Split(_Encoded(study, path, lines), ids)
+    return Split(_Encoded(study, path, lines, numbers), ids)

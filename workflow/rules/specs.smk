@@ -55,8 +55,14 @@ def all_signatures(wildcards):
     return " ".join(own_signature(file) for file in own_checkpoints.values())
 
 
+@cache
+def features_spec_of(checkpoint, split):
+    # Once for all shards of a split, and their join.
+    return specs.features(checkpoint, split).as_dict()
+
+
 def features_spec(wildcards):
-    return specs.features(wildcards.checkpoint, wildcards.split).as_dict()
+    return features_spec_of(wildcards.checkpoint, wildcards.split)
 
 
 def features_spec_flipped(wildcards):

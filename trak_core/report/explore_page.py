@@ -68,7 +68,7 @@ class Tokens:
         return cls(texts, train, targets)
 
 
-def _levels(scores: np.ndarray) -> list[int]:
+def token_levels(scores: np.ndarray) -> list[int]:
     """Return whole numbers in proportion to scores, the largest of which has ``LEVELS``."""
     largest = np.abs(scores).max(initial=0)
     if not largest > 0:
@@ -237,7 +237,7 @@ def _rows(
         levels: list[Any] = []
         if tokens is not None and (row.target_id, row.train_id) in tokens.train:
             scores = tokens.train[row.target_id, row.train_id]
-            levels = [_levels(scores)]
+            levels = [token_levels(scores)]
             entry = train[place[row.train_id]]
             if len(scores) and "tokens" not in entry:
                 entry["tokens"] = list(tokens.texts(False, row.train_id, len(scores)))
@@ -246,7 +246,7 @@ def _rows(
         entry["influences"] = beside[target]
         if tokens is not None and len(tokens.targets.get(target, ())):
             scores = tokens.targets[target]
-            entry["levels"] = _levels(scores)
+            entry["levels"] = token_levels(scores)
             entry["tokens"] = list(tokens.texts(True, target, len(scores)))
     return targets, train, {"targets": target_columns, "train": train_columns}
 
