@@ -18,7 +18,9 @@ REPOSITORY = Path(__file__).parents[2]
 # What runs a rule again beside its files and its code. A param that is new must get its words here.
 PARAMS = {
     "arguments": "the arguments of `train()`",
+    "baseline": "the baseline that names samples",
     "baselines": "`evaluation.baselines`",
+    "checkpoints": "the last checkpoint of each run",
     "columns": "what labels and predictions are called",
     "config": "any key of the config except `answers` and `compute`",
     "defaults": "what the config leaves out of `scoring`",
@@ -57,6 +59,7 @@ def _configs() -> dict[str, dict[str, Any]]:
     smoke |= {"study": str(REPOSITORY / smoke["study"]), "results": "results"}
     exact = {key: value for key, value in smoke.items() if key != "evaluation"}
     smoke["evaluation"]["lists"] = ["suspects"]
+    smoke["evaluation"]["removals"]["baselines"] = ["embedding_cosine"]
     select = {"select": {"experiment": "mix", "pool": "pool.py"}}
     described = {"errors": {"where": "prediction != label"}, "mean": {"mean": "errors"}}
     return {

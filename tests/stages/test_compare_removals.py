@@ -7,12 +7,13 @@ import pandas as pd
 import pytest
 import torch
 from pipeline import read_scores
-from small_run import ARGUMENTS, RETRAINED, STUDY, margin
+from small_run import ARGUMENTS, RETRAINED, STUDY, embeddings_spec, margin
 from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.retrained_lists import mean_interval
 from trak_core.stages.compare_removals import compare_removals
+from trak_core.stages.compute_embeddings import compute_embeddings
 from trak_core.stages.retrain import retrain
 from trak_core.study.retraining_draws import training_seed
 
@@ -71,6 +72,60 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     other = run.stages(tmp_path / "other", damping=1)
     with pytest.raises(ArtifactError, match=r"1\.h5.*'scores'.*rule retrain_without_top rem"):
         compare_removals(scores=other, **compared)
+
+
+def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
+    """The study's texts are their labels: BM25 names the first samples of the same digit."""
+    study = tmp_path / "described.py"
+    says = "def describe(sample):\n    return f'a {int(sample[1])}'\n"
+    study.write_text(f"{STUDY.read_text()}\n\n{says}")
+    target_ids, size = run.targets[:2], 5
+    jobs = {"study_file": study, "code": "code", "batch_size": 64, "threads": 1}
+    spec = replace(RETRAINED, subsets="top removals", seeds=2, seed=1, n_removed=[size])
+    random_spec = replace(spec, subsets="random removals", draws=1)
+    retrain(retrained=tmp_path / "random.h5", spec=random_spec, **jobs)
+    top = {"scores": run.scores, "scores_spec": run.spec, "target_ids": target_ids}
+    retrain(retrained=tmp_path / "top.h5", spec=spec, **top, **jobs)
+    embeddings = [tmp_path / f"embeddings-{c}.h5" for c in run.checkpoints]
+    about = embeddings_spec(run)
+    for (name, checkpoint), path in zip(run.checkpoints.items(), embeddings, strict=True):
+        given = {"checkpoint": checkpoint, "spec": about.under(name), "device": "cpu"}
+        compute_embeddings(embeddings=path, **given, **jobs)
+    more = {"embeddings": embeddings, "embeddings_spec": about, "checkpoints": [*run.checkpoints]}
+    for name, its in {"bm25": {"digest": "texts"}, "embedding_cosine": more}.items():
+        by = {"spec": replace(spec, subsets=f"top by {name}"), "baseline": name} | its
+        retrain(retrained=tmp_path / f"{name}.h5", target_ids=target_ids, **by, **jobs)
+    masks = pd.read_hdf(tmp_path / "bm25.h5", "masks").to_numpy()
+    labels = run.train.batch(0, 150)[1].numpy()
+    for row, target in enumerate(run.study.split("mine", target_ids).batch(0, 2)[1].tolist()):
+        assert (
+            np.flatnonzero(masks[row] == 0).tolist()
+            == np.flatnonzero(labels == target)[:5].tolist()
+        )
+    cosines = 0
+    for path in embeddings:
+        own, asked = (pd.read_hdf(path, key).astype(float) for key in ("train", "targets"))
+        asked = asked.loc[target_ids]
+        own, asked = (x.div(np.sqrt((x**2).sum(axis=1)), axis=0) for x in (own, asked))
+        cosines = cosines + own.to_numpy() @ asked.to_numpy().T
+    masks = pd.read_hdf(tmp_path / "embedding_cosine.h5", "masks").to_numpy()
+    for row, column in enumerate(cosines.T):
+        assert set(np.flatnonzero(masks[row] == 0)) == set(np.argsort(-column)[:5])
+    compared = {"removals": tmp_path / "c.h5", "random": tmp_path / "random.h5", "code": "code"}
+    compared |= {"scores": run.scores, "top": [tmp_path / "top.h5"], "groups": [target_ids]}
+    compared |= {name: [tmp_path / f"{name}.h5"] for name in ("bm25", "embedding_cosine")}
+    compare_removals(spec=random_spec, digest="texts", **compared)
+    summary = pd.read_hdf(tmp_path / "c.h5", "summary").set_index("removed")["change"]
+    everything, without = (
+        pd.read_hdf(tmp_path / f"{name}.h5", "outputs")[target_ids].to_numpy().astype(float)
+        for name in ("random", "bm25")
+    )
+    change = np.mean([without[:2, 0] - everything[:2, 0], without[2:, 1] - everything[:2, 1]])
+    assert abs(summary["bm25"] - change) < 1e-12
+    for name in ("bm25", "embedding_cosine"):
+        assert abs(summary[f"top less {name}"] - (summary["top"] - summary[name])) < 1e-12
+    with pytest.raises(ArtifactError, match=r"bm25\.h5.*rule retrain_without_baseline rem"):
+        compare_removals(spec=random_spec, digest="other texts", **compared)
 
 
 def test_what_all_targets_share_by_chance_is_in_the_interval():

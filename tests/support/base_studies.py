@@ -35,7 +35,7 @@ EVALUATION = {
     "sweep": {"damping": [1], "proj_dim": [16]},
     "self_influence": True,
     "flipped": {"fraction": 0.1},
-    "removals": {"experiment": "few", "targets": 6},
+    "removals": {"experiment": "few", "targets": 6, "baselines": ["embedding_cosine"]},
     "lists": {"drop": {"fractions": [0.05], "seeds": 2}},
 }
 
@@ -86,6 +86,7 @@ def evaluate(trained: Workspace, folder: Path) -> Workspace:
         "find_flipped": 1,
         "retrain_without_random": 1,
         "retrain_without_top": 2,
+        "retrain_without_baseline": 2,
         "compare_removals": 1,
         "sum_groups": 1,
         "write_list": 1,

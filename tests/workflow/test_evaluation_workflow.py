@@ -73,7 +73,10 @@ CHANGES = {
     "other flips": ({"flipped": {"fraction": 0.2}}, {**FLIPPED, "find_flipped": 1}),
     "other removals": (
         {"removals": EVALUATION["removals"] | {"n_removed": [10]}},
-        {"retrain_without_random": 1, "retrain_without_top": 2, "compare_removals": 1},
+        {
+            **{"retrain_without_random": 1, "retrain_without_top": 2},
+            **{"retrain_without_baseline": 2, "compare_removals": 1},
+        },
     ),
 }
 

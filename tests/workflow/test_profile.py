@@ -17,6 +17,7 @@ APART = WITH_GPU | {
     *("retrain_without_top", "evaluate_scores", "compute_self_influence", "find_flipped"),
     *(
         "compare_removals",
+        "retrain_without_baseline",
         "write_report",
         "write_report_first",
         "write_list",

@@ -282,7 +282,7 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     if not scores.any():
         return []
     from trak_core.report.describe_samples import readable
-    from trak_core.report.explore import LEVELS, token_levels
+    from trak_core.report.explore_page import LEVELS, token_levels
 
     # A token's own spaces stay; what is no letter to be seen could steer a terminal.
     texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]

@@ -49,7 +49,7 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.spec.condition import TARGET_COLUMNS, Condition
+from trak_core.spec.target_filter import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.
@@ -396,8 +396,9 @@ class Specs:
         return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
     def measures(self, baseline: str) -> bool:
-        """Return whether scores are measured beside a baseline."""
-        return bool(self.measured) and baseline in self.evaluation["baselines"]
+        """Return whether scores are measured beside a baseline, by LDS or by removals."""
+        by_lds = self.evaluation["baselines"] if self.measured else []
+        return baseline in [*by_lds, *self.evaluation.get("removals", {}).get("baselines", [])]
 
     @property
     def sweep(self) -> dict[str, Any] | None:

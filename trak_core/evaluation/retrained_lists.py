@@ -1,6 +1,7 @@
 """Measure what a list of training samples is worth, by models retrained without it or on it."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import pandas as pd
 from trak_core.model_outputs.table import About
 
 CONFIDENCE = 0.95
+# How rows begin that compare the scores with a baseline; its name follows.
+LESS = "top less "
 _N_DRAWS = 1000
 # Numbers of one block of draws.
 _BLOCK = 2**24
@@ -107,6 +110,7 @@ def removal_tables(
     random: Mapping[int, tuple[np.ndarray, np.ndarray]],
     everything: tuple[np.ndarray, np.ndarray],
     target_ids: Sequence[Any],
+    baselines: Mapping[str, Mapping[int, tuple[np.ndarray, np.ndarray]]] = MappingProxyType({}),
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return the tables ``summary`` and ``targets`` of removals of each target's own samples.
 
@@ -119,6 +123,8 @@ def removal_tables(
         random: Likewise, (draws, seeds, m), without random samples.
         everything: Outputs and predictions, (seeds, m).
         target_ids: The m targets' ids.
+        baselines: By name, like ``top``, without the samples that a baseline calls most helpful.
+            Each has rows of its name, and of ``top less`` it.
     """
 
     def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:
@@ -137,6 +143,11 @@ def removal_tables(
         )
         for key in next(iter(own.values()))
     }
+    for name, models in baselines.items():
+        for size, of_size in models.items():
+            for key, values in effects(of_size).items():
+                measured[key][name, size] = values
+                measured[key][f"{LESS}{name}", size] = own[size][key] - values
     rows, tables = [], []
     about = {"target_id": target_ids, "output": everything[0].mean(axis=0, dtype=np.float64)}
     for removed, size in measured["change"]:
@@ -145,7 +156,7 @@ def removal_tables(
         means = {key: float(value.mean()) for key, value in values.items()}
         of_size = {"removed": removed, "n_removed": size}
         rows.append(of_size | means | {"low": low, "high": high})
-        if removed != "difference":
+        if removed != "difference" and not removed.startswith(LESS):
             by_target = {key: value.mean(axis=0) for key, value in values.items()}
             tables.append(pd.DataFrame(of_size | about | by_target))
     return pd.DataFrame(rows), pd.concat(tables, ignore_index=True)

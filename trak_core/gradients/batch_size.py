@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE
+from trak_core.autograd.gradient_terms import PIECE
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory

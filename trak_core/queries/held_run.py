@@ -14,7 +14,7 @@ import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError
-from trak_core.model.shares import SIDES, Cut, token_tables
+from trak_core.model.token_shares import SIDES, Cut, token_tables
 from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint

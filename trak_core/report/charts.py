@@ -35,6 +35,7 @@ _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "trak",
 }
 _BLUE, _ORANGE, _GREEN, _GREY, _RED = "#0b5394", "#b45f06", "#1b7837", "#666666", "#b2182b"
+_REMOVED = {"top": _BLUE, "embedding_cosine": _ORANGE, "bm25": _GREEN, "random": _GREY}
 _COLORS = (_BLUE, _ORANGE, _GREEN, "#7b3294", "#a6611a", _GREY)
 # Swept settings: column, title of the curve, label of its axis.
 _SWEPT = (
@@ -207,11 +208,11 @@ def _sweep_chart(evaluation: File, name: str, title: str, label: str, ceiling: A
 def removals_chart(summary: pd.DataFrame, labels: Mapping[str, str]) -> Chart:
     """Return how far outputs fall without the most helpful samples, beside random ones.
 
-    ``labels`` say in words what ``top`` and ``random`` removed.
+    ``labels`` say in words what ``top``, ``random`` and baselines removed.
     """
     lines = [
         _with_interval(labels[removed], rows, "n_removed", "change", color)
-        for removed, color in (("top", _BLUE), ("random", _GREY))
+        for removed, color in _REMOVED.items()
         if len(rows := part_with(summary, removed=removed))
     ]
     x = summary["n_removed"].unique().tolist()

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from trak_core.artifacts import (
+    EMBEDDINGS,
     FEATURES,
     NORMAL_MATRIX,
     RETRAINED,
@@ -24,7 +25,7 @@ from trak_core.config.memory_needs import CHUNK_ROWS, scores_need
 from trak_core.errors import InputError
 from trak_core.scoring.scores import combined, most_frequent, powered, similarities, unit_rows
 from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
-from trak_core.spec import Combine, NormalSpec, RetrainedSpec, ScoresSpec
+from trak_core.spec import Combine, FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 
 _PER_SAMPLE = ("labels", "outputs", "predictions")
@@ -63,6 +64,30 @@ def similarity_rows(
         return found
 
     return products
+
+
+def read_embeddings(
+    paths: Sequence[Path],
+    spec: FeaturesSpec,
+    checkpoints: Sequence[str],
+    train_ids: Sequence[Any],
+    target_ids: Sequence[Any],
+) -> Iterator[tuple[ReadRows, np.ndarray]]:
+    """Yield a reader of the training samples' embeddings, and the targets', a file a checkpoint.
+
+    Shapes are (rows, width) and (m, width); a file must be made for the ``spec``.
+    """
+    for path, checkpoint in zip(paths, checkpoints, strict=True):
+        with open_artifact(path, EMBEDDINGS) as file:
+            check_made_for(file, spec.under(checkpoint), EMBEDDINGS.rule)
+            own = file.index("train")
+            check_same("training samples", list(train_ids), own, path, EMBEDDINGS.rule)
+            row = {target: i for i, target in enumerate(file.index("targets"))}
+            embedded = [target for target in target_ids if target in row]
+            check_same("targets", list(target_ids), embedded, path, EMBEDDINGS.rule)
+            # HDF5 reads rows in their own order.
+            rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
+            yield read_rows(file.matrix("train")), file.matrix("targets")[rows][place]
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:

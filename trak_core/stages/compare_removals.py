@@ -25,15 +25,20 @@ def compare_removals(
     scores: Path,
     random: Path,
     top: Sequence[Path],
+    bm25: Sequence[Path] = (),
+    embedding_cosine: Sequence[Path] = (),
     groups: Sequence[Sequence[Any]],
     spec: RetrainedSpec,
+    digest: str | None = None,
     code: str,
 ) -> None:
     """Put models without some samples beside those of the same seed that saw everything.
 
     ``random`` are models trained on everything and without random samples; ``top`` those without
     the samples that ``scores`` call most helpful for a group of targets, a file for each of
-    ``groups``. Except for its draws ``spec`` decides both kinds.
+    ``groups``; ``bm25`` and ``embedding_cosine`` likewise without those that this baseline names,
+    none where it isn't asked for; ``digest`` is that of the study's texts, for ``bm25``. Except for
+    its draws ``spec`` decides all kinds.
     ``docs/reference/evaluation-files.md`` describes the tables.
     """
     target_ids = [target for group in groups for target in group]
@@ -45,20 +50,36 @@ def compare_removals(
     chosen = {size: np.equal(sizes, size) for size in spec.n_removed}
     chance = {size: (outputs[rows], predictions[rows]) for size, rows in chosen.items()}
     top_spec = replace(spec, subsets="top removals", draws=0)
-    parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {size: [] for size in spec.n_removed}
-    for path, group in zip(top, groups, strict=True):
-        about = {"scores": scores_hash, "targets": list(group)}
-        files.append(Retrained.read(path, group, top_spec, "retrain_without_top", **about))
-        own = _by_subset(files[-1], spec.seeds)
-        for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
-            j = list(group).index(target)
-            parts[size].append((own[0][[i], :, j], own[1][[i], :, j]))
-    without = {
-        size: (np.stack([f for f, _ in own], axis=2), np.stack([says for _, says in own], axis=2))
-        for size, own in parts.items()
+
+    def without(
+        paths: Sequence[Path], spec: RetrainedSpec, rule: str, **about: Any
+    ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return outputs and predictions, (1, seeds, m), without each target's own, by number."""
+        parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {n: [] for n in spec.n_removed}
+        for path, group in zip(paths, groups, strict=True):
+            files.append(Retrained.read(path, group, spec, rule, targets=list(group), **about))
+            own = _by_subset(files[-1], spec.seeds)
+            for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
+                j = list(group).index(target)
+                parts[size].append((own[0][[i], :, j], own[1][[i], :, j]))
+        return {
+            size: (np.stack([f for f, _ in own], axis=2), np.stack([y for _, y in own], axis=2))
+            for size, own in parts.items()
+        }
+
+    by_scores = without(top, top_spec, "retrain_without_top", scores=scores_hash)
+    baselines = {
+        name: without(
+            paths,
+            replace(top_spec, subsets=f"top by {name}"),
+            "retrain_without_baseline",
+            digest=digest if name == "bm25" else None,
+        )
+        for name, paths in (("bm25", bm25), ("embedding_cosine", embedding_cosine))
+        if paths
     }
     everything = outputs[0], predictions[0]
-    summary, table = removal_tables(without, chance, everything, target_ids)
+    summary, table = removal_tables(by_scores, chance, everything, target_ids, baselines)
     provenance = software(code, "cpu", "numpy", "pandas")
     file_spec = {"scores": scores_hash, "retrained": [file.content_hash for file in files]}
     file_spec = spec.as_dict() | file_spec

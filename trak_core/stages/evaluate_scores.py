@@ -14,7 +14,6 @@ import numpy as np
 
 from trak_core.artifacts import (
     CHECKPOINT_SCORES,
-    EMBEDDINGS,
     EVALUATION,
     EXACT_SCORES,
     FEATURES,
@@ -66,7 +65,7 @@ from trak_core.spec import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._inputs import normal_weights, read_rows, score_rows
+from trak_core.stages._inputs import normal_weights, read_embeddings, read_rows, score_rows
 from trak_core.system.progress import software
 
 
@@ -148,30 +147,6 @@ def _feature_sums(
                 share = gradient_dot_sums(masks, _rows(train, targets, block, {}, None))
                 dots = share if dots is None else dots + share
     return totals, dots
-
-
-def _embedding_sums(
-    masks: np.ndarray,
-    paths: Sequence[Path],
-    specs: Sequence[FeaturesSpec],
-    train_ids: list[Any],
-    target_ids: list[Any],
-    block: int,
-) -> np.ndarray:
-    """Return subset sums of cosines between embeddings, averaged over ends of runs."""
-    total = np.zeros(())
-    for path, spec in zip(paths, specs, strict=True):
-        with open_artifact(path, EMBEDDINGS) as file:
-            check_made_for(file, spec, EMBEDDINGS.rule)
-            check_same("training samples", train_ids, file.index("train"), path, EMBEDDINGS.rule)
-            row = {target: i for i, target in enumerate(file.index("targets"))}
-            embedded = [target for target in target_ids if target in row]
-            check_same("targets", target_ids, embedded, path, EMBEDDINGS.rule)
-            # HDF5 reads rows in their own order.
-            rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
-            train = read_blocks(read_rows(file.matrix("train")), len(train_ids), block)
-            total = total + cosine_sums(masks, train, file.matrix("targets")[rows][place])
-    return total / len(paths)
 
 
 def _word_sums(
@@ -271,9 +246,13 @@ def evaluate_scores(
                 methods["gradient_dot", "baseline", proj_dim] = dots
             swept = {setting: total[setting] for total in totals for setting in total}
         if embeddings:
-            specs = [embeddings_spec.under(checkpoint) for checkpoint in spec.ends]
-            sums = _embedding_sums(masks, embeddings, specs, train_ids, target_ids, block)
-            methods["embedding_cosine", "baseline", 0] = sums
+            cosines = [
+                cosine_sums(masks, read_blocks(read, n_train, block), of_targets)
+                for read, of_targets in read_embeddings(
+                    embeddings, embeddings_spec, spec.ends, train_ids, target_ids
+                )
+            ]
+            methods["embedding_cosine", "baseline", 0] = np.mean(cosines, axis=0)
         for name in baselines:
             if name == "random":
                 methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)

@@ -13,7 +13,7 @@ helpful samples are such a list. A file of retrained models holds three frames:
 Models of one subset differ by the seed of their training.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,11 @@ from torch.utils.data import Subset
 
 from trak_core.artifacts import RETRAINED, SCORES, check_made_for, check_same, create, open_artifact
 from trak_core.errors import InputError
+from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
-from trak_core.spec import TRAIN, RetrainedSpec, ScoresSpec, subset_size
+from trak_core.scoring.scores import unit_rows
+from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, subset_size
+from trak_core.stages._inputs import read_embeddings
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -67,6 +70,11 @@ def retrain(
     scores: Path | None = None,
     scores_spec: ScoresSpec | None = None,
     target_ids: Sequence[Any] = (),
+    baseline: str | None = None,
+    digest: str | None = None,
+    embeddings: Sequence[Path] = (),
+    embeddings_spec: FeaturesSpec | None = None,
+    checkpoints: Sequence[str] = (),
     listed: Path | None = None,
     kind: str = "",
     fractions: Sequence[float] = (),
@@ -87,6 +95,8 @@ def retrain(
     - ``random removals``: everything, then subset i + 1 is without the i-th of ``random_removals``.
     - ``top removals``: subset i is without the i-th of ``top_removals``, the most helpful samples
       of ``target_ids`` by ``scores``, which must be made by ``scores_spec``.
+    - ``top by`` a baseline: likewise, by ``bm25`` of the study's texts, whose ``digest`` counts, or
+      by ``embedding_cosine``, mean over files of ``embeddings`` under ``checkpoints``.
     - ``list``: everything, then for each size by the list in ``listed``, then for each by random
       samples. A size is one of the ``fractions`` of the training samples, or the whole list where
       that is shorter. Models of one ``draw`` have one seed, and each draw random samples of its
@@ -104,6 +114,23 @@ def retrain(
         assert scores is not None
         assert scores_spec is not None
         subsets = _without_top(train, spec, scores, scores_spec, target_ids)
+    elif baseline is not None:
+        if baseline == "bm25":
+            index = Bm25.of(study.words(train))
+            asked = study.words(study.split("target", target_ids))
+            columns = [index.scores(words) for words in asked]
+        else:
+            assert embeddings_spec is not None
+            given = embeddings, embeddings_spec, checkpoints, train.ids, target_ids
+            cosines = [
+                unit_rows(read(0, len(train.ids))) @ unit_rows(of_targets).T
+                for read, of_targets in read_embeddings(*given)
+            ]
+            columns = list(np.mean(cosines, axis=0).T)
+        more = {"targets": list(target_ids), "digest": digest}
+        subsets = _without_each(
+            len(train.ids), spec, dict(zip(target_ids, columns, strict=True)), more
+        )
     else:
         assert listed is not None
         rows = listed_rows(listed, train.ids)
@@ -137,11 +164,19 @@ def _without_top(
         check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
         values, columns = file.matrix("scores"), file.columns("scores")
         column = {target: i for i, target in enumerate(columns)}
-        rows = {target: helpful_rows(values[:, column[target]]) for target in target_ids}
+        of_targets = {target: values[:, column[target]] for target in target_ids}
         more = {"scores": file.content_hash, "targets": list(target_ids)}
+    return _without_each(len(train.ids), spec, of_targets, more)
+
+
+def _without_each(
+    n_train: int, spec: RetrainedSpec, scores: Mapping[Any, np.ndarray], more: dict[str, Any]
+) -> _Subsets:
+    """Return subsets without what helps a target most, by its scores, shape (n,)."""
+    rows = {target: helpful_rows(own) for target, own in scores.items()}
     masks = [
-        _without(len(train.ids), rows[target], size)
-        for target, size in top_removals(target_ids, spec.n_removed)
+        _without(n_train, rows[target], size)
+        for target, size in top_removals(list(scores), spec.n_removed)
     ]
     return _from_0(masks, _seeds(spec), more)
 

@@ -1,8 +1,8 @@
 """Fork a process for each job from one that has imported what jobs need: imports are most of a
 short job's time.
 
-It is started and asked by ``trak_core.system.forks``. What a job needs beyond what the server has
-imported, the server imports first; when nobody asks, it imports what it was told will be needed.
+It is started and asked by ``trak_core.system.fork_client``. What a job needs beyond what the server
+has imported, the server imports first; when nobody asks, it imports what will be needed.
 The server ends with its standard input, which is Snakemake's, and its forks end with it.
 
 A fork gets the folder, paths of modules, arguments and standard streams of the process that asked,

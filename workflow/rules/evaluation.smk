@@ -77,7 +77,9 @@ rule evaluate_scores:
             else []
         ),
         embeddings=(
-            of_ends("embeddings/{c}.h5") if specs.measures("embedding_cosine") else []
+            of_ends("embeddings/{c}.h5")
+            if "embedding_cosine" in specs.evaluation["baselines"]
+            else []
         ),
     output:
         evaluation="<results>/evaluation/{experiment}.h5",
@@ -94,7 +96,9 @@ rule evaluate_scores:
     params:
         code=code_of("evaluate_scores"),
         study_file=config["study"],
-        digest=specs.digests["whole"] if specs.measures("bm25") else None,
+        digest=(
+            specs.digests["whole"] if "bm25" in specs.evaluation["baselines"] else None
+        ),
         signature=(
             own_signature(retrained_files[0]) if ground_truth is not None else None
         ),

@@ -30,7 +30,9 @@ use rule compute_normal_matrix as compute_normal_matrix_flipped with:
     priority: 0
     params:
         spec=lambda wildcards: (
-            specs.found_flipped.under(wildcards.checkpoint).of_normal_matrix().as_dict()
+            specs.found_flipped.under(wildcards.checkpoint)
+            .of_normal_matrix()
+            .as_dict()
         ),
     message:
         "Summing the normal matrix of flipped labels, checkpoint {wildcards.checkpoint}"

@@ -1,3 +1,21 @@
+removals_baselines = specs.evaluation["removals"]["baselines"]
+
+
+def removals_of(baseline):
+    """Models without what a baseline names, a file for each group, if it is asked for."""
+    return [
+        f"{folder}/retrained/{{experiment}}/{baseline}/{i + 1}.h5"
+        for i in range(len(specs.removal_groups()))
+        if baseline in removals_baselines
+    ]
+
+
+def removals_digest(baseline):
+    """What decides the study's texts, where they are asked for."""
+    is_asked = baseline == "bm25" and baseline in removals_baselines
+    return specs.digests["whole"] if is_asked else None
+
+
 rule retrain_without_random:
     output:
         retrained="<results>/retrained/random.h5",
@@ -40,6 +58,35 @@ use rule retrain_without_random as retrain_without_top with:
         "Retraining without the most helpful samples, targets of group {wildcards.group}"
 
 
+use rule retrain_without_random as retrain_without_baseline with:
+    input:
+        embeddings=lambda wildcards: (
+            of_ends("embeddings/{c}.h5")
+            if wildcards.baseline == "embedding_cosine"
+            else []
+        ),
+    output:
+        retrained="<results>/retrained/{experiment}/{baseline}/{group}.h5",
+    log:
+        "<results>/logs/retrain_without_baseline/{experiment}/{baseline}/{group}.log",
+    benchmark:
+        "<results>/benchmarks/retrain_without_baseline/{experiment}/{baseline}/{group}.tsv"
+    wildcard_constraints:
+        group=r"\d+",
+        baseline=any_of(removals_baselines),
+    params:
+        spec=lambda wildcards: (
+            specs.top_removals.as_dict() | {"subsets": f"top by {wildcards.baseline}"}
+        ),
+        baseline=lambda wildcards: wildcards.baseline,
+        digest=lambda wildcards: removals_digest(wildcards.baseline),
+        embeddings_spec=specs.embeddings.as_dict(),
+        checkpoints=specs.self_influence.ends,
+        target_ids=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
+    message:
+        "Retraining without the first samples of {wildcards.baseline}, targets of group {wildcards.group}"
+
+
 rule compare_removals:
     input:
         scores="<results>/scores/{experiment}.h5",
@@ -48,6 +95,8 @@ rule compare_removals:
             f"{folder}/retrained/{{experiment}}/{i + 1}.h5"
             for i in range(len(specs.removal_groups()))
         ],
+        bm25=removals_of("bm25"),
+        embedding_cosine=removals_of("embedding_cosine"),
     output:
         removals="<results>/removals/{experiment}.h5",
     log:
@@ -65,6 +114,7 @@ rule compare_removals:
         code=code_of("compare_removals"),
         spec=specs.random_removals.as_dict(),
         groups=specs.removal_groups(),
+        digest=removals_digest("bm25"),
     message:
         "Comparing removals for experiment {wildcards.experiment}"
     script:
@@ -75,4 +125,10 @@ groups = range(1, len(specs.removal_groups()) + 1)
 removals_experiment = specs.evaluation["removals"]["experiment"]
 timed("retrain_without_random")
 timed("retrain_without_top/{e}/{group}", e=removals_experiment, group=groups)
+timed(
+    "retrain_without_baseline/{e}/{baseline}/{group}",
+    e=removals_experiment,
+    baseline=removals_baselines,
+    group=groups,
+)
 timed("compare_removals/{e}", e=removals_experiment)

@@ -21,7 +21,7 @@ import numpy as np
 from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
 from trak_core.projection.cpu.normal import normal_slice_cpu
 from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
-from trak_core.projection.cpu.sample_lanes import LANES
+from trak_core.projection.cpu.simd_lanes import LANES
 from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
 from trak_core.projection.cpu.tensor_sketch import sides_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
