@@ -10,8 +10,12 @@ from torch import nn
 
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-from trak_core.gradients.consumers import Formed
-from trak_core.gradients.methods import gradients_at_once, gradients_in_turn, gradients_one_by_one
+from trak_core.gradients.choose_method import (
+    gradients_at_once,
+    gradients_in_turn,
+    gradients_one_by_one,
+)
+from trak_core.gradients.collect_gradients import Formed
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -80,7 +84,7 @@ GRAPH_NEEDED = {"parameter of the batch's shape"}
 def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
     """In order, in pieces of any size, and with the graph gone as it goes if nothing needs it."""
     piece = 2**22 if keep_graph else 7
-    monkeypatch.setattr("trak_core.gradients.consumers.PIECE", piece)
+    monkeypatch.setattr("trak_core.gradients.collect_gradients.PIECE", piece)
     model, call = run(name, 0)
     output = call()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -186,9 +190,9 @@ def test_one_backward_pass_is_enough(name, one_pass_only):
 def test_all_ways_give_the_same(name, prefer, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
     for path, value in {
-        "autograd.contributions.prefers_inner_products": lambda *_: prefer,
+        "autograd.gradient_terms.prefers_inner_products": lambda *_: prefer,
         "autograd.convolution.prefers_inner_products": lambda *_: prefer,
-        "autograd.contributions.PIECE": 100,
+        "autograd.gradient_terms.PIECE": 100,
         "gramian.engine.PIECE": 100,
         "autograd.convolution._BY_PLACE_CHANNELS": 1,
         "autograd.closed_forms._CACHED": 10,

@@ -11,7 +11,7 @@ from refused import refused
 from safetensors.torch import load_file, save_file
 
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-from trak_core.gradients.methods import gradients_at_once, gradients_one_by_one
+from trak_core.gradients.choose_method import gradients_at_once, gradients_one_by_one
 from trak_core.model_outputs.table import TABLE
 from trak_core.study.checkpoints import load_checkpoint, read_state_dict
 

@@ -20,8 +20,12 @@ from trak_core.gradients.checks import (
     count_classes,
     refuse_not_finite,
 )
-from trak_core.gradients.consumers import Formed
-from trak_core.gradients.methods import gradients_at_once, gradients_in_turn, gradients_one_by_one
+from trak_core.gradients.choose_method import (
+    gradients_at_once,
+    gradients_in_turn,
+    gradients_one_by_one,
+)
+from trak_core.gradients.collect_gradients import Formed
 from trak_core.gradients.per_sample import n_params, select_parameters
 from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.regression import REGRESSION

@@ -295,6 +295,6 @@ print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.value
 
     assert hits_and_misses() == [0, 1]
     assert hits_and_misses() == [1, 0]
-    with (package / "projection/cpu/sample_lanes.py").open("a") as file:
+    with (package / "projection/cpu/simd_lanes.py").open("a") as file:
         file.write("_ANOTHER = 1\n")
     assert hits_and_misses() == [0, 1]

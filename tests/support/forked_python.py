@@ -43,7 +43,7 @@ arguments = sys.argv[1:]
 if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
     os.execv({python!r}, [{python!r}, *arguments])
 sys.path.append({repository!r})
-from trak_core.system.forks import end_as, status_of_fork
+from trak_core.system.fork_client import end_as, status_of_fork
 call = ["forked_python:run", [__file__, dict(os.environ), arguments]]
 status = status_of_fork({server!r}, {{"folder": os.getcwd(), "call": call}})
 end_as(status) if status is not None else sys.exit("no fork of Python could be had")

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from forked_python import PRELOADED, write_program
 
-from trak_core.system.forks import serve_forks
+from trak_core.system.fork_client import serve_forks
 
 REPOSITORY = Path(__file__).parents[2]
 _CODE = ("Snakefile", "workflow", "trak_core", "profiles", "slurm", "slurm-gpu")

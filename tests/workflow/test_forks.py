@@ -18,7 +18,7 @@ import pytest
 from running import Running, small_study
 
 from trak_core.system.files import read_record
-from trak_core.system.forks import Fork, serve_forks
+from trak_core.system.fork_client import Fork, serve_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
@@ -309,6 +309,6 @@ def test_a_server_outlives_every_request_and_waits_for_nobody():
 
 
 def test_the_client_imports_no_library():
-    code = "import sys, trak_core.system.forks; print(*sys.modules)"
+    code = "import sys, trak_core.system.fork_client; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "h5py", "numba", "pandas"} & set(found.stdout.split())

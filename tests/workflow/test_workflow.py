@@ -130,7 +130,7 @@ def test_comments_and_files_touched(study):
     for path in study.path("results/checkpoints").iterdir():
         path.touch()
     study.take_code()
-    for name in ("trak_core/gradients/methods.py", "small_digits.py"):
+    for name in ("trak_core/gradients/choose_method.py", "small_digits.py"):
         path = study.path(name)
         path.write_text(path.read_text() + "\n# a comment\n")
     study.path("Snakefile").touch()

@@ -1,10 +1,10 @@
 """Plan how far one backward pass can tell samples apart, and where it takes their gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``layouts``) or *shared*: a parameter, a function of parameters alone, or what several
-samples lead to. One backward pass serves all samples as far as tensors are split. An edge from a
-split output to a shared input is a *crossing*: there the gradient of each sample is formed, or its
-inner products by a closed form.
+sample, see ``sample_layouts``) or *shared*: a parameter, a function of parameters alone, or what
+several samples lead to. One backward pass serves all samples as far as tensors are split. An edge
+from a split output to a shared input is a *crossing*: there the gradient of each sample is formed,
+or its inner products by a closed form.
 """
 
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trak_core.autograd.graph import Edge, Graph, Node, name_of, shape_of
 from trak_core.autograd.layout_rules import input_layouts
-from trak_core.autograd.layouts import Layout, joined, settled
+from trak_core.autograd.sample_layouts import Layout, joined, settled
 
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {

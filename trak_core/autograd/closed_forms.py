@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.autograd.contributions import Contribution, Dense, Lookup, Outer
 from trak_core.autograd.convolution import Patches
+from trak_core.autograd.gradient_terms import Contribution, Dense, Lookup, Outer
 from trak_core.autograd.graph import Edge, name_of, shape_of
-from trak_core.autograd.layouts import Layout, locate
+from trak_core.autograd.sample_layouts import Layout, locate
 from trak_core.autograd.token_margins import head_factors
 
 # Entries whose products are summed at a time: they stay in a core's own cache.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
-from trak_core.autograd.contributions import (
+from trak_core.autograd.gradient_terms import (
     Contribution,
     Outer,
     add_product,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trak_core.autograd.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.autograd.layouts import (
+from trak_core.autograd.sample_layouts import (
     Layout,
     guessed,
     joined,

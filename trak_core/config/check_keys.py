@@ -10,7 +10,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE, about_output, output_name
 from trak_core.spec import EXACT, POOL, Combine, ProjectionKind, Weighting, subset_size
-from trak_core.spec.condition import MOST_TARGETS, Condition
+from trak_core.spec.target_filter import MOST_TARGETS, Condition
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 

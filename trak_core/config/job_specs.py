@@ -49,7 +49,7 @@ from trak_core.spec import (
     ordered,
     settings_of,
 )
-from trak_core.spec.condition import TARGET_COLUMNS, Condition
+from trak_core.spec.target_filter import TARGET_COLUMNS, Condition
 from trak_core.system.files import data_digests, file_digest
 
 # Subsets, and targets with their removals, that one job trains for.

@@ -23,9 +23,9 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
 from trak_core.provenance import may_change_imports, stat_signature, study_imports
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
-from trak_core.spec.condition import MOST_TARGETS
+from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record
-from trak_core.system.forks import Fork, start_fork_server
+from trak_core.system.fork_client import Fork, start_fork_server
 
 _RECORD = "study.json"
 _STAGE = "trak_core.stages.preflight_study"
@@ -198,7 +198,8 @@ def _facts(
         model = {key: sizes[key] for key in _MODEL}
         # A fork knows only what was imported beyond the server's.
         new = [name for name in sizes["imports"] if name not in imports]
-        model["imports"] = [*imports[1:], *new] if server else sizes["imports"]
+        more = [*imports[1:], *new] if server else sizes["imports"]
+        model["imports"] = list(dict.fromkeys(more))
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {

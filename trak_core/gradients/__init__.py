@@ -30,7 +30,7 @@ from trak_core.gradients.checks import (
     explain_not_finite,
     refuse_not_finite,
 )
-from trak_core.gradients.methods import (
+from trak_core.gradients.choose_method import (
     GradientMethod,
     choose_method,
     formed_gradients,

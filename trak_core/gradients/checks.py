@@ -11,8 +11,8 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
-from trak_core.gradients.consumers import Magnitude
-from trak_core.gradients.methods import gradients_one_by_one
+from trak_core.gradients.choose_method import gradients_one_by_one
+from trak_core.gradients.collect_gradients import Magnitude
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, rounding
 from trak_core.gradients.per_sample import PerSample, in_evaluation_mode
 from trak_core.model_outputs.model_output import (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trak_core.autograd.contributions import PIECE, Contribution, add_product, summed_parts
+from trak_core.autograd.gradient_terms import PIECE, Contribution, add_product, summed_parts
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.errors import InputError, is_out_of_memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
-from trak_core.autograd.contributions import PIECE, Contribution, Lookup, Outer, summed_parts
+from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
 from trak_core.autograd.token_margins import MarginFactors
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite

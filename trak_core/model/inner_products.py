@@ -18,8 +18,8 @@ from trak_core.gradients import (
     refuse_not_finite,
 )
 from trak_core.gramian import cross_gramian, train_gramian
-from trak_core.model.length_order import OrderedSamples, StoredSamples
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.study.split import Split
 from trak_core.system.progress import with_progress
 

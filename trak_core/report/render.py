@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from trak_core.report import charts, number_formats, warnings
 from trak_core.report.describe_samples import EACH, Examples
-from trak_core.report.explore import AT_ONCE, EACH_ON_PAGE, Answer
+from trak_core.report.explore_page import AT_ONCE, EACH_ON_PAGE, Answer
 from trak_core.report.read import (
     File,
     Results,

@@ -31,19 +31,19 @@ from trak_core.gradients import (
     select_parameters,
     shapes_of,
 )
-from trak_core.model.length_order import naming_text
+from trak_core.model.sample_order import naming_text
 from trak_core.model.sample_outputs import model_output as named_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.scoring.groups import Grouping, check_groups
 from trak_core.spec import TRAIN, Weighting
-from trak_core.spec.condition import Condition
+from trak_core.spec.target_filter import Condition
 from trak_core.study.checkpoints import check_checkpoint
 from trak_core.study.columns import columns_of
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
-from trak_core.system.forks import libraries_since
+from trak_core.system.fork_client import libraries_since
 from trak_core.system.job import quiet_libraries, run_to_the_end
 
 _CPU = torch.device("cpu")

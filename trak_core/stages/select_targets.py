@@ -10,7 +10,7 @@ from trak_core.artifacts import OUTPUTS, TARGETS, check_made_for, check_same, cr
 from trak_core.errors import InputError
 from trak_core.scoring.scores import most_frequent
 from trak_core.spec import FeaturesSpec
-from trak_core.spec.condition import MOST_TARGETS, Condition
+from trak_core.spec.target_filter import MOST_TARGETS, Condition
 from trak_core.system.progress import software
 
 

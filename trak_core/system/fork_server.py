@@ -1,8 +1,8 @@
 """Fork a process for each job from one that has imported what jobs need: imports are most of a
 short job's time.
 
-It is started and asked by ``trak_core.system.forks``. What a job needs beyond what the server has
-imported, the server imports first; when nobody asks, it imports what it was told will be needed.
+It is started and asked by ``trak_core.system.fork_client``. What a job needs beyond what the server
+has imported, the server imports first; when nobody asks, it imports what will be needed.
 The server ends with its standard input, which is Snakemake's, and its forks end with it.
 
 A fork gets the folder, paths of modules, arguments and standard streams of the process that asked,
@@ -60,12 +60,17 @@ def is_mine(connection: socket.socket) -> bool:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import modules, or what modules have under these names; a failure shows in the job."""
+    """Import modules, or what modules have under these names; a failure shows in the job.
+
+    A name that ends with ``()`` is a function's, which is called.
+    """
     terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # nobody has asked for what imports say
     for name in names:
         with suppress(Exception):
-            pkgutil.resolve_name(name)
+            found = pkgutil.resolve_name(name.removesuffix("()"))
+            if name.endswith("()"):
+                found()
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(terminal, 2)

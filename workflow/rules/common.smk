@@ -32,7 +32,7 @@ from trak_core.errors import InputError
 from trak_core.provenance import mentions, stat_signature
 from trak_core.system.dispatch import imports_of
 from trak_core.system.files import code_digests, hold_results
-from trak_core.system.forks import can_fork, offer_forks, start_fork_server
+from trak_core.system.fork_client import can_fork, offer_forks, start_fork_server
 from trak_core.system.job import explain_interrupts
 
 # Jobs are processes of their own. They import the trak_core that this file imports, and find it

@@ -1,7 +1,7 @@
 """Run a job: its param `code` names the stage, and what its rule names is what that takes."""
 
 from trak_core.system.dispatch import describe_job, imports_of_job, run_logged
-from trak_core.system.forks import done_by_fork
+from trak_core.system.fork_client import done_by_fork
 from trak_core.system.job import run_to_the_end, stop_cleanly
 
 stop_cleanly()

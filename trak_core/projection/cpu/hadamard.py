@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from trak_core.projection.cpu.sample_lanes import (
+from trak_core.projection.cpu.simd_lanes import (
     LANES,
     LaneArrays,
     compiled,

@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
-from trak_core.projection.cpu.sample_lanes import (
+from trak_core.projection.cpu.simd_lanes import (
     LANES,
     LaneArrays,
     compiled,

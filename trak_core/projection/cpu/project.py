@@ -17,11 +17,12 @@ from multiprocessing import parent_process
 from typing import TypeVar
 
 import numpy as np
+from numba.core.registry import cpu_target
 
 from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
 from trak_core.projection.cpu.normal import normal_slice_cpu
 from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
-from trak_core.projection.cpu.sample_lanes import LANES
+from trak_core.projection.cpu.simd_lanes import LANES
 from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
 from trak_core.projection.cpu.tensor_sketch import sides_of, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -52,6 +53,14 @@ def pause_openmp() -> None:
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:
         pause(_PAUSE_SOFT)
+
+
+def load_compiler() -> None:
+    """Load what numba needs to run its first kernel: a quarter of a second, mostly of imports.
+
+    Else each forked job would spend it. No kernel is compiled, and no thread is started.
+    """
+    cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import types
 
-from trak_core.projection.cpu.sample_lanes import (
+from trak_core.projection.cpu.simd_lanes import (
     LANES,
     LaneArrays,
     compiled,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trak_core.projection.cpu.sample_lanes import (
+from trak_core.projection.cpu.simd_lanes import (
     LANES,
     compiled,
     fill_from_lanes,

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Consumer, Contribution, summed_parts
+from trak_core.autograd.gradient_terms import PIECE, Consumer, Contribution, summed_parts
 
 
 class SampleConsumer(Consumer, Protocol):

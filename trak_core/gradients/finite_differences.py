@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trak_core.gradients.consumers import Digest
+from trak_core.gradients.collect_gradients import Digest
 from trak_core.gradients.model_inputs import Batch, rounding
 from trak_core.gradients.per_sample import in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput, of_sample

@@ -9,7 +9,14 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.contributions import PIECE, Contribution, Dense, Lookup, Outer, summed_parts
+from trak_core.autograd.gradient_terms import (
+    PIECE,
+    Contribution,
+    Dense,
+    Lookup,
+    Outer,
+    summed_parts,
+)
 from trak_core.autograd.token_margins import BiasFactors, MarginFactors
 from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel

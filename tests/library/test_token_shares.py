@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from trak_core.autograd.contributions import Dense
+from trak_core.autograd.gradient_terms import Dense
 from trak_core.gradients import (
     gradient_method,
     gradients_at_once,
     gradients_in_turn,
     select_parameters,
 )
-from trak_core.gradients.consumers import Formed
+from trak_core.gradients.collect_gradients import Formed
 from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.logits_in_pieces import MarginsOfTokens
-from trak_core.model.shares import Pairs, Shares
+from trak_core.model.token_shares import Pairs, Shares
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, matrix_shape
