@@ -7,8 +7,9 @@ the look before any job (`trak run -n`), the model with its weights alone (`load
 of the text, from the start of Python to its end. `long` is a Llama of width 256 and two layers in
 float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
 vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
-imports torch and transformers and ends, to compare with. Times are CPU seconds of a process and all
-that it started; memory is the largest resident size of any of them. Prints a Markdown table.
+imports torch and what the study imports and ends, to compare with. Times are CPU seconds of a
+process and all that it started; memory is the largest resident size of any of them. Prints a
+Markdown table.
 
 It runs on the package that it is started with, so that two checkouts can be measured in turn.
 """
@@ -169,8 +170,9 @@ def main() -> None:
             if not (folder / "config.yaml").exists():
                 make(folder, name)
             here = str(Path(sys.executable).parent / "trak")
+            modules = "torch, transformers.models.auto, transformers.models.llama.modeling_llama"
             jobs = {
-                "loads": [sys.executable, "-c", "import torch, transformers.models.llama"],
+                "loads": [sys.executable, "-c", f"import {modules}"],
                 "start": [here, "run", "config.yaml", "-n"],
                 "load": [sys.executable, "-c", LOAD, json.dumps(spec)],
                 "features": [

@@ -195,3 +195,28 @@ def check_tokens(results, line, capsys):
     assert data["targets"][0]["tokens"] == own["text"].tolist()
     assert max(map(abs, data["targets"][0]["levels"])) == 9
     assert all(len(levels) for *_, levels in data["targets"][0]["influences"])
+
+
+def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monkeypatch, capsys):
+    """Each is told of in a sentence, and the next line is answered."""
+    config = of_texts(tmp_path) | {"projection": {"proj_dim": 16}}
+    config |= {"experiments": {"asked": {"data": "asked.jsonl"}}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+    results = run_config(tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+    long = " ".join(["sky"] * 500)
+    write(tmp_path / "odd.jsonl", [{"text": long}, {"text": ""}, {"text": "sky"}, *QUESTION])
+    run = trak_core.open("results")
+    with refused("queries.not_taken", "IndexError", 500):
+        run.ask(long)
+    with pytest.raises(SystemExit):
+        main(["ask", "mine.yaml", "--file", "odd.jsonl"])
+    told = capsys.readouterr()
+    assert told.out.startswith("q: the sky is red\n") or "\nq: the sky is red\n" in told.out
+    errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
+    assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
+    assert all("must have a part that counts" in error for error in errors[1:])
+    (study,) = results.glob("*_study_*.py")
+    study.rename(study.with_name("language_model_study_00000000.py"))
+    with refused("queries.other_study", "language_model_study_00000000.py"):
+        trak_core.open("results").ask("the sky")

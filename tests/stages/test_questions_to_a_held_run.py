@@ -290,8 +290,8 @@ def test_an_id_is_that_of_one_target_or_line(here, capsys):
 def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, monkeypatch, capsys):
     kept, answers = [], HeldRun.answers
 
-    def watched(*given):
-        for asked, answer in answers(*given):
+    def watched(*given, **more):
+        for asked, answer in answers(*given, **more):
             kept.append(weakref.ref(answer.scores))
             yield asked, answer
             assert sum(scores() is not None for scores in kept) <= 2
@@ -393,6 +393,9 @@ def test_a_run_that_is_not_finished_or_not_today_s_is_refused(tmp_path, monkeypa
     (results / "normal_matrix/other.h5").unlink()
     with refused("queries.not_finished", "other.h5"):
         check()
+    (tmp_path / "c1.pt").unlink()
+    with refused("queries.no_checkpoint", "c1.pt"):
+        check()
 
 
 NETS = """
@@ -469,6 +472,11 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
 def test_what_the_command_does_not_take(here):
     for words, code, found in (
         (["--file", "none.jsonl"], "command.no_file", "none.jsonl"),
+        (["--file", "results"], "command.no_file", "results"),
+        (["--html", "results"], "command.no_output_folder", "results"),
+        (["--csv", "a.x", "--html", "./a.x"], "command.output_again", "a.x"),
+        (["--csv", "mine.yaml"], "command.output_again", "mine.yaml"),
+        (["--file", "asked.jsonl", "--csv", "asked.jsonl"], "command.output_again", "asked.jsonl"),
         (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--top", "0"], "command.top", "0"),
     ):

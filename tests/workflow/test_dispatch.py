@@ -99,6 +99,29 @@ def test_every_job_has_the_environment_that_the_config_names(jobs):
     }
 
 
+COMPILER = """
+import pkgutil, sys
+from trak_core.system.dispatch import imports_of
+for name in imports_of(["compute_features"]):
+    found = pkgutil.resolve_name(name.removesuffix("()"))
+    if name.endswith("()"):
+        found()
+import torch
+from trak_core.projection.project import project
+from trak_core.spec import ProjectionSpec
+before = set(sys.modules)
+sizes = {"n_params": 8, "proj_dim": 4}
+project(torch.ones(1, 8), ProjectionSpec(kind="rademacher", seed=0, stream=0, **sizes))
+print(len([name for name in sys.modules if name.startswith("numba.") and name not in before]))
+"""
+
+
+def test_a_fork_that_projects_has_the_compiler_loaded():
+    """Else it imports more than a hundred modules, for a quarter of a second."""
+    command = [forked_python(), "-c", COMPILER]
+    assert int(subprocess.check_output(command, text=True).splitlines()[-1]) < 5
+
+
 def test_what_a_rule_names_its_stage_takes_and_what_it_must_have_is_there(jobs):
     for rule, job in jobs.items():
         taken = inspect.signature(stage(job)).parameters

@@ -55,15 +55,25 @@ def ask(words: Sequence[str]) -> None:
     parser.add_argument("--html", type=Path, help="a page to write of all answers")
     asked = parser.parse_args(words)
     check_config_file("ask", asked.config)
+    read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
-        if not path.parent.is_dir():
+        if not path.parent.is_dir() or path.is_dir():
             raise InputError(
                 f"--csv and --html must name files in folders that are there. Found {path}.",
                 code="command.no_output_folder",
             )
+        read.append(path)
+        if sum(other.resolve() == path.resolve() for other in read) > 1:
+            raise InputError(
+                "--csv and --html must name files of their own, not each other's, nor the config "
+                f"or the lines that are asked. Found {path} twice.",
+                code="command.output_again",
+            )
     if asked.file is not None and not asked.file.is_file():
+        there = "a folder" if asked.file.is_dir() else "nothing"
         raise InputError(
-            f"--file must exist. Found nothing at {asked.file}.", code="command.no_file"
+            f"--file must be a file of lines. Found {there} at {asked.file}.",
+            code="command.no_file",
         )
     if asked.top < 1:
         raise InputError(f"--top must be at least 1. Found {asked.top}.", code="command.top")

@@ -198,7 +198,8 @@ def _facts(
         model = {key: sizes[key] for key in _MODEL}
         # A fork knows only what was imported beyond the server's.
         new = [name for name in sizes["imports"] if name not in imports]
-        model["imports"] = [*imports[1:], *new] if server else sizes["imports"]
+        more = [*imports[1:], *new] if server else sizes["imports"]
+        model["imports"] = list(dict.fromkeys(more))
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {

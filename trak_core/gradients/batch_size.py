@@ -72,8 +72,9 @@ def sample_memory(
     samples: Samples,
     blocks: Recomputation | None = None,
     most_bytes: int | None = None,
+    n_copies: int = 2,
 ) -> SampleMemory:
-    """Estimate the memory that differentiating the first sample takes, by a forward pass of two.
+    """Estimate the memory that differentiating the first sample takes, by a forward pass.
 
     Args:
         model: It may be in any mode.
@@ -82,6 +83,8 @@ def sample_memory(
         samples: One at least.
         blocks: Those of the model that run twice, perhaps.
         most_bytes: What activations may take.
+        n_copies: Samples of the pass. Two show which gradients arrive as rows; one is enough where
+            no other is ever beside it.
 
     Returns:
         The estimate, which doesn't depend on the numbers in the sample.
@@ -97,7 +100,7 @@ def sample_memory(
     held: list[list[Tensor]] = []
 
     def is_too_much() -> bool:
-        return most_bytes is not None and _ACTIVATIONS * n_saved // 2 > most_bytes
+        return most_bytes is not None and _ACTIVATIONS * n_saved // n_copies > most_bytes
 
     def save(tensor: Tensor) -> list[Tensor]:
         nonlocal n_saved
@@ -117,17 +120,17 @@ def sample_memory(
             raise TooMuchMemoryError
         return place[0]
 
-    # Two samples show which gradients arrive as rows.
-    pair = _pair(as_batch(samples, output))
+    batch = as_batch(samples, output)
+    given = batch.rows(slice(0, 1)) if n_copies == 1 else _pair(batch)
     with (
         differentiating(model, parameters.values()),
         torch.autograd.graph.saved_tensors_hooks(save, unpack),
     ):
-        values = over_samples(output.value, output.read(pair.given_to(model)), pair.labels)
+        values = over_samples(output.value, output.read(given.given_to(model)), given.labels)
     if is_too_much():
         raise TooMuchMemoryError
     n_bytes = n_saved + (blocks.n_bytes(own | set(saved)) if blocks else 0)
-    activations = _ACTIVATIONS * n_bytes // 2
+    activations = _ACTIVATIONS * n_bytes // n_copies
     if values.requires_grad:
         with contextlib.suppress(MixedSamplesError):
             plan = plan_of(values, list(parameters.values()), 0)
@@ -280,10 +283,12 @@ def memory_by_length(
 ) -> MemoryByLength:
     """Return the memory of differentiating, measured as by ``sample_memory``, by text length.
 
-    Among texts of different lengths, ``few`` must have the longest and the shortest.
+    Among texts of different lengths, ``few`` must have the longest and the shortest. One sample is
+    all that there is.
     """
     if few.lengths is None:
-        needed = sample_memory(model, parameters, output, few, blocks, most_bytes)
+        n_copies = min(2, len(few))
+        needed = sample_memory(model, parameters, output, few, blocks, most_bytes, n_copies)
         return MemoryByLength(0, 0, needed, needed)
     lengths = few.lengths.tolist()
     high, low = (

@@ -34,6 +34,8 @@ from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
+from trak_core.study.unset_weights import model_to_load
+from trak_core.system.job import return_freed
 
 _FEW = 8  # samples that are checked before the expensive work
 # Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
@@ -76,7 +78,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        model = study.make_model()
+        model = model_to_load(study, checkpoint)
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)
@@ -91,6 +93,7 @@ class LoadedModel:
             )
             scales = {name: scale.to(device) for name, scale in on_cpu.items()}
         blocks = Recomputation(model)
+        return_freed()
         return cls(study, model, parameters, output, device, digests, blocks, scales)
 
     def ordered(self, *splits: Split, window: int | None = None) -> list[OrderedSamples]:
@@ -143,6 +146,12 @@ class LoadedModel:
         If the longest text's is more than ``memory_mb``, the model's repeated blocks run twice from
         then on, which standard output says.
         """
+        try:
+            return self._measured(few, memory_mb)
+        finally:
+            return_freed()
+
+    def _measured(self, few: Batch, memory_mb: int) -> MemoryByLength:
         if self.blocks.is_on or not self.blocks.found:
             return self._memory(few, None)
         budget = budget_bytes(self.device, memory_mb)

@@ -48,6 +48,14 @@ class FinishedRun:
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():
+                others = sorted(results.glob("*_study_*.py"))
+                if others:
+                    raise InputError(
+                        f"{results}: a run that is asked must be that of today's study_arguments, "
+                        f"and of this version of trak-core. Found {others[0].name} of others. Run "
+                        "it again first: what has not changed stays as it is.",
+                        code="queries.other_study",
+                    )
                 raise _not_finished(results, config["study"])
             run = cls(specs_of(config, results, writes=False), results, folder)
             stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
@@ -56,6 +64,15 @@ class FinishedRun:
                     "Checkpoints must lie on this machine's disk for a run to be asked. Found "
                     f"{stored[0]}. Copy them, and name the copies in the config.",
                     code="queries.stored",
+                )
+            own = [Path(c.path) for c in run.specs.checkpoints.values() if c.path is not None]
+            gone = [path for path in own if not path.exists()]
+            if gone:
+                raise InputError(
+                    "The checkpoints of a run must be where they were for it to be asked. Found "
+                    f"nothing at {gone[0]} (from {folder}). Put it back there, or run the config "
+                    "again with the new place.",
+                    code="queries.no_checkpoint",
                 )
             files = [path for name in run.specs.checkpoints for path in run.files(name)]
             missing = [path for path in files if not path.exists()]

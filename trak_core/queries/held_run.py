@@ -1,7 +1,7 @@
 """Hold a finished run in memory, its study, checkpoints and training features, and ask it."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.errors import InputError
+from trak_core.errors import InputError, came_from_no_memory, no_room
 from trak_core.model.token_shares import SIDES, Cut, token_tables
 from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.queries.finished_run import FinishedRun
@@ -223,6 +223,10 @@ class HeldRun:
                     so_far.add(name, one, one.said(asked.split, memory_mb))
                 except InputError as error:
                     parts[i] = error
+                except Exception as error:
+                    if came_from_no_memory(error) or no_room(error):
+                        raise
+                    parts[i] = _not_taken(asked, error)
         return parts
 
     def _checkpoints(self) -> Iterator[tuple[str, HeldCheckpoint, int]]:
@@ -319,6 +323,19 @@ class HeldRun:
         if not self.study.has("describe"):
             return printed(sample)
         return " ".join(readable(self.study.describe(sample_id, sample), BEGINNING).split())
+
+
+def _not_taken(asked: Asked, error: Exception) -> InputError:
+    """Return what a model's own error says of a sample, such as a text beyond its positions."""
+    tokens = asked.sample.get("input_ids") if isinstance(asked.sample, Mapping) else None
+    n_tokens = 0 if tokens is None else torch.as_tensor(tokens).numel()
+    longer = f", a text of {n_tokens} tokens; is it longer than the model takes?"
+    reason = str(error).partition("\n")[0]
+    return InputError(
+        f"The model must take each sample that is asked about. Found {type(error).__name__} "
+        f"({reason}) for sample {asked.id}{longer if n_tokens else '.'}",
+        code="queries.not_taken",
+    )
 
 
 class _Parts:

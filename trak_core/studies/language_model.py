@@ -68,7 +68,7 @@ def language_model(
             truncation=max_tokens is not None,
             max_length=max_tokens,
         )
-        input_ids = torch.tensor(tokens["input_ids"])
+        input_ids = torch.tensor(tokens["input_ids"], dtype=torch.long)
         # Tokens that the tokenizer adds have no place in the text.
         in_prompt = [
             i for i, (_, end) in enumerate(tokens["offset_mapping"]) if 0 < end <= len(before)

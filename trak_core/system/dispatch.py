@@ -17,9 +17,11 @@ from trak_core.system.job import logged_to
 _TRIGGERS = {"code", "signature", "digest"}
 # What stages import only when they come to it.
 _TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
+_KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
 _LATER = {
     "average_scores": _TABLES,
     "compute_exact_scores": _TABLES,
+    "compute_features": _KERNELS,
     "draw_influences": (*_TABLES, *_FIGURES),
     "retrain": ("pandas",),
     "select_targets": _TABLES,
@@ -61,7 +63,10 @@ def describe_job(job: Any) -> dict[str, Any]:
 
 
 def imports_of(stages: Iterable[str]) -> list[str]:
-    """Return the modules that jobs of some stages import, those that they come to later too."""
+    """Return the modules that jobs of some stages import, those that they come to later too.
+
+    A name that ends with ``()`` is that of a function to call.
+    """
     modules = {f"trak_core.stages.{stage}": _LATER.get(stage, ()) for stage in stages}
     return [*modules, *dict.fromkeys(module for later in modules.values() for module in later)]
 

@@ -60,12 +60,17 @@ def is_mine(connection: socket.socket) -> bool:
 
 
 def _import(names: Iterable[str]) -> None:
-    """Import modules, or what modules have under these names; a failure shows in the job."""
+    """Import modules, or what modules have under these names; a failure shows in the job.
+
+    A name that ends with ``()`` is a function's, which is called.
+    """
     terminal, silence = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # nobody has asked for what imports say
     for name in names:
         with suppress(Exception):
-            pkgutil.resolve_name(name)
+            found = pkgutil.resolve_name(name.removesuffix("()"))
+            if name.endswith("()"):
+                found()
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(terminal, 2)

@@ -42,6 +42,13 @@ def keep_freed() -> None:
             mallopt(*option)
 
 
+def return_freed() -> None:
+    """Give back what lies free in the C library's heap: what is used once goes before the rest."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 # Libraries look at these when they are imported. Not TQDM_DISABLE: a study's own bars stay.
 _NO_BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 _FUTURE_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)

@@ -17,6 +17,7 @@ from multiprocessing import parent_process
 from typing import TypeVar
 
 import numpy as np
+from numba.core.registry import cpu_target
 
 from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
 from trak_core.projection.cpu.normal import normal_slice_cpu
@@ -52,6 +53,14 @@ def pause_openmp() -> None:
     pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
     if pause is not None:
         pause(_PAUSE_SOFT)
+
+
+def load_compiler() -> None:
+    """Load what numba needs to run its first kernel: a quarter of a second, mostly of imports.
+
+    Else each forked job would spend it. No kernel is compiled, and no thread is started.
+    """
+    cpu_target.target_context.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(frozen=True)

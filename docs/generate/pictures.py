@@ -1,0 +1,46 @@
+"""Draw the pictures of the documentation from a real run's results: report, and page to explore.
+
+    snakemake --cores 2
+    python docs/generate/pictures.py results
+
+Chromium takes them as a reader's browser would. Pillow comes with matplotlib.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+FOLDER = Path(__file__).parents[1] / "pictures"
+WIDTH = 1100
+# What is taken of which page: from which line of pixels to which.
+PAGES = {"report": ("report.html", 0, 890), "explore": ("answers/hard.html", 530, 1430)}
+COLOURS = 128  # so that a picture of a page has some tens of KB
+
+
+def taken(page: Path, top: int, bottom: int, folder: str) -> Image.Image:
+    """Return a part of a page in its whole width."""
+    picture = Path(folder, "picture.png")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    options += [f"--window-size={WIDTH},{bottom}", f"--user-data-dir={folder}/profile"]
+    command = ["chromium", *options, f"--screenshot={picture}", page.resolve().as_uri()]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    with Image.open(picture) as image:
+        return image.convert("RGB").crop((0, top, WIDTH, bottom))
+
+
+def main() -> None:
+    """Write the pictures."""
+    results = Path(sys.argv[1])
+    shutil.copy(results / "figures/hard.png", FOLDER / "influences.png")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (path, top, bottom) in PAGES.items():
+            picture = taken(results / path, top, bottom, folder).quantize(COLOURS)
+            picture.save(FOLDER / f"{name}.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main()
