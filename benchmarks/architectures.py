@@ -160,6 +160,7 @@ for _name in ("clip", "siglip"):
     OWN[_name] = {"vision_config": _TOWER, "text_config": _TOWER}
 for _name in ("mobilevit", "poolformer", "pvt", "cvt", "segformer", "pvt_v2", "mobilevitv2"):
     OWN[_name] = {"num_attention_heads": None, "hidden_size": None, "image_size": 64}
+OWN["mobilevitv2"] |= {"patch_size": 2}  # of a map of 4 x 4
 
 
 @dataclass(frozen=True)
