@@ -2,12 +2,13 @@
 
     python benchmarks/board_replay.py --folder board --questions 9
 
-f of a question is a function of each text's weight in the loss. Its derivative at weight 1 is what
-no first-order method can beat for small drops of this very training (MAGIC: Ilyas and Engstrom,
-2025). One training forwards keeps the state of every step; then for each step, last to first, the
-derivative goes through AdamW's update by its formula and through the gradient by forward-mode
-autograd: a product with the Hessian, and each text's own share. Some questions go together. Each
-question's scores are a file in the folder, so that a second start goes on; board.py reads them.
+f of a question is a function of each text's weight in the loss. Its derivative at weight 1
+foretells changes of this very training that are small enough, and in a training that is linear in
+its data those that leave texts out (MAGIC: Ilyas and Engstrom, 2025). One training forwards keeps
+the state of every step; then for each step, last to first, the derivative goes through AdamW's
+update by its formula and through the gradient by forward-mode autograd: a product with the Hessian,
+and each text's own share. Some questions go together. Each question's scores are a file in the
+folder, so that a second start goes on; board.py reads them.
 """
 
 import argparse
