@@ -204,7 +204,7 @@ def _run_again(folder: Path) -> tuple[float, float]:
 # Snakemake, whose jobs are forks of a process that has imported what they need, or begin anew.
 _FORKS = {
     "forks": "from snakemake.cli import main; main()",
-    "processes": "import trak_core.system.forks as f; f.can_fork = lambda: False; "
+    "processes": "import trak_core.system.fork_client as f; f.can_fork = lambda: False; "
     "from snakemake.cli import main; main()",
 }
 
