@@ -141,9 +141,14 @@ def by_faiss(folder: Path, n: int, m: int, k: int) -> None:
     import faiss  # pyright: ignore[reportMissingImports] -- not one of ours
 
     faiss.omp_set_num_threads(1)
-    phi, targets = (np.load(folder / f"{name}.npy") for name in ("train", "mine"))
-    index = faiss.IndexFlatIP(k)
-    index.add(phi)
+    targets, index = np.load(folder / "mine.npy"), faiss.IndexFlatIP(k)
+    with (folder / "train.npy").open("rb") as file:
+        # By blocks, so that the index alone is in memory.
+        np.lib.format.read_magic(file)
+        np.lib.format.read_array_header_1_0(file)
+        for start in range(0, n, _ROWS):
+            rows = min(_ROWS, n - start)
+            index.add(np.fromfile(file, np.float32, rows * k).reshape(rows, k))
     for sign in (1, -1):
         index.search(sign * targets, _TOP)
 

@@ -10,15 +10,13 @@ of a question they differ there too. --folder keeps what was trained, and takes 
 planted_facts.py kept of halves.
 """
 
-import argparse
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from machine import environment, write_csv
-from planted_facts import retrained, table
+from planted_facts import asked_and_folder, retrained, table
 from planted_products import all_rows
 from planted_ways import Scored, Way
 from torch import Tensor, nn
@@ -89,15 +87,7 @@ def ways(study: Study, made: list[dict[str, Kernel]]) -> list[Scored]:
 
 def main() -> None:
     """Train, score, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--halves", type=int, default=20, help="random halves, a multiple of ten")
-    parser.add_argument("--folder", type=Path, help="keeps what was trained")
-    parser.add_argument("--csv", type=Path, help="where the table goes as well")
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = asked.folder or Path(name)
-        folder.mkdir(exist_ok=True)
+    with asked_and_folder(__doc__, halves=20) as (asked, folder):
         study = Study.load(_STUDY)
         made = [one for seed in range(_RUNS) for one in kernels(study, seed, folder)]
         truth = retrained(study, asked.halves, folder)

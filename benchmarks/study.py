@@ -10,13 +10,14 @@ BasicProjector), the same script by `trak_core.compat`, and `snakemake scores`. 
 its matrix anew for every batch: the scripts run with the pipeline's batch of 64, and with the one
 that TRAK's package was fastest with (`digits`: of 64, 200, 400 and 1,200; `resnet`: of 64, 128,
 256, 500 and 1,000). Two cores are used by all; the sides take turns, and the medians of the rounds
-count, with the least and the greatest. Ratios are over traker with the same batch, the pipeline's
-over the faster traker.
+count, with the least and the greatest; so do those of the processors' seconds, which depend less on
+what else runs. Ratios are over traker with the same batch, the pipeline's over the faster traker.
 """
 
 import argparse
 import importlib
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -86,6 +87,8 @@ class Row:
     least: float
     greatest: float
     ratio: float
+    processor: float
+    processor_ratio: float
 
 
 def _study(case: str, folder: Path) -> Path:
@@ -163,8 +166,13 @@ def _score(case: str, package: str, batch: int, folder: Path) -> None:
     tracer.finalize_scores("all")
 
 
-def _seconds(case: str, side: str, batch: int | None, folder: Path) -> float:
-    """Run one side to its end, from nothing, and return how long it took."""
+def _processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _seconds(case: str, side: str, batch: int | None, folder: Path) -> tuple[float, float]:
+    """Run one side to its end, from nothing; return its seconds, and those of the processors."""
     shutil.rmtree(folder / "results", ignore_errors=True)
     shutil.rmtree(folder / _SIDES[side], ignore_errors=True) if _SIDES[side] else None
     if side == "pipeline":
@@ -174,7 +182,7 @@ def _seconds(case: str, side: str, batch: int | None, folder: Path) -> float:
     else:
         command = [sys.executable, __file__, case, "--side", side, "--batch", str(batch)]
         command += ["--folder", str(folder)]
-    began = time.perf_counter()
+    began, used = time.perf_counter(), _processor_seconds()
     done = subprocess.run(
         command,
         cwd=folder,
@@ -185,7 +193,7 @@ def _seconds(case: str, side: str, batch: int | None, folder: Path) -> float:
     )
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
-    return time.perf_counter() - began
+    return time.perf_counter() - began, _processor_seconds() - used
 
 
 def main() -> None:
@@ -203,7 +211,8 @@ def main() -> None:
         return
     about = environment("cpu", ("torch", "numpy", "numba", "snakemake", "traker"))
     print(about)
-    print("| study | side | batch | seconds | over traker |\n|---|---|---|---|---|")
+    print("| study | side | batch | seconds | over traker | processor s | over traker |")
+    print("|---|---|---|---|---|---|---|")
     rows = []
     for case in asked.cases:
         with tempfile.TemporaryDirectory() as name:
@@ -212,19 +221,26 @@ def main() -> None:
             small, large = _CASES[case].batches
             scripts = [(side, batch) for batch in (small, large) for side in ("traker", "compat")]
             runs: list[tuple[str, int | None]] = [*scripts, ("pipeline", None)]
-            taken: dict[tuple[str, int | None], list[float]] = {run: [] for run in runs}
+            taken: dict[tuple[str, int | None], list[tuple[float, float]]]
+            taken = {run: [] for run in runs}
             for _ in range(asked.rounds):
                 for (side, batch), seconds in taken.items():
                     seconds.append(_seconds(case, side, batch, folder))
-        for (side, batch), seconds in taken.items():
-            median = statistics.median(seconds)
+        medians = {
+            run: tuple(statistics.median(values) for values in zip(*both, strict=True))
+            for run, both in taken.items()
+        }
+        for (side, batch), both in taken.items():
             peers = (small, large) if batch is None else (batch,)
-            peer = min(statistics.median(taken["traker", one]) for one in peers)
-            row = Row(case, side, batch, median, min(seconds), max(seconds), median / peer)
+            own, seconds = medians[side, batch], [wall for wall, _ in both]
+            ratios = [own[i] / min(medians["traker", one][i] for one in peers) for i in (0, 1)]
+            ends = min(seconds), max(seconds)
+            row = Row(case, side, batch, own[0], *ends, ratios[0], own[1], ratios[1])
             rows.append(row)
-            span = f"{row.least:.1f}-{row.greatest:.1f}"
             print(
-                f"| {case} | {side} | {batch or ''} | {median:.1f} [{span}] | {row.ratio:.2f} |",
+                f"| {case} | {side} | {batch or ''} | {row.seconds:.1f} [{row.least:.1f}-"
+                f"{row.greatest:.1f}] | {row.ratio:.2f} | {row.processor:.1f} | "
+                f"{row.processor_ratio:.2f} |",
                 flush=True,
             )
     if asked.csv is not None:

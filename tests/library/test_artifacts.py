@@ -110,6 +110,8 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
         assert np.array_equal(read[:], by_hand)
         assert np.array_equal(read[1000:2100, :7], by_hand[1000:2100, :7])
         assert np.array_equal(read[5], by_hand[5])
+        for part in (slice(2000, 2100), slice(10, 20), slice(0, 3000, 7), slice(2990, 4000)):
+            assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
         with (

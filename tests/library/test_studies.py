@@ -339,6 +339,11 @@ def test_files_that_hold_no_rows(tmp_path):
         (tmp_path / name).write_text(text)
         with refused("studies.rows", tmp_path / name):
             read_rows(str(tmp_path / name))
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n1,2,3\n")
+    # pandas ends its sentence with a new line.
+    words = re.compile(r"Error tokenizing data\. .* saw 3(?=\.$)")
+    with refused("studies.rows", tmp_path / "a.csv", words):
+        read_rows(str(tmp_path / "a.csv"))
     lines = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
         '{"a": NaN}': "NaN is no finite number",

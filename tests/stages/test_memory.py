@@ -10,6 +10,7 @@ from workspace import REPOSITORY
 
 from trak_core.artifacts import FEATURES, ArtifactError, create
 from trak_core.config.memory_needs import (
+    GroupsNeed,
     Need,
     average_need,
     check_memory,
@@ -30,7 +31,9 @@ from trak_core.stages.compute_scores import compute_scores
 
 def test_rows_get_half_of_what_the_fixed_part_leaves():
     assert Need("it", 0, 10**4).rows(100) == 100 * 2**20 // 2 // 10**4 // 1024 * 1024
-    assert Need("it", 60 * 2**20, 10**5).rows(100) == 40 * 2**20 // 2 // 10**5
+    # Fewer than a chunk has: 209, or 341 of groups' scores, would have blocks that share chunks.
+    assert Need("it", 60 * 2**20, 10**5).rows(100) == 128
+    assert GroupsNeed(2, 100, 20).rows(64) == 256
 
 
 def test_a_job_requests_memory_for_a_large_model_s_weights(tmp_path):

@@ -9,7 +9,7 @@ files open.
 import contextlib
 import json
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # most jobs read no table
 
 
 _MOST_OPEN = 64
+_SCALES_HELD = 2**15
 
 
 def _signature(path: Path) -> tuple[int, ...]:
@@ -220,6 +221,7 @@ class Rows:
     shape: tuple[int, int]
     dtype: np.dtype
     scales: str | None = None
+    _window: list[Any] = field(default_factory=list, compare=False)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -231,8 +233,20 @@ class Rows:
         if self.scales is None:
             return values
         # Float32 holds these products exactly.
-        scales = self.artifact._read(self.scales, rows[0] if isinstance(rows, tuple) else rows)
-        return values * np.expand_dims(scales, -1)
+        chosen = rows[0] if isinstance(rows, tuple) else rows
+        return values * np.expand_dims(self._read_scales(self.scales, chosen), -1)
+
+    def _read_scales(self, key: str, rows: Any) -> np.ndarray:
+        """Return the scales of some rows; those of the next rows are kept, for who reads on."""
+        if not isinstance(rows, slice):
+            return self.artifact._read(key, rows)
+        start, stop, step = rows.indices(len(self))
+        first, held = self._window or (0, ())
+        if not first <= start <= stop <= first + len(held):
+            first, end = start, max(stop, start + _SCALES_HELD)
+            held = self.artifact._read(key, slice(first, end))
+            self._window[:] = first, held
+        return np.asarray(held)[start - first : stop - first : step]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Read all rows."""

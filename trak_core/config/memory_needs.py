@@ -50,7 +50,8 @@ class Need:
 
 
 def _whole_chunks(rows: int) -> int:
-    return rows // CHUNK_ROWS * CHUNK_ROWS or rows
+    """Return whole chunks of rows, or a power of 2 of them: every chunk begins with a block."""
+    return rows // CHUNK_ROWS * CHUNK_ROWS or 2 ** (max(1, rows).bit_length() - 1)
 
 
 def weights_mb(model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool) -> int:
@@ -141,12 +142,6 @@ def shard_rows(n_train: int, shard: int, n_shards: int) -> tuple[int, int]:
     return start, min(stop, n_train)
 
 
-def average_rows(need: Need, memory_mb: int) -> int:
-    """Return how many rows of an average a block has, so that chunks begin with a block."""
-    rows = need.rows(memory_mb)
-    return rows if rows >= CHUNK_ROWS else 2 ** (rows.bit_length() - 1)
-
-
 def holds_solved(need: Need, block: int, memory_mb: int, n_checkpoints: int, size: int) -> bool:
     """Return whether the solved targets of all checkpoints may stay in memory, each of ``size``."""
     spare = memory_mb * 2**20 - need.fixed_bytes - 2 * block * need.row_bytes
@@ -169,7 +164,7 @@ class GroupsNeed:
     def rows(self, memory_mb: int) -> int:
         """Return how many rows of all checkpoints' scores may be held, in a third as well."""
         of_row = 8 * (self.n_targets * (3 * self.n_checkpoints + 2) + 2 * _GROUP_DRAWS)
-        return max(1, _whole_chunks(memory_mb * 2**20 // 3 // of_row))
+        return _whole_chunks(memory_mb * 2**20 // 3 // of_row)
 
 
 def evaluation_need(

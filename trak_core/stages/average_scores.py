@@ -25,7 +25,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.artifacts.format import plain_ids
-from trak_core.config.memory_needs import average_need, average_rows, holds_solved, shard_rows
+from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.scores import (
     Extremes,
@@ -257,7 +257,7 @@ def average_scores(
         solved_dim = spec.features.projection["proj_dim"] if phis else None
         sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}
         sizes |= {"top": top, "solved_dim": solved_dim}
-        block = average_rows(average_need(n_train=n_train, **sizes), memory_mb)
+        block = average_need(n_train=n_train, **sizes).rows(memory_mb)
         start, stop = shard_rows(n_train, shard, n_shards)
         own_need = average_need(n_train=stop - start, **sizes)
         size = (solved_dim or 0) * n_targets

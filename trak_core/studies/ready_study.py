@@ -136,7 +136,7 @@ def read_rows(path: str) -> list[dict[str, Any]]:
     except (ValueError, OSError, ImportError) as error:
         raise InputError(
             f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
-            f"it failed: {error}.",
+            f"it failed: {str(error).strip()}.",
             code="studies.rows",
         ) from error
     return rows
