@@ -160,6 +160,8 @@ for _name in ("clip", "siglip"):
     OWN[_name] = {"vision_config": _TOWER, "text_config": _TOWER}
 for _name in ("mobilevit", "poolformer", "pvt", "cvt", "segformer", "pvt_v2", "mobilevitv2"):
     OWN[_name] = {"num_attention_heads": None, "hidden_size": None, "image_size": 64}
+OWN["mobilevitv2"] |= {"patch_size": 2}  # of a map of 4 x 4
+OWN["bit"] = {"embedding_size": 32, "hidden_sizes": [256, 256, 256, 256], "depths": [1, 1, 1, 1]}
 
 
 @dataclass(frozen=True)

@@ -206,10 +206,18 @@ def _cleanlab(study: ModuleType, *, with_held_out: bool) -> np.ndarray:
     return -quality(labels.numpy(), probabilities, method="normalized_margin")
 
 
+def _harm_alike(folder: Path) -> np.ndarray:
+    """Return the harm of every training sample where all targets' scores have the same length."""
+    scores: Any = pd.read_hdf(folder / "results/scores/held.h5", "scores")
+    alike = scores.sort_index().to_numpy(dtype=np.float64)
+    return np.maximum(-alike / np.linalg.norm(alike, axis=0), 0).mean(axis=1)
+
+
 def _rankings(folder: Path, study: ModuleType) -> Draw:
     listed = _suspects(folder, study.N_HELD)
     scores = {
         "suspects": listed["harm"].to_numpy(),
+        "harm, targets alike": _harm_alike(folder),
         "self-influence": listed["self_influence"].to_numpy(),
         "loss weight": listed["loss_weight"].to_numpy(),
         "cleanlab": _cleanlab(study, with_held_out=False),

@@ -176,6 +176,13 @@ def describe(sample: dict[str, torch.Tensor]) -> str:
     return " ".join(named.get(token, "_") for token in tokens)
 
 
+def token_texts(sample: dict[str, torch.Tensor]) -> list[str]:
+    """Return what stands for each token: its word, and nothing for what pads."""
+    named = {number: word for word, number in vocabulary().items()}
+    both = zip(sample["input_ids"].tolist(), sample["attention_mask"].tolist(), strict=True)
+    return [f"{named.get(token, '_')} " if is_word else "" for token, is_word in both]
+
+
 def make_model() -> nn.Module:
     """Return a GPT-2 of 130,000 parameters."""
     size: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}

@@ -20,6 +20,7 @@ from trak_core.gradients.model_inputs import as_batch
 from trak_core.model.logits_in_pieces import MarginsOfTokens
 from trak_core.model.token_shares import Pairs, Shares
 from trak_core.model_outputs.table import TABLE
+from trak_core.projection import Contractions
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import ProjectionSpec, matrix_shape
 
@@ -92,10 +93,15 @@ def oracle(model, text, parameters):
     return torch.stack(rows).numpy()
 
 
-@pytest.mark.parametrize("kind", ["rademacher", "hadamard", "tensor_sketch"])
+@pytest.mark.parametrize(
+    ("kind", "scaled"),
+    [("rademacher", True), ("hadamard", True), ("tensor_sketch", True), ("tensor_sketch", False)],
+)
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_shares_are_those_of_copies(make, kind):
+def test_shares_are_those_of_copies(make, kind, scaled, monkeypatch):
+    """Entries that aren't scaled let a tensor sketch take factors, whatever is cheaper here."""
     torch.manual_seed(0)
+    monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     model = make().eval()
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
@@ -112,6 +118,7 @@ def test_shares_are_those_of_copies(make, kind):
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
     batch = {"input_ids": texts, "labels": texts}
     scales = {name: torch.rand(p.shape) for name, p in parameters.items() if "norm" not in name}
+    scales = scales if scaled else {}
     shares = Shares.zeros(parameters, spec, vectors, pairs, N_TOKENS, scales)
     output = TABLE["language_modelling"].load()
     method = gradient_method(model, parameters, output, batch)
@@ -154,13 +161,18 @@ class WithBias(nn.Module):
         return {"logits": self.head(x + self.norm(x.mean(1))[:, None])}
 
 
+@pytest.mark.parametrize("kind", ["sjlt", "tensor_sketch"])
 @pytest.mark.parametrize("make", [llama, WithBias])
-def test_logits_in_pieces_have_the_same_shares(make, monkeypatch):
+def test_logits_in_pieces_have_the_same_shares(make, kind, monkeypatch):
     torch.manual_seed(0)
     model, output = make().eval(), TABLE["language_modelling"].load()
     parameters = select_parameters(model, None)
     n_params = sum(p.numel() for p in parameters.values())
-    spec = ProjectionSpec(kind="sjlt", n_params=n_params, proj_dim=32, seed=1, stream=2)
+    shapes = [matrix_shape(p.shape) for p in parameters.values()]
+    shapes = shapes if kind == "tensor_sketch" else None
+    about = {"n_params": n_params, "proj_dim": 32, "seed": 1, "stream": 2, "shapes": shapes}
+    spec = ProjectionSpec(kind=kind, **about)
+    monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     pairs = Pairs(torch.tensor([0, 1, 2]), torch.tensor([1, 0, 1]))

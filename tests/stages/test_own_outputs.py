@@ -158,12 +158,12 @@ def test_f_and_gradients_by_autograd_in_one_pass(name, trained, capsys):
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_an_example_runs_to_the_report(name, trained, tmp_path):
+def test_exact_scores_of_an_example_are_the_formula_s(name, trained, tmp_path):
     study, checkpoint = trained[name]
     given = config_of(name)["model_output"]
     run = study.path, {"run0": checkpoint}, TARGETS
     exact = read_scores(
-        run_exact_stages(tmp_path / "exact", *run, model_output=given["function"], damping=DAMPING)
+        run_exact_stages(tmp_path, *run, model_output=given["function"], damping=DAMPING)
     )
     model = study.make_model()
     model.load_state_dict(torch.load(checkpoint))
@@ -176,6 +176,13 @@ def test_an_example_runs_to_the_report(name, trained, tmp_path):
         q = 1 / (1 + np.exp(by_hand(name, model, study.split("train", None).samples)[0]))
     assert close(exact, np.linalg.solve(kernel, phi @ of_targets.T) * q[:, None])
 
+
+# With loss weights and with all 1, and with several labels a sample.
+@pytest.mark.parametrize("name", ["ranking", "diffusion", "multi_label"])
+def test_an_example_runs_to_the_report(name, trained, tmp_path):
+    study, checkpoint = trained[name]
+    given = config_of(name)["model_output"]
+    run = study.path, {"run0": checkpoint}, TARGETS
     scores = run_stages(
         tmp_path, *run, model_output=given["function"], proj_dim=64, output_words=given
     )

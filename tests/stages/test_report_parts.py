@@ -28,7 +28,7 @@ from trak_core.report.describe_samples import (
     targets_shown,
 )
 from trak_core.report.number_formats import number, of_target, of_training_sample, plural, signed
-from trak_core.report.read import File, read_experiment, read_timings
+from trak_core.report.read import File, read_experiment, read_timings, side_by_side
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
@@ -270,6 +270,17 @@ def test_what_several_experiments_share_stands_side_by_side(results, tmp_path, m
         row = section[section.index(f"train {sample} ") :]
         assert all(words in row for words in shown)
         assert {f"answers/{e}.html#{place}" for e in about} & set(links)
+
+
+def test_numbers_stay_ids_side_by_side():
+    moved = pd.DataFrame({"harm": [0.5, 0.25], "help": [0.0, 0.5]})
+    train = pd.DataFrame({"id": [794, 18], "label": [8, 1], "output": [0.5, 0.25]})
+    tables = {"moved": moved, "train": train}
+    files = [File(name, "hash", {}, {}, tables) for name in ("mix", "hard")]
+    assert [(str(one.id), str(one.label)) for one in side_by_side(files)] == [
+        ("794", "8"),
+        ("18", "1"),
+    ]
 
 
 @pytest.mark.parametrize(

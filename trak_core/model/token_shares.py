@@ -20,7 +20,7 @@ from trak_core.autograd.gradient_terms import (
 from trak_core.autograd.token_margins import BiasFactors, MarginFactors
 from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.projection import back_project
+from trak_core.projection import Contractions, back_project
 from trak_core.spec import ProjectionSpec, matrix_shape
 from trak_core.study.split import Split
 from trak_core.system.progress import with_progress
@@ -41,24 +41,26 @@ class Pairs:
     directions: Tensor
 
 
+# Inner products of a sample's places with directions (n, entries): shape (n, places).
+_Of = Callable[[int, Tensor], Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one use of a parameter says of some tokens.
+    """What one use of a parameter says of some tokens, from ``first`` on; None for no tokens."""
 
-    ``of`` gives the inner products with a direction, of some samples at each place, (n, places).
-    """
-
-    first: int
-    n_places: int
-    of: Callable[[Tensor, Tensor], Tensor]
+    first: int | None
+    of: _Of
 
 
 class Shares:
     """A consumer of gradients that adds up <x, R v> for pairs of a gradient x and a vector v.
 
     A parameter's direction R v is made when its gradients come, and none of a weight is formed: the
-    factors of a gradient, sum_t a_t b_t^T, give the share a_t^T D b_t of the token t. Entries of
-    gradients are multiplied with ``scales``, by the parameter's name, if there are some.
+    factors of a gradient, sum_t a_t b_t^T, give the share a_t^T D b_t of the token t. For a tensor
+    sketch no direction is made where it is cheaper to sketch each token's factors, once for all
+    vectors. Entries of gradients are multiplied with ``scales``, by the parameter's name, if there
+    are some; then there are directions.
 
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64; at the end what belongs to no single token,
@@ -78,15 +80,18 @@ class Shares:
         by_token: Tensor,
         by_parameter: Tensor,
         scales: Mapping[str, Tensor] | None = None,
+        contractions: Contractions | None = None,
     ):
         self._parameters, self._projection, self._scales = parameters, projection, scales
         self._vectors, self._pairs = vectors, pairs
         self.by_token, self.by_parameter = by_token, by_parameter
-        self._places: dict[int, tuple[int, int, str]] = {}
-        offset = 0
+        self._contractions = contractions
+        self._places: dict[int, tuple[int, int, int, str]] = {}
+        offset = matrix = 0
         for number, (name, parameter) in enumerate(parameters.items()):
-            self._places[id(parameter)] = offset, number, name
+            self._places[id(parameter)] = offset, number, matrix, name
             offset += parameter.numel()
+            matrix += parameter.numel() > 0
 
     @classmethod
     def zeros(
@@ -104,7 +109,9 @@ class Shares:
             torch.zeros(len(pairs.samples), size, dtype=torch.float64, device=vectors.device)
             for size in sizes
         )
-        return cls(parameters, projection, vectors, pairs, by_token, by_parameter, scales)
+        given = parameters, projection, vectors, pairs, by_token, by_parameter, scales
+        of_matrices = projection.kind.about.of_matrices
+        return cls(*given, Contractions.of(projection, vectors) if of_matrices else None)
 
     @property
     def _n_tokens(self) -> int:
@@ -114,8 +121,12 @@ class Shares:
         n_entries = parameter.numel()
         if not n_entries:
             return
-        offset, number, name = self._places[id(parameter)]
+        offset, number, matrix, name = self._places[id(parameter)]
         shape = matrix_shape(parameter.shape)
+        if self._contractions is not None and name not in (self._scales or {}):
+            uses = [use for use in uses if not self._contract(use, shape, number, matrix)]
+        if not uses:
+            return
         used = self._pairs.directions.unique()
         for some in used.split(max(1, PIECE // n_entries)):
             directions = back_project(self._vectors[some], self._projection, offset, n_entries)
@@ -125,43 +136,85 @@ class Shares:
                 for part in self._parts(use, shape):
                     self._add(part, some, directions, number)
 
+    def _contract(
+        self, use: Contribution, shape: tuple[int, int], number: int, matrix: int
+    ) -> bool:
+        """Add what a use's factors say, if it has some and they are cheaper to sketch."""
+        assert self._contractions is not None
+        pairs = self._pairs.samples, self._pairs.directions
+        if isinstance(use, Lookup) and use.matrix == shape:
+            shares = self._contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
+            return True
+        if isinstance(use, Outer) and use.matrix == shape:
+            n_tokens, outers = use.inputs.shape[1], [use]
+            has_tokens = self._are_tokens(use, use.inputs)
+        elif isinstance(use, MarginFactors) and use.matrix == shape:
+            n_tokens, outers = use.n_tokens, use.outers()
+            has_tokens = n_tokens <= self._n_tokens
+        else:
+            return False
+        sizes = use.n_rows, len(pairs[0]), n_tokens
+        if not self._contractions.prefers_factors(*sizes, matrix):
+            return False
+        first = 0
+        for outer in outers:
+            left, right = outer.inputs, outer.gradients[0]
+            left, right = (right, left) if outer.is_transposed else (left, right)
+            shares = self._contractions.with_products(matrix, left, right, *pairs)
+            self._add_shares(first if has_tokens else None, shares, number)
+            first += shares.shape[1]
+        return True
+
     def _add(self, part: _Part, some: Tensor, directions: Tensor, number: int) -> None:
-        last = part.first + part.n_places
-        are_tokens = part.n_places > 0 and last <= self._n_tokens
-        for direction, vector in zip(some, directions, strict=True):
-            (pairs,) = torch.where(self._pairs.directions == direction)
-            shares = part.of(self._pairs.samples[pairs], vector).double()
-            sums = shares.sum(1)
-            if are_tokens:
-                self.by_token[pairs, part.first : last] += shares
-            else:
-                self.by_token[pairs, -1] += sums
-            self.by_parameter[pairs, number] += sums
+        """Add what some vectors' directions say; the vectors are sorted."""
+        samples, among = self._pairs.samples, torch.isin(self._pairs.directions, some)
+        for sample in samples[among].unique().tolist():
+            (pairs,) = torch.where(among & (samples == sample))
+            own = directions[torch.searchsorted(some, self._pairs.directions[pairs])]
+            self._add_shares(part.first, part.of(sample, own), number, pairs)
+
+    def _add_shares(
+        self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None
+    ) -> None:
+        """Add shares of places from ``first`` on, or of no tokens; of some pairs, or of all."""
+        rows = slice(None) if pairs is None else pairs
+        shares = shares.double()
+        sums = shares.sum(1)
+        if first is None:
+            self.by_token[rows, -1] += sums
+        else:
+            self.by_token[rows, first : first + shares.shape[1]] += shares
+        self.by_parameter[rows, number] += sums
 
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
         """Yield what a use says of its places; of tokens, if there are as many."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
+            of_weight = use.of_weight if isinstance(use, BiasFactors) else use
             first = 0
             for outer in use.outers():
-                yield _of_outer(outer, shape, first)
+                has_tokens = of_weight.n_tokens <= self._n_tokens
+                yield _Part(first if has_tokens else None, _of_outer(outer, shape))
                 first += outer.inputs.shape[1]
         elif isinstance(use, Outer) and use.matrix == shape:
-            yield self._if_tokens(_of_outer(use, shape, 0), use)
+            yield self._part(use, use.inputs, _of_outer(use, shape))
         elif isinstance(use, Lookup) and use.matrix == shape:
-            yield self._if_tokens(_of_lookup(use, shape), use)
+            yield self._part(use, use.indices, _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
             # A parameter without dimensions has terms without any.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
-            part = _Part(0, terms.shape[1], lambda own, d: terms[own] @ d)
-            yield self._if_tokens(part, use)
+            yield self._part(use, terms, lambda own, d: d @ terms[own].T)
         else:
             for first, rows in summed_parts([use], PIECE):
-                yield _of_rows(rows.float(), first)
+                yield _Part(None, _of_rows(rows.float(), first))
 
-    def _if_tokens(self, part: _Part, use: Contribution) -> _Part:
-        are_tokens = part.n_places == self._n_tokens and not use.has_ranks
-        return part if are_tokens else _Part(0, 0, part.of)
+    def _part(self, use: Contribution, places: Tensor, of: _Of) -> _Part:
+        return _Part(0 if self._are_tokens(use, places) else None, of)
+
+    def _are_tokens(self, use: Contribution, places: Tensor) -> bool:
+        """Whether the places (batch, places, ...) of a use are tokens: if there are as many."""
+        return 0 < places.shape[1] == self._n_tokens and not use.has_ranks
 
     def of(self, samples: slice) -> Self:
         ends = self._pairs.samples.new_tensor([samples.start, samples.stop])
@@ -175,7 +228,7 @@ class Shares:
 
     def _with(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> Self:
         given = self._parameters, self._projection, self._vectors, pairs
-        return type(self)(*given, by_token, by_parameter, self._scales)
+        return type(self)(*given, by_token, by_parameter, self._scales, self._contractions)
 
     def add(self, other: Self) -> None:
         self.by_token += other.by_token
@@ -185,29 +238,30 @@ class Shares:
         return  # nothing is held back
 
 
-def _of_outer(use: Outer, shape: tuple[int, int], first: int) -> _Part:
+def _of_outer(use: Outer, shape: tuple[int, int]) -> _Of:
     gradients = use.gradients[0]
 
-    def of(own: Tensor, direction: Tensor) -> Tensor:
-        matrix = direction.view(shape)
-        matrix = matrix.T if use.is_transposed else matrix
-        return ((use.inputs[own].float() @ matrix) * gradients[own].float()).sum(-1)
+    def of(sample: int, directions: Tensor) -> Tensor:
+        matrices = directions.view(-1, *shape)
+        matrices = matrices.mT if use.is_transposed else matrices
+        return ((use.inputs[sample].float() @ matrices) * gradients[sample].float()).sum(-1)
 
-    return _Part(first, use.inputs.shape[1], of)
+    return of
 
 
-def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Part:
+def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Of:
     gradients = use.gradients[0]
 
-    def of(own: Tensor, direction: Tensor) -> Tensor:
-        return (direction.view(shape)[use.indices[own]] * gradients[own].float()).sum(-1)
+    def of(sample: int, directions: Tensor) -> Tensor:
+        rows = directions.view(-1, *shape)[:, use.indices[sample]]
+        return (rows * gradients[sample].float()).sum(-1)
 
-    return _Part(0, use.indices.shape[1], of)
+    return of
 
 
-def _of_rows(rows: Tensor, first: int) -> _Part:
+def _of_rows(rows: Tensor, first: int) -> _Of:
     part = slice(first, first + rows.shape[1])
-    return _Part(0, 0, lambda own, direction: (rows[own] @ direction[part])[:, None])
+    return lambda sample, directions: directions[:, part] @ rows[sample, :, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,12 @@ The buckets are balanced here (``reference.py``): entries of a row or a column s
 collide.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import log2
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -122,6 +125,29 @@ def _pairs(
     return torch.view_as_complex(pairs)
 
 
+def _transforms(
+    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield transforms of pairs, shape (samples, tokens, k), with which samples and tokens."""
+    n_samples, n_tokens = left.shape[:2]
+    most = max(1, _PIECE // spec.proj_dim)
+    if n_tokens > most:  # of a sample some tokens at a time
+        pieces = [
+            (slice(b, b + 1), slice(t, t + most))
+            for b in range(n_samples)
+            for t in range(0, n_tokens, most)
+        ]
+    else:
+        step = max(1, most // max(1, n_tokens))
+        pieces = [(slice(b, b + step), slice(0, n_tokens)) for b in range(0, n_samples, step)]
+    scales, by_kernel = _scales(left, right), left.device.type == "cpu"
+    for part in pieces:
+        a, b = (side[part].flatten(0, 1).float() for side in (left, right))
+        own = scales[part]
+        pairs = _pairs(spec, number, a, b, own.flatten(0, 1), by_kernel)
+        yield *part, torch.fft.fft(pairs).view(*own.shape[:2], -1)
+
+
 def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
     """Add the squares of transforms, shape (samples, tokens, k), over the tokens."""
     if not by_kernel:
@@ -139,6 +165,15 @@ def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
     else:  # sorted, not by atomics
         rows = torch.arange(len(out), device=out.device).unsqueeze(1).expand_as(columns)
         out.index_put_((rows, columns), values, accumulate=True)
+
+
+def _add_lookups(
+    out: Tensor, spec: ProjectionSpec, number: int, indices: Tensor, right: Tensor
+) -> None:
+    (bucket0, sign0), (bucket1, sign1) = sides_on(spec, right.device)[number]
+    columns = (bucket0[indices].unsqueeze(-1) + bucket1) % spec.proj_dim
+    values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
+    _add_at(out, columns.flatten(1), values.flatten(1))
 
 
 def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
@@ -192,24 +227,8 @@ class OuterProducts:
             left: Shape (b, tokens, n0).
             right: Shape (b, tokens, n1).
         """
-        n_samples, n_tokens = left.shape[:2]
-        most = max(1, _PIECE // self.spec.proj_dim)
-        if n_tokens > most:  # of a sample some tokens at a time
-            pieces = [
-                (slice(b, b + 1), slice(t, t + most))
-                for b in range(n_samples)
-                for t in range(0, n_tokens, most)
-            ]
-        else:
-            step = max(1, most // max(1, n_tokens))
-            pieces = [(slice(b, b + step), slice(None)) for b in range(0, n_samples, step)]
-        scales, by_kernel = _scales(left, right), left.device.type == "cpu"
-        for part in pieces:
-            a, b = (side[part].flatten(0, 1).float() for side in (left, right))
-            own = scales[part]
-            pairs = _pairs(self.spec, number, a, b, own.flatten(0, 1), by_kernel)
-            transformed = torch.fft.fft(pairs).view(*own.shape[:2], -1)
-            _add_squares(self.spectrum[part[0]], transformed, by_kernel)
+        for samples, _, transformed in _transforms(self.spec, number, left, right):
+            _add_squares(self.spectrum[samples], transformed, left.device.type == "cpu")
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
         """Add sum_t e_indices[b, t] right[b, t]^T, e_i the unit vectors.
@@ -219,11 +238,93 @@ class OuterProducts:
             indices: Shape (b, tokens).
             right: Shape (b, tokens, n1).
         """
-        (bucket0, sign0), (bucket1, sign1) = sides_on(self.spec, right.device)[number]
-        columns = (bucket0[indices].unsqueeze(-1) + bucket1) % self.spec.proj_dim
-        values = right.float() * sign1 * sign0[indices].unsqueeze(-1)
-        _add_at(self.rows, columns.flatten(1), values.flatten(1))
+        _add_lookups(self.rows, self.spec, number, indices, right)
 
     def total(self) -> Tensor:
         """Return the sketches, shape (b, k), float32."""
         return self.rows + (torch.fft.ifft(self.spectrum).imag / 2).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Contractions:
+    """Inner products of vectors with the sketch of each outer product by itself.
+
+    A token is sketched once, however many vectors it meets. Its square S in the frequency domain
+    and V, the transform of v, have <sketch, v> = Im <S, V> / 2 k, which is one product of matrices.
+    Results are within 1e-6 |a_t| |b_t| |v| of the definition.
+
+    Attributes:
+        spec: A ``tensor_sketch``.
+        vectors: Shape (m, k), float32.
+        spectra: Shape (2 k, m), float32: what the two parts of S are multiplied by.
+    """
+
+    spec: ProjectionSpec
+    vectors: Tensor
+    spectra: Tensor
+
+    @classmethod
+    def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
+        """Transform the vectors."""
+        parts = torch.view_as_real(torch.fft.fft(vectors.double()))
+        spectra = torch.stack([-parts[..., 1], parts[..., 0]], dim=-1) / (2 * spec.proj_dim)
+        return cls(spec, vectors, spectra.flatten(1).T.float().contiguous())
+
+    def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
+        """Whether that is cheaper than products of the factors with each vector's own matrix.
+
+        Args:
+            n_samples: Texts.
+            n_pairs: How many pairs of a text and a vector.
+            n_tokens: Outer products of each text.
+            number: The parameter.
+
+        Returns:
+            An estimate, as for ``prefers_factors``.
+        """
+        assert self.spec.shapes is not None
+        k, (rows, columns) = self.spec.proj_dim, self.spec.shapes[number]
+        by_token = _TRANSFORM_NS * k * log2(k + 1) + _COUNT_NS * (rows + columns)
+        by_factors = n_tokens * (n_samples * by_token + n_pairs * 2 * k * _PRODUCT_NS)
+        read = _COUNT_NS * min(n_pairs, len(self.vectors))
+        return by_factors < rows * columns * (n_pairs * n_tokens * _PRODUCT_NS + read)
+
+    def with_products(
+        self, number: int, left: Tensor, right: Tensor, samples: Tensor, directions: Tensor
+    ) -> Tensor:
+        """Return <left[b, t] right[b, t]^T, R v> of pairs of b and v, shape (pairs, tokens).
+
+        Args:
+            number: Which parameter it is a part of the gradient of.
+            left: Shape (batch, tokens, n0).
+            right: Shape (batch, tokens, n1).
+            samples: b of each pair, shape (pairs,).
+            directions: The rows of ``vectors``, likewise.
+        """
+        found = self.vectors.new_zeros(len(samples), left.shape[1])
+        for rows, tokens, transformed in _transforms(self.spec, number, left, right):
+            squares = torch.view_as_real(transformed.mul_(transformed)).flatten(-2)
+            for square, b in zip(squares, range(rows.start, rows.stop), strict=False):
+                (own,) = torch.where(samples == b)
+                found[own, tokens] = (square @ self.spectra[:, directions[own]]).T
+        return found
+
+    def with_lookups(
+        self, number: int, indices: Tensor, right: Tensor, samples: Tensor, directions: Tensor
+    ) -> Tensor:
+        """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors.
+
+        Args:
+            number: As above.
+            indices: Shape (batch, tokens).
+            right: Shape (batch, tokens, n1).
+            samples: As above.
+            directions: As above.
+        """
+        found = self.vectors.new_zeros(len(samples), indices.shape[1])
+        for b in samples.unique().tolist():
+            rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)
+            _add_lookups(rows, self.spec, number, indices[b, :, None], right[b, :, None])
+            (own,) = torch.where(samples == b)
+            found[own] = self.vectors[directions[own]] @ rows.T
+        return found

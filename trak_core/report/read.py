@@ -288,12 +288,13 @@ def side_by_side(experiments: Sequence[File]) -> list[Shared]:
     samples = []
     for row in shared[:_N_SHARED]:
         where = next(file for file, own in zip(experiments, rows, strict=True) if row in own)
-        about = where.tables["train"].loc[row]
+        # Not a whole row: one of numbers alone makes an id a float.
+        sample_id, label = (where.tables["train"].at[row, key] for key in ("id", "label"))
         own = [
             {**table.loc[row], "score": score[row], "stands_out": row in known}
             for table, score, known in zip(moved, scores, rows, strict=True)
         ]
-        samples.append(Shared(about["id"], about["label"], own))
+        samples.append(Shared(sample_id, label, own))
     return samples
 
 
