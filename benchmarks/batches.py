@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from large_models import Case, case_of, ours
+from large_models import TOKENS, Case, case_of, ours
 from machine import environment, write_csv
 from sides import cpu_seconds
 
@@ -49,7 +49,7 @@ def _features(case: Case, kind: str, batch: Batch, n_calls: int) -> None:
 
 def _rows(name: str, rounds: int, budget_bytes: int) -> list[Row]:
     """Time a model with all batches that fit."""
-    case = case_of(name, False, None)
+    case = case_of(name, False, None, None, TOKENS)
     n_params = sum(p.numel() for p in case.parameters.values())
     kind = usual_kind(n_params, case.proj_dim)
     memory = sample_memory(case.model, case.parameters, case.output, case.batch)

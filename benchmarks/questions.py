@@ -9,7 +9,8 @@ command, imports included, each further one from when it was typed until its ans
 them stands what one of these texts costs as an experiment of its own, by `trak run`. CPU seconds
 are those of all processes that a command starts; on a busy machine they are what counts. The scores
 of both ways are compared first. With ``--folder`` what is there is taken: the checkpoints, and the
-run.
+run. ``--facts FOLDER`` takes the time of one more question to config/facts.yaml, six checkpoints,
+with jobs as forks and as processes that begin anew.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -148,6 +150,8 @@ class Row:
     cpu: float
 
 
+_REPOSITORY = Path(__file__).parents[1]
+_FACT = {"question": "we know that old songs of vuntoria praise the", "answer": "dog"}
 _TRAK = str(Path(sys.executable).with_name("trak"))
 ASK = (_TRAK, "ask", "lm.yaml", "--top", "3")
 _CONFIG = {
@@ -159,10 +163,10 @@ _CONFIG = {
 
 
 def _commanded(folder: Path, *words: str) -> tuple[float, float]:
-    """Run `trak` to its end; return wall seconds, and CPU seconds of all that it started."""
+    """Run a command to its end; return wall seconds, and CPU seconds of all that it started."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with (folder / "log.txt").open("w") as log:
-        command = subprocess.Popen([_TRAK, *words], cwd=folder, stdout=log, stderr=log)
+        command = subprocess.Popen(words, cwd=folder, stdout=log, stderr=log)
         _, status = os.waitpid(command.pid, 0)
         # Orphans, such as the forks of jobs, become this process's children.
         while True:
@@ -183,7 +187,7 @@ def finish(folder: Path) -> None:
         write_texts(folder)
         train(folder)
     (folder / "lm.yaml").write_text(yaml.safe_dump(_CONFIG), encoding="utf-8")
-    _commanded(folder, "run", "lm.yaml", "scores")
+    _commanded(folder, _TRAK, "run", "lm.yaml", "scores")
 
 
 def _run_again(folder: Path) -> tuple[float, float]:
@@ -194,7 +198,32 @@ def _run_again(folder: Path) -> tuple[float, float]:
     experiments = {**_CONFIG["experiments"], name: {"data": f"{name}.jsonl"}}
     config = yaml.safe_dump({**_CONFIG, "experiments": experiments})
     (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
-    return _commanded(folder, "run", f"{name}.yaml", f"results/scores/{name}.h5")
+    return _commanded(folder, _TRAK, "run", f"{name}.yaml", f"results/scores/{name}.h5")
+
+
+# Snakemake, whose jobs are forks of a process that has imported what they need, or begin anew.
+_FORKS = {
+    "forks": "from snakemake.cli import main; main()",
+    "processes": "import trak_core.system.fork_client as f; f.can_fork = lambda: False; "
+    "from snakemake.cli import main; main()",
+}
+
+
+def _facts(folder: Path, rounds: int) -> list[Row]:
+    """Return what one more question costs to the planted facts' run, which is finished first."""
+    shutil.copytree(_REPOSITORY / "config", folder / "config", dirs_exist_ok=True)
+    config = f"--snakefile={_REPOSITORY / 'Snakefile'} --configfile=config/facts.yaml --cores=2"
+    python = sys.executable, "-c"
+    _commanded(folder, *python, _FORKS["forks"], "scores", *config.split())
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in _FORKS}
+    for _ in range(rounds):
+        for way, code in _FORKS.items():
+            name = f"q{time.time_ns()}"
+            (folder / f"{name}.jsonl").write_text(json.dumps(_FACT) + "\n", encoding="utf-8")
+            asked = f"--config=experiments={{{name}: {{data: {name}.jsonl}}}}"
+            target = f"results-facts/scores/{name}.h5"
+            taken[way].append(_commanded(folder, *python, code, target, *config.split(), asked))
+    return [seconds(f"planted facts, six checkpoints, by {way}", taken[way]) for way in taken]
 
 
 def _cpu_of(process: int) -> float:
@@ -271,10 +300,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     parser.add_argument("--folder", type=Path, help="where texts, checkpoints and the run stay")
+    parser.add_argument("--facts", type=Path, help="a folder: the planted facts' question alone")
     asked = parser.parse_args()
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     about = environment("cpu", ("torch", "transformers", "numpy", "snakemake"))
     print(about)
+    if asked.facts is not None:
+        print("| question | wall, s | CPU, s |\n|---|---|---|")
+        rows = _facts(asked.facts, asked.rounds)
+        if asked.csv is not None:
+            write_csv(asked.csv, rows, about)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = asked.folder or Path(name)
         folder.mkdir(exist_ok=True)
