@@ -7,7 +7,7 @@ import pytest
 from refused import refused
 
 from trak_core.studies.ready_study import columns_from, used_by
-from trak_core.study.columns import columns_of, short_columns
+from trak_core.study.sample_columns import columns_of, short_columns
 from trak_core.study.study import Study
 
 STUDY = """

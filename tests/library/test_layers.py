@@ -108,7 +108,10 @@ LIGHT = [
         ("trak_core.model_outputs.table", HEAVY),
         ("trak_core.spec", HEAVY),
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
-        *((f"trak_core.config.{name}", HEAVY) for name in ("check_keys", "job_specs", "preflight")),
+        *(
+            (f"trak_core.config.{name}", HEAVY)
+            for name in ("complete_config", "job_specs", "preflight")
+        ),
         ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),

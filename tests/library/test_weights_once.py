@@ -13,7 +13,7 @@ from torch import nn
 
 from trak_core.model.loaded_model import _move
 from trak_core.study.checkpoints import load_checkpoint, read_state_dict
-from trak_core.study.read_tensors import read_shapes, stream_tensors
+from trak_core.study.tensor_files import read_shapes, stream_tensors
 
 
 class Net(nn.Module):

@@ -28,7 +28,7 @@ from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 from trak_core.stages.draw_influences import draw_influences
-from trak_core.study.columns import RESERVED
+from trak_core.study.sample_columns import RESERVED
 from trak_core.study.study import Study
 
 STUDY = (

@@ -17,7 +17,7 @@ from trak_core.stages.compute_self_influence import compute_self_influence
 from trak_core.stages.find_duplicates import find_duplicates
 from trak_core.stages.show_list import show_list
 from trak_core.stages.write_list import write_list
-from trak_core.study.columns import with_class_names
+from trak_core.study.sample_columns import with_class_names
 from trak_core.system.files import write_csv
 
 PROJECTION = {"kind": "rademacher", "proj_dim": 8, "seed": 0}

@@ -17,7 +17,7 @@ from refusals import check
 from refused import refused
 from workspace import REPOSITORY, forked_python, set_key
 
-from trak_core.config.check_keys import check_evaluation, check_sizes
+from trak_core.config.complete_config import check_evaluation, check_sizes
 
 # With the defaults of what `evaluated` leaves out.
 FULL = {

@@ -6,7 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trak_core.config.check_keys import (
+from trak_core.config.checkpoint_list import (
+    Checkpoint,
+    checkpoint_table,
+    come_from_along_runs,
+    runs_of,
+    very_training,
+)
+from trak_core.config.complete_config import (
     check_conditions,
     check_evaluation,
     check_exact,
@@ -17,13 +24,6 @@ from trak_core.config.check_keys import (
     fill_in_scoring,
     lists_of,
     proofs_of,
-)
-from trak_core.config.checkpoint_list import (
-    Checkpoint,
-    checkpoint_table,
-    come_from_along_runs,
-    runs_of,
-    very_training,
 )
 from trak_core.config.read_config import (
     ALL_TARGETS,

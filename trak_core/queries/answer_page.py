@@ -15,7 +15,7 @@ from trak_core.report.read import File, with_class_names
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
-from trak_core.study.columns import short_columns
+from trak_core.study.sample_columns import short_columns
 
 
 def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:

@@ -17,7 +17,7 @@ from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
 from trak_core.report.read import File, output_of, rows_with
 from trak_core.spec import MEAN_OF
-from trak_core.study.columns import RESERVED
+from trak_core.study.sample_columns import RESERVED
 
 # Training samples of either sign beside a target; targets that show without the script.
 EACH_ON_PAGE, AT_ONCE = 10, 20

@@ -1,6 +1,13 @@
 """Frozen descriptions of what to compute; they hold no arrays and import no backend."""
 
-from trak_core.spec.jobs import (
+from trak_core.spec.projection import (
+    ProjectionKind,
+    ProjectionSpec,
+    matrix_shape,
+    stream_of,
+    usual_kind,
+)
+from trak_core.spec.stage_specs import (
     ADAPTER_CONFIG,
     EXACT,
     MEAN_OF,
@@ -20,13 +27,6 @@ from trak_core.spec.jobs import (
     projection_of,
     settings_of,
     subset_size,
-)
-from trak_core.spec.projection import (
-    ProjectionKind,
-    ProjectionSpec,
-    matrix_shape,
-    stream_of,
-    usual_kind,
 )
 
 __all__ = [

@@ -168,7 +168,7 @@ def _own_columns(
     if (question is None or question.suffix == ".py") and study_file is None:
         return pd.DataFrame(index=range(len(stored_ids)))
     # Only here, because it brings torch.
-    from trak_core.study.columns import columns_of
+    from trak_core.study.sample_columns import columns_of
     from trak_core.study.study import Study
 
     study = None if study_file is None else Study.load(study_file)

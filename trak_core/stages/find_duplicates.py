@@ -40,7 +40,7 @@ def find_duplicates(
     pairs = pairs.loc[:, list(_COLUMNS)]
     if study_file is not None:
         # Only here, because it brings torch.
-        from trak_core.study.columns import with_class_names
+        from trak_core.study.sample_columns import with_class_names
 
         columns, output = ("label", "other_label"), spec.features.model_output
         pairs = with_class_names(pairs, columns, study_file, output)

@@ -50,7 +50,7 @@ def select_targets(
     })
     if study_file is not None:
         # Only here, because it brings torch.
-        from trak_core.study.columns import columns_of
+        from trak_core.study.sample_columns import columns_of
         from trak_core.study.study import Study
 
         table = table.join(columns_of(Study.load(study_file), experiment, ids))

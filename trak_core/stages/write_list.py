@@ -49,7 +49,7 @@ def write_list(
         n_looks, said = len(rows), "push targets down on the whole"
     if study_file is not None:
         # Only here, because it brings torch.
-        from trak_core.study.columns import with_class_names
+        from trak_core.study.sample_columns import with_class_names
 
         columns = ("label", "prediction", "suggested_label")
         rows = with_class_names(rows, columns, study_file, model_output)

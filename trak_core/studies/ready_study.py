@@ -13,7 +13,7 @@ import pandas as pd
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.columns import short_columns
+from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
 from trak_core.study.targets import parse_line, shortened
 

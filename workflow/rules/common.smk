@@ -11,7 +11,7 @@ from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
 import trak_core
-from trak_core.config.check_keys import check_given, check_paths
+from trak_core.config.complete_config import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
     check_sources,
