@@ -93,7 +93,7 @@ def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
     first, second = language_model(empty, str(weights)).train_data()._rows
     assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
-    with refused("studies.template", re.compile(r"'{text}'.*", re.S)):
+    with refused("studies.template", "'{text}'"):
         language_model(empty, str(weights)).encode(**second)
     assert sample["labels"].tolist() == [-100] * 7 + ids("sky")
 

@@ -182,8 +182,9 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
+        has = f"with {', '.join(row)}: {str(row)[:80]}" if row else "that has no value at all"
         raise InputError(
             f"study_arguments: a row must have the fields of the template {template!r}. Found one "
-            f"with {', '.join(row)}: {str(dict(row))[:80]}.",
+            f"{has}.",
             code="studies.template",
         ) from error
