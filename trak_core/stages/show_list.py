@@ -45,7 +45,7 @@ def show_list(
 
     The samples are those of ``pool``, a file of samples beside the study; else the training
     samples. Copies stand in pairs: the other one may be a target of ``experiment``, whose own file
-    is ``question``. ``scores`` are what suspects were made of. The study's ``draw`` and ``describe``
+    is ``question``. ``scores`` are what suspects come from. The study's ``draw`` and ``describe``
     show samples.
     """
     # As texts, so that every number stands as the CSV has it.
