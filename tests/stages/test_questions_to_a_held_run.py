@@ -252,14 +252,24 @@ def test_lines_are_answered_or_told_of(here, capsys):
 
 
 def test_a_table_s_lines_are_numbered_as_editors_do(here, capsys):
-    (here.parent / "some.tsv").write_text("id\trow\nx\t400\n\ny\tfour\n")
+    (here.parent / "some.tsv").write_text('id\trow\nx\t400\n\ny\t"fo\nur"\nz\tfive\n')
     with pytest.raises(SystemExit):
         main(["ask", "mine.yaml", "--file", "some.tsv"])
     err = capsys.readouterr().err
     assert [line[:14] for line in err.splitlines() if line.startswith("Error")] == [
         "Error: line 2:",
         "Error: line 4:",
+        "Error: line 6:",
     ]
+
+
+def test_lines_may_come_from_a_pipe(here, capsys):
+    reading, writing = os.pipe()
+    os.write(writing, b'{"row": 400, "id": "x"}\n')
+    os.close(writing)
+    main(["ask", "mine.yaml", "--file", f"/dev/fd/{reading}"])
+    os.close(reading)
+    assert capsys.readouterr().out.startswith("x: progress")
 
 
 def test_targets_are_asked_for_by_id(here, capsys):
@@ -482,6 +492,15 @@ def test_what_the_command_does_not_take(here):
     ):
         with refused(code, found):
             ask(["mine.yaml", *words])
+    (here.parent / "linked.csv").hardlink_to(here.parent / "asked.jsonl")
+    (here.parent / "linked.pt").hardlink_to(here.parent / "c0.pt")
+    with refused("command.output_again", "linked.csv"):
+        ask(["mine.yaml", "--file", "asked.jsonl", "--csv", "linked.csv"])
+    before = written(here.parent)
+    for path in ("patients.py", "asked.jsonl", "linked.pt", "results/answers.html"):
+        with refused("command.output_of_run", path):
+            ask(["mine.yaml", "--html", path])
+    assert written(here.parent) == before
     with refused("command.no_config", "results"):
         ask(["results"])
     config = read_config(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from trak_core.queries.answer import Answer, Asked
+    from trak_core.queries.finished_run import FinishedRun
     from trak_core.queries.held_run import HeldRun
 
 _HOW = """\
@@ -63,13 +64,14 @@ def ask(words: Sequence[str]) -> None:
                 code="command.no_output_folder",
             )
         read.append(path)
-        if sum(other.resolve() == path.resolve() for other in read) > 1:
+        if sum(_is_same(path, other) for other in read) > 1:
             raise InputError(
                 "--csv and --html must name files of their own, not each other's, nor the config "
                 f"or the lines that are asked. Found {path} twice.",
                 code="command.output_again",
             )
-    if asked.file is not None and not asked.file.is_file():
+    # A pipe will do: `--file <(...)`.
+    if asked.file is not None and (asked.file.is_dir() or not asked.file.exists()):
         there = "a folder" if asked.file.is_dir() else "nothing"
         raise InputError(
             f"--file must be a file of lines. Found {there} at {asked.file}.",
@@ -115,6 +117,7 @@ class _Session:
         self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
+            _check_outputs(self._held.run, self._wanted)
             self._held.load()
         # A page shows what that of the run shows.
         shows_tokens = asked.html is not None and self._held.specs.config["answers"]["tokens"]
@@ -215,6 +218,27 @@ class _Session:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield number, line
+
+
+def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
+    """Refuse to write over what a run is made of, or among what it has made."""
+    made_of = [run.checkpoint(name) for name in run.specs.checkpoints]
+    # Folders too: a further file would be data.
+    made_of += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
+    for path in outputs:
+        for own in (run.results, *made_of):
+            if _is_same(path, own) or (own.is_dir() and own.resolve() in path.resolve().parents):
+                raise InputError(
+                    "--csv and --html must name files outside the results folder, none of the "
+                    f"study's, its data or its checkpoints. Found {path}. Name another.",
+                    code="command.output_of_run",
+                )
+
+
+def _is_same(path: Path, other: Path) -> bool:
+    """Return whether two paths are those of one file, there or not; hard links are."""
+    there = path.exists() and other.exists()
+    return path.samefile(other) if there else path.resolve() == other.resolve()
 
 
 def _held_run(config_file: str) -> "HeldRun":

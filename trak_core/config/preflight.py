@@ -21,7 +21,7 @@ from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
-from trak_core.provenance import may_change_imports, stat_signature, study_imports
+from trak_core.provenance import may_change_imports, stat_signature, study_digest, study_imports
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record
@@ -61,13 +61,20 @@ def model_bytes(results: Path) -> int:
 def study_imports_of(specs: Specs, results: Path) -> list[str]:
     """Return what a job that loads the study imports before it does anything else.
 
-    It ends with what an earlier preflight saw the study import when it came to it.
+    It ends with what an earlier preflight saw this very code import when it came to it.
     """
     imports = study_imports(Path(specs.config["study"]))
     code = [path for path in specs.files if path.suffix == ".py"]
     if not imports or any(may_change_imports(path) for path in code):
         return []
-    return imports + read_record(results / _RECORD).get("imports", [])
+    record = read_record(results / _RECORD)
+    is_of_study = record.get("imports_of") == _code_digest(specs)
+    return imports + (record.get("imports", []) if is_of_study else [])
+
+
+def _code_digest(specs: Specs) -> str:
+    """Return the hash of the study's code, without its data."""
+    return study_digest(Path(specs.config["study"]))
 
 
 def _check_files(specs: Specs, is_stored: bool) -> None:
@@ -182,7 +189,7 @@ def _facts(
     new = [split for split in shards if splits.get(split, {}).get("key") != keys[split]]
     fitting = {path: _key([*code, path, stat_signature(Path(path))]) for path in checkpoints}
     changed = [path for path in fitting if known.get("checkpoints", {}).get(path) != fitting[path]]
-    model, read = {key: known.get(key) for key in (*_MODEL, "imports")}, {}
+    model, read = {key: known.get(key) for key in (*_MODEL, "imports", "imports_of")}, {}
     if new or changed:
         request |= {
             "splits": {split: specs.experiments.get(split) for split in new},
@@ -200,6 +207,7 @@ def _facts(
         new = [name for name in sizes["imports"] if name not in imports]
         more = [*imports[1:], *new] if server else sizes["imports"]
         model["imports"] = list(dict.fromkeys(more))
+        model["imports_of"] = _code_digest(specs)
         read = {s: {"key": keys[s], "n_samples": n} for s, n in sizes["n_samples"].items()}
     # The record may know splits and checkpoints that the config has no more.
     return {

@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from trak_core.errors import InputError
 from trak_core.study.split import Split, checked_ids, users_code
 from trak_core.study.study import Study
 
+_BREAK = re.compile(r"\r\n?|\n")
 _PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
 
 
@@ -101,7 +103,9 @@ def _read_lines(path: Path) -> dict[int, dict[str, Any]]:
             rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
             lines: dict[int, Any] = {}
             for row in rows:
-                lines[rows.line_num] = row
+                # The reader counts to a row's last line; quoted cells may have several.
+                breaks = sum(len(_BREAK.findall(str(cell))) for cell in row.values())
+                lines[rows.line_num - breaks] = row
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
