@@ -328,6 +328,7 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     main(["ask", "mine.yaml", "--csv", "typed.csv"])
     assert len(pd.read_csv("typed.csv")) == 10
     out, err = capsys.readouterr()
+    assert err.startswith("Loading the run ...\n")
     assert "pushed it up:" in out
     assert "line 3: A line must be a JSON object with the fields" in err
     assert err.endswith("\n\nwrote: typed.csv\n")  # a line of its own, whatever was typed
@@ -479,9 +480,13 @@ def test_what_the_command_does_not_take(here):
         (["--file", "asked.jsonl", "--csv", "asked.jsonl"], "command.output_again", "asked.jsonl"),
         (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--top", "0"], "command.top", "0"),
+        (["The heron", "eats."], "command.line_in_call", "'The heron eats.'"),
     ):
         with refused(code, found):
             ask(["mine.yaml", *words])
+    with pytest.raises(SystemExit) as ended:
+        ask(["mine.yaml", "--tpo", "3"])
+    assert ended.value.code == 2
     with refused("command.no_config", "results"):
         ask(["results"])
     config = read_config(
