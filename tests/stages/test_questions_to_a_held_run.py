@@ -23,13 +23,11 @@ import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
-from trak_core.queries.answer import asked_of
 from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.sample_columns import RESERVED
-from trak_core.study.study import Study
 
 STUDY = (
     (REPOSITORY / "tests/studies/diabetes.py").read_text()
@@ -301,16 +299,6 @@ def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, mo
     main(["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "kept.html"])
     assert len(kept) == 3
     assert capsys.readouterr().err.count("Notice: checkpoints take turns, because all 3") == 1
-
-
-def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
-    (tmp_path / "lists.py").write_text(
-        "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
-    )
-    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
-    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
-    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
-        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)
 
 
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
