@@ -52,7 +52,7 @@ def test_texts_of_a_language_model(weights, tmp_path):
     }
     with refused("studies.no_targets"):
         study.target_data()
-    with refused("studies.template", "'{question}'", "id, text"):
+    with refused("studies.template", "question", "id, text", f"{tmp_path}/train.jsonl, line 1"):
         language_model(str(tmp_path / "train.jsonl"), str(weights), text="{question}").train_data()[
             0
         ]
@@ -93,8 +93,12 @@ def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     empty = write(tmp_path / "empty.jsonl", [{"prompt": None, "text": "sky"}, {"text": None}])
     first, second = language_model(empty, str(weights)).train_data()._rows
     assert language_model(empty, str(weights)).encode(**first)["input_ids"].tolist() == ids("sky")
-    with refused("studies.template", "'{text}'"):
+    with refused("studies.template", "text"):
         language_model(empty, str(weights)).encode(**second)
+    third = '{"text": "sky"}\n\n{"id": 1, "txt": "sky"}\n'
+    (tmp_path / "empty.jsonl").write_text(third)
+    with refused("studies.template", f"{tmp_path}/empty.jsonl, line 3", "id, txt"):
+        language_model(empty, str(weights)).train_data()[-1]
     assert sample["labels"].tolist() == [-100] * 7 + ids("sky")
 
 
@@ -326,7 +330,7 @@ def test_rows_of_a_table(tmp_path):
         assert (inputs.tolist(), label.item(), label.dtype) == ([2, 4], 1, torch.int64)
     number = tabular(file, "a", net, columns=["b"]).train_data()[0]
     assert (number[0].tolist(), number[1].item()) == ([3], 1.5)
-    with refused("studies.numbers", "kind"):
+    with refused("studies.numbers", "kind", "rows.tsv, row 1"):
         tabular(file, "a", net).train_data()[0]
     frame.drop(columns="kind").to_csv(tmp_path / "asked.csv", index=False)
     given = {"targets": str(tmp_path / "asked.csv"), "classes": ["no", "yes"]}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.queries.answer import asked_of
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
@@ -72,3 +73,13 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
     path.write_text(f"OFFLOADED = {str(tmp_path)!r}\n{DISPATCHED}")
     with refused("study.device_map", "cpu, disk"):
         Study.load(path).make_model()
+
+
+def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
+    (tmp_path / "lists.py").write_text(
+        "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
+    )
+    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
+    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
+    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
+        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -54,7 +55,16 @@ def ask(words: Sequence[str]) -> None:
     )
     parser.add_argument("--csv", type=Path, help="a table to write of all answers")
     parser.add_argument("--html", type=Path, help="a page to write of all answers")
-    asked = parser.parse_args(words)
+    asked, others = parser.parse_known_args(words)
+    if any(word.startswith("-") for word in others):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        raise InputError(
+            "`trak ask` must get its lines typed, piped or in --file, none in its own call. Found "
+            f"{' '.join(others)!r}. Pipe it: echo {shlex.quote(' '.join(others))} | trak ask "
+            f"{asked.config}",
+            code="command.line_in_call",
+        )
     check_config_file("ask", asked.config)
     read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
@@ -115,6 +125,8 @@ class _Session:
         # What was asked about, by its id: a target, or a line by its number.
         self._places: dict[str, str] = {}
         self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
+        if sys.stdin is not None and sys.stdin.isatty():
+            print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
             _check_outputs(self._held.run, self._wanted)

@@ -98,9 +98,9 @@ def language_model(
     used |= {"text"} if text is None else set()
     return ReadyStudy(
         make_model=lambda: _model(folder),
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: Rows(rows, sample, texts),
         train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows(), sample),
+        target_data=lambda: Rows(target_rows(), sample, str(targets)),
         target_ids=lambda: ids_of(target_rows()),
         encode=encode,
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),

@@ -37,18 +37,35 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are made of rows as they are needed."""
+    """Samples that are made of rows as they are needed; errors name the place in their file."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], sample: Callable[[Mapping[str, Any]], Any]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sample: Callable[[Mapping[str, Any]], Any],
+        file: str | None = None,
     ) -> None:
-        self._rows, self._sample = rows, sample
+        self._rows, self._sample, self._file = rows, sample, file
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self._sample(self._rows[index])
+        try:
+            return self._sample(self._rows[index])
+        except InputError as error:
+            if self._file is None:
+                raise
+            place = _place(self._file, range(len(self))[index])
+            raise InputError(f"{place}: {error}", code=error.code) from error
+
+
+def _place(file: str, index: int) -> str:
+    """Return where a row stands; in a table, whose cells may have several lines, as a row."""
+    if Path(file).suffix != ".jsonl":
+        return f"{file}, row {index + 1}"
+    lines = enumerate(Path(file).read_text(encoding="utf-8-sig").split("\n"), 1)
+    return f"{file}, line {[number for number, line in lines if line.strip()][index]}"
 
 
 def encoder(
@@ -210,7 +227,15 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
-        has = f"with {', '.join(row)}: {str(row)[:80]}" if row else "that has no value at all"
+        missing = sorted(used_by(template) - row.keys())
+        if missing:
+            has = f"values in {', '.join(row)}" if row else "no value at all"
+            raise InputError(
+                f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "
+                "name the rows' own fields in study_arguments, as in text: '{answer}'.",
+                code="studies.template",
+            ) from error
+        has = f"with {', '.join(row)}: {str(row)[:80]}"
         raise InputError(
             f"study_arguments: a row must have the fields of the template {template!r}. Found one "
             f"{has}.",

@@ -81,9 +81,9 @@ def text_classification(
     used = used_by(text) | {label}
     return ReadyStudy(
         make_model=make_model,
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: Rows(rows, sample, texts),
         train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: Rows(target_rows, sample, targets or texts),
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(sample, rows[0], (*used_by(text), label)),
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
