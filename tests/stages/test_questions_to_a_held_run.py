@@ -450,7 +450,11 @@ def test_ready_made_studies_take_the_lines_of_an_experiment(tmp_path, monkeypatc
         assert re.search(
             r"^the log-odds of the label: \S+; label cat, predicted (cat|dog)$", out, re.M
         )
-        main(["ask", "mine.yaml", "--file", "asked.jsonl", "--csv", "out.csv", "--top", "1"])
+        words = ["--csv", "out.csv", "--top", "1", "--tokens"]
+        main(["ask", "mine.yaml", "--file", "asked.jsonl", *words])
+        told = capsys.readouterr()
+        assert out.endswith(told.out)
+        assert told.err.count("Notice: answers come without tokens") == 1
         table = pd.read_csv("out.csv")
         assert table["label"].tolist() == [i.partition("/")[0] for i in table["train_id"]]
         assert {*table["prediction"]} <= {"cat", "dog"}
