@@ -89,6 +89,7 @@ def write_report(
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
     known |= {POOL, *config.get("lists", ())}
+    known |= {*config.get("evaluation", {}).get("removals", {}).get("baselines", ())}
     results = Results(
         config=config,
         experiments=experiments,
