@@ -112,6 +112,8 @@ def test_int8_frames_are_read_by_their_scales(tmp_path):
         assert np.array_equal(read[5], by_hand[5])
         for part in (slice(2000, 2100), slice(10, 20), slice(0, 3000, 7), slice(2990, 4000)):
             assert np.array_equal(read[part], by_hand[part])
+        for part in ((slice(0, 9), 3), (3, 3), slice(5, 3)):
+            assert np.array_equal(read[part], by_hand[part])
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
         rows[2, 7] = bad
         with (

@@ -103,7 +103,7 @@ def test_labelled_texts(capsys):
         "text": "{review}",
         "targets": "test.csv",
     }
-    assert config["experiments"] == {"asked": {"targets": [0, 3, 1]}}
+    assert config["experiments"] == {"asked": {"targets": "all"}}
     assert "chose: review as the text" in capsys.readouterr().out
 
 
@@ -123,8 +123,7 @@ def test_images_and_state_dicts(capsys):
     assert config["study_arguments"]["images"] == "train"
     assert config["study_arguments"]["targets"] == "held-out"
     assert config["checkpoints"] == {"run1_0": "models/run1.pt", "run1_1": "run1.pt"}
-    # Of each class in turn, not the first by name.
-    assert config["experiments"] == {"asked": {"targets": ["a/0.png", "b/0.png", "a/1.png"]}}
+    assert config["experiments"] == {"asked": {"targets": "all"}}
     assert "could not tell: what network the checkpoints are of" in capsys.readouterr().out
     assert "# model: a placeholder: put a name of timm's" in Path("trak.yaml").read_text()
 
@@ -138,7 +137,15 @@ def test_a_table_and_a_state_dict(price, output):
     assert (config["study"], config["model_output"]) == ("tabular", output)
     assert config["study_arguments"]["label"] == "price"
     of_classes = output == "image_classification"
-    assert config["experiments"] == {"asked": {"targets": [0, 2, 1] if of_classes else [0, 1, 2]}}
+    assert config["experiments"] == {"asked": {"targets": "all" if of_classes else [0, 1, 2]}}
+
+
+@pytest.mark.parametrize(("n", "targets"), [(2000, "all"), (2001, [0, 1000, 1])])
+def test_some_thousand_labelled_targets_are_all_explained(n, targets):
+    """Of more, some: of each class in turn, not the first."""
+    rows = "".join(f"1.5,{int(i >= 1000)}\n" for i in range(n))
+    config = written({"train.csv": f"a,label\n{rows}", "m.pt": ""})
+    assert config["experiments"] == {"asked": {"targets": targets}}
 
 
 @pytest.mark.parametrize(

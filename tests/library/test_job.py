@@ -155,7 +155,7 @@ from trak_core.system import job
 from trak_core.system.files import written_whole
 job._CLEARING_SECONDS = 0.5
 def work():
-    with job.logged_to("a.log", {minutes}), written_whole(Path("ended")) as partial:
+    with job.logged_to("a.log", {minutes}), written_whole(Path("a.h5")) as partial:
         partial.touch()
         {hang}
 job.run_to_the_end(work)

@@ -102,6 +102,17 @@ def test_what_is_wrong_with_streamed_weights_is_refused(tmp_path):
     assert torch.equal(model.head.weight, state["head.weight"])
 
 
+class Halved(Net):
+    def load_state_dict(self, state, *args, **kwargs):
+        return super().load_state_dict({k: v / 2 for k, v in state.items()}, *args, **kwargs)
+
+
+def test_weights_go_through_a_models_own_way_to_load_them(tmp_path):
+    state = saved(tmp_path)
+    load_checkpoint(model := Halved(), tmp_path)
+    assert torch.equal(model.layers[0].bias, state["layers.0.bias"] / 2)
+
+
 class TooLarge(nn.Linear):
     """What a GPU says that has less memory."""
 

@@ -323,6 +323,7 @@ def titles(**numbers):
 
 
 def test_nothing_to_warn_of():
+    assert titles(lists=["drop"]) == titles(lists=["suspects"], n_targets=100) == []
     of_numbers = {"saturated": 1.0, "right": 0.0, "model_output": "regression"}  # small residuals
     assert titles() == titles(**of_numbers) == []
     assert (
@@ -340,6 +341,7 @@ def test_nothing_to_warn_of():
         ({"smallest": 0.9e-3}, "Near-singular matrices"),
         ({"smallest": 0.0}, "Near-singular matrices"),
         ({"sd": 2.3}, "The checkpoints disagree"),
+        ({"lists": ["suspects"], "n_targets": 99}, "Suspects from 99 targets: mostly chance"),
     ],
 )
 def test_each_warning_comes_alone(change, title):

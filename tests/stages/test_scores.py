@@ -18,7 +18,7 @@ from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
 from trak_core.model.device import find_device
-from trak_core.model.features import projecting_device, stored_rows
+from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import availability
 
@@ -323,6 +323,21 @@ def test_gradients_that_say_nothing_are_refused(digits, tmp_path, code, proj_dim
         given = results, study, checkpoints, targets
         run(*given, model_output="regression", parameters=["bias"])
     assert not list(results.rglob("*.h5*"))
+
+
+def test_features_that_differ_by_rounding_alone_are_refused_as_int8_too(
+    digits, tmp_path, monkeypatch
+):
+    """Their integers may differ where a half is rounded, so that scores would be of rounding."""
+
+    def alike(*args):
+        rows, columns = batch_features(*args)
+        noise = np.random.default_rng(len(rows)).standard_normal(rows.shape)
+        return (1 - 1 / 254 + 1e-6 * noise * (rows != 0)).astype(np.float32), columns
+
+    monkeypatch.setattr("trak_core.stages.compute_features.batch_features", alike)
+    with refused("gradients.all_alike", "150 training samples"):
+        digits.stages(tmp_path, 1, proj_dim=160, dtype="int8")
 
 
 def test_some_gradients_of_zero_are_honest(capsys):

@@ -11,6 +11,7 @@ from report_page import Page
 from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_with
 
 from trak_core.artifacts import ArtifactError
+from trak_core.scoring.lists import few_targets
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_scores import compute_scores
 from trak_core.stages.compute_self_influence import compute_self_influence
@@ -166,7 +167,7 @@ def test_lists_have_the_names_of_classes(finished, tmp_path):
 
 
 @pytest.mark.parametrize("way", CODES)
-def test_a_list_has_a_page_with_its_samples(results, tmp_path, way):
+def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     """Each row of the CSV, in its order, beside the sample of its id; markup stays text."""
     listed, page = tmp_path / "suspects.csv", tmp_path / "suspects.html"
     names = dict.fromkeys(("c0", "c1"))
@@ -176,7 +177,7 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way):
     write_list(listed=listed, scores=scores, spec=spec, kind="suspects", code="code")
     study = study_with(tmp_path, CODES[way])
     about = {"experiment": "mine", "study_file": study, "code": "code"}
-    show_list(page=page, listed=listed, kind="suspects", **about)
+    show_list(page=page, listed=listed, kind="suspects", scores=[scores], **about)
     shown = Page(page.read_text())
     check_alone(shown)
     rows = pd.read_csv(listed)
@@ -186,9 +187,20 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way):
     links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
+    few = "from 4 targets: mostly chance. Take targets: all, or sort by output, lowest first."
+    assert f"Suspects {few}" in shown.text
+    assert few in capsys.readouterr().out.replace("`", "")
     assert len(shown.all("img")) == (20 if way == "drawn" else 0)
     alts = [f"train {i}" for i in rows["id"]]
     assert [image["alt"] for image in shown.all("img")] == (alts if way == "drawn" else [])
+
+
+def test_how_few_targets_are_few_for_suspects():
+    """A mean stands for any number."""
+    targets = pd.DataFrame({"id": range(100)})
+    assert not few_targets(targets)
+    assert few_targets(targets.head(99))
+    assert not few_targets(targets.head(1).assign(mean_of="99 targets"))
 
 
 def test_pairs_and_samples_of_a_pool_have_a_page(results, tmp_path):

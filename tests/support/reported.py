@@ -182,6 +182,8 @@ def results_of(
     smallest=1.0,
     power=1.0,
     model_output="image_classification",
+    lists=(),
+    n_targets=8,
     **more,
 ):
     spec = {
@@ -191,12 +193,16 @@ def results_of(
         "loss_weight_power": power,
         "combine": "product_of_averages",
         "model_output": model_output,
+        "projection": {"kind": "rademacher"},
     }
-    targets = pd.DataFrame([{"id": i, "output": float(i), "output_sd": sd} for i in range(8)])
+    targets = pd.DataFrame([
+        {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
+    ])
     experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated, right=right)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}
+    config |= {"experiments": {"mine": {}}, "lists": list(lists)}
     timings = pd.DataFrame({"seconds": []})
     return Results(
         config=config, experiments=[experiment], matrices=[matrix], timings=timings, **more

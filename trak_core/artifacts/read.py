@@ -234,13 +234,15 @@ class Rows:
             return values
         # Float32 holds these products exactly.
         chosen = rows[0] if isinstance(rows, tuple) else rows
-        return values * np.expand_dims(self._read_scales(self.scales, chosen), -1)
+        scales = self._read_scales(self.scales, chosen)
+        return values * (scales[..., None] if np.ndim(values) > np.ndim(scales) else scales)
 
     def _read_scales(self, key: str, rows: Any) -> np.ndarray:
         """Return the scales of some rows; those of the next rows are kept, for who reads on."""
         if not isinstance(rows, slice):
             return self.artifact._read(key, rows)
         start, stop, step = rows.indices(len(self))
+        stop = max(start, stop)
         first, held = self._window or (0, ())
         if not first <= start <= stop <= first + len(held):
             first, end = start, max(stop, start + _SCALES_HELD)

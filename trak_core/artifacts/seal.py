@@ -189,6 +189,7 @@ class SealingFile(_BlockFile):
         """Say that it is."""
         return True
 
+    @called_back
     def flush(self) -> None:
         """Do nothing: there is no buffer."""
 

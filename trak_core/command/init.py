@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from trak_core.config.read_config import ALL_TARGETS
 from trak_core.errors import InputError
 from trak_core.studies.ready_study import ids_of, read_rows
 
@@ -31,6 +32,8 @@ _PAIRS = (
 _FUNCTION = "file.py:function of yours that returns the network, weights unset"
 _NAMED = f"a name of timm's or torchvision's such as resnet18, or {_FUNCTION}"
 _N_TARGETS = 3
+# Labelled ones are all explained up to so many, because lists of suspects rest on hundreds.
+_MOST_TARGETS = 2000
 _NEEDED = (
     "a folder of weights in Hugging Face format (config.json or adapter_config.json, by itself or "
     "in checkpoint-<step>) beside texts, or checkpoints of PyTorch beside a table of numbers or a "
@@ -214,7 +217,7 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
         arguments.append(("targets", str(explained), ""))
         given, own = {key: value for key, value, _ in arguments}, read_rows(str(explained))
         classes = [row.get(given.get("label", "label")) for row in own] if classifies else None
-        asked = [_some_ids(ids_of(own), classes)]
+        asked = [_targets(ids_of(own), classes)]
     return _text(study, arguments, [], alike, asked), [*report, f"chose: {study}"]
 
 
@@ -297,7 +300,7 @@ def _of_network(
             path for path in sorted(explained.glob("*/**/*")) if path.suffix.lower() in _IMAGES
         )
         relative = [path.relative_to(explained) for path in inner]
-        asked = _some_ids([path.as_posix() for path in relative], [i.parts[0] for i in relative])
+        asked = _targets([path.as_posix() for path in relative], [i.parts[0] for i in relative])
         arguments = [("images", str(train), ""), *given, model]
         text = _text("image_folder", arguments, [], states, [asked])
         return text, [*report, "chose: image_folder"]
@@ -315,9 +318,7 @@ def _of_network(
     )
     is_class = are_texts or are_numbers or isinstance(row[label], int)
     output = "image_classification" if is_class else "regression"
-    asked = _some_ids(
-        ids_of(explained), [one.get(label) for one in explained] if is_class else None
-    )
+    asked = _targets(ids_of(explained), [one.get(label) for one in explained] if is_class else None)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
     if _NUMBERED in row:
         inputs = [name for name in row if name not in {label, "id", _NUMBERED}]
@@ -331,9 +332,11 @@ def _of_network(
     return text, [*report, "chose: tabular"]
 
 
-def _some_ids(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> _Line:
-    """Return the first ids, of as many classes as there are: one of each in turn."""
+def _targets(ids: Sequence[Any], classes: Sequence[Any] | None = None) -> _Line:
+    """Return what to explain: the first ids; of samples of classes all, or one of each in turn."""
     if classes is not None:
+        if len(ids) <= _MOST_TARGETS:
+            return "targets", ALL_TARGETS, ""
         seen = Counter[str]()
         turns = []
         for label in map(str, classes):

@@ -34,7 +34,6 @@ from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
-from trak_core.study.unset_weights import model_to_load
 from trak_core.system.job import return_freed
 
 _FEW = 8  # samples that are checked before the expensive work
@@ -78,7 +77,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        model = model_to_load(study, checkpoint)
+        model = study.make_model()
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)

@@ -6,12 +6,17 @@ from math import sqrt
 from statistics import fmean, pstdev
 from typing import Any
 
+from trak_core.config.complete_config import lists_of
 from trak_core.report.read import NEAR_ZERO, Results, condition_number, output_of, rows_with
+from trak_core.scoring.lists import ENOUGH_TARGETS, few_targets
 from trak_core.spec import Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
 # digit, since features are float32, right to 6e-8.
-LIMITS = {"right": 0.5, "checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6}
+LIMITS = {
+    **{"right": 0.5, "checkpoints": 5, "loss_weight": NEAR_ZERO, "condition": 1e6},
+    "targets": ENOUGH_TARGETS,
+}
 # Fewer targets than this hardly tell how far targets differ.
 _ENOUGH_TARGETS = 8
 # A measured error is above theory's by so many standard errors, and by such a part.
@@ -28,7 +33,8 @@ class StudyWarning:
 
 def study_warnings(results: Results) -> list[StudyWarning]:
     """Return what may mislead, most consequential first."""
-    kinds = (_predictions, _lds, _checkpoints, _loss_weights, _matrices, _projection, _disagreement)
+    first = (_predictions, _lds, _suspects, _checkpoints)
+    kinds = (*first, _loss_weights, _matrices, _projection, _disagreement)
     return [warning for kind in kinds for warning in kind(results)]
 
 
@@ -54,6 +60,15 @@ def _lds(results: Results) -> list[StudyWarning]:
         if better:
             warnings.append(StudyWarning("simpler_rule", shown | {"better": better}))
     return warnings
+
+
+def _suspects(results: Results) -> list[StudyWarning]:
+    """Look whether a list of suspects rests on enough targets."""
+    named = lists_of(results.config).get("suspects", {}).get("experiment")
+    files = (file for file in results.experiments if file.spec["experiment"] == named)
+    tables = [file.tables["targets"] for file in files]
+    few = [len(targets) for targets in tables if few_targets(targets)]
+    return [StudyWarning("few_targets", {"n": n, "exact": results.exact}) for n in few]
 
 
 def _checkpoints(results: Results) -> list[StudyWarning]:

@@ -6,11 +6,15 @@ import numpy as np
 import pandas as pd
 
 from trak_core.scoring.scores import Extremes, largest, unit_rows
+from trak_core.spec import MEAN_OF
 
 # A copy is so much nearer than the fifth nearest sample; rounding of a row of features aside.
 _NEIGHBOURS, _CLOSE, _SAME = 5, 0.9, 1e-5
 # Columns of the lists that are the scores file's; the study's own come after them.
 _KNOWN = ("id", "label", "prediction", "output", "output_sd", "loss_weight", "help", "harm")
+
+# A sample that is harmful to fewer targets than this may be so by chance.
+ENOUGH_TARGETS = 100
 
 ReadRows = Callable[[int, int], np.ndarray]
 
@@ -21,6 +25,14 @@ def _ranked(train: pd.DataFrame, order: np.ndarray, **columns: np.ndarray) -> pd
     rows["rank"] = np.arange(1, len(rows) + 1)
     first = ["id", "rank", *columns]
     return rows[[*first, *(name for name in rows if name not in first)]]
+
+
+def few_targets(targets: pd.DataFrame) -> bool:
+    """Return whether a list of suspects rests on too few targets, as a scores file has them.
+
+    A mean of targets is no few: the file doesn't say how many there are.
+    """
+    return len(targets) < ENOUGH_TARGETS and MEAN_OF not in targets
 
 
 def suspects(train: pd.DataFrame) -> pd.DataFrame:

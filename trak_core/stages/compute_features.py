@@ -95,8 +95,7 @@ def compute_features(
         check_labels(batch.labels, output, n_classes, ids)
         given = model, parameters, output, batch
         rows, columns = batch_features(method, *given, projection, ids, threads, loaded.scales)
-        stored = torch.from_numpy(stored_rows(rows, spec.dtype, ids))
-        return [stored, *(column.cpu() for column in columns)]
+        return [torch.from_numpy(rows), *(column.cpu() for column in columns)]
 
     kept: list[Tensor] = []
     variety = Variety()
@@ -107,9 +106,9 @@ def compute_features(
         rows = writer.matrix("features", ids, names, dtype=np.dtype(spec.dtype))
         chunks = in_chunks(computed, len(ids), samples.batches_of(batch_size, room))
         done = with_progress(chunks, len(ids), "samples")
-        for first, last, (stored, *columns) in samples.in_order(done):
-            rows[first:last] = stored.numpy()
-            variety.add(stored.numpy())
+        for first, last, (exact, *columns) in samples.in_order(done):
+            rows[first:last] = stored_rows(exact.numpy(), spec.dtype, ids[first:last])
+            variety.add(exact.numpy())
             # Not a list of parts: small tensors that stay between large ones that go waste memory.
             kept = kept or [column.new_empty(len(ids)) for column in columns]
             for whole, part in zip(kept, columns, strict=True):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pandas as pd
 
+from trak_core.artifacts import SCORES, open_artifact
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
 from trak_core.report.number_formats import anchor, number
 from trak_core.report.render import listed_samples
+from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -35,6 +37,7 @@ def show_list(
     experiment: str,
     pool: Path | None = None,
     question: Path | None = None,
+    scores: Sequence[Path] = (),
     study_file: Path,
     code: str,
 ) -> None:
@@ -42,7 +45,8 @@ def show_list(
 
     The samples are those of ``pool``, a file of samples beside the study; else the training
     samples. Copies stand in pairs: the other one may be a target of ``experiment``, whose own file
-    is ``question``. The study's ``draw`` and ``describe`` show samples.
+    is ``question``. ``scores`` are what suspects come from. The study's ``draw`` and ``describe``
+    show samples.
     """
     # As texts, so that every number stands as the CSV has it.
     rows = pd.read_csv(listed, dtype=str, keep_default_na=False, encoding="utf-8")
@@ -84,12 +88,19 @@ def show_list(
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
+    n_targets = 0
+    for path in scores:
+        with open_artifact(path, SCORES) as file:
+            targets = file.table("targets")
+        n_targets = len(targets) if few_targets(targets) else 0
     markup = listed_samples(
         kind=kind,
         experiment=experiment,
         entries=entries,
         n_rows=len(rows),
         n_looks=n_looks,
+        n_targets=n_targets,
+        has_self_influence="self_influence" in rows,
         has_pool=pool is not None,
         described=study.has("describe"),
         drawn=draws,

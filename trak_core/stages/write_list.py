@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trak_core.artifacts import SCORES, SELF_INFLUENCE, check_made_for, check_same, open_artifact
-from trak_core.scoring.lists import best_in_turn, most_harmful, suspects
+from trak_core.scoring.lists import best_in_turn, few_targets, most_harmful, suspects
 from trak_core.spec import ScoresSpec
 from trak_core.system.files import write_csv
 
@@ -30,6 +30,7 @@ def write_list(
         of_pool = "_pool" if spec.pool_digest else ""
         check_made_for(file, spec, f"{SCORES.rule}{of_pool}")
         train, top_influences = file.table("train"), file.table("top_influences")
+        targets = file.table("targets")
         model_output = file.spec["model_output"]
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
@@ -56,3 +57,9 @@ def write_list(
         rows = with_class_names(rows, columns, study_file, model_output)
     write_csv(listed, rows)
     print(f"{n_looks} of {len(train)} samples {said}.")
+    if kind == "suspects" and few_targets(targets):
+        order = "self_influence" if self_influence else "output, lowest first"
+        n = f"{len(targets)} target{'s' * (len(targets) != 1)}"
+        print(
+            f"Warning: suspects from {n}: mostly chance. Take `targets: all`, or sort by {order}."
+        )

@@ -349,7 +349,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
         model has with it, so that files made on different bases are never taken together.
     """
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if not is_adapter and loads_whole(model):
+    if not is_adapter and _loads_plainly(model):
         files, index = _weight_files(checkpoint)
         if all(map(is_safetensors, files)):
             return {"sha256": _stream(model, files, index, str(checkpoint))}
@@ -366,22 +366,21 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
 
 
-def weights_bytes(checkpoint: Path) -> int:
-    """Return the size of a whole model's weights in a file or folder; 0 for an adapter's."""
-    if (checkpoint / ADAPTER_CONFIG).is_file():
-        return 0
-    return sum(path.stat().st_size for path in _weight_files(checkpoint)[0])
-
-
-def loads_whole(model: nn.Module) -> bool:
-    """Whether loading a model's weights is copying all, each to the tensor of its name."""
+def _loads_plainly(model: nn.Module) -> bool:
+    """Whether loading a model's weights is copying them, each to the tensor of its name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return model.state_dict().keys() <= named.keys() and not any(
-        module._state_dict_hooks
-        or module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or type(module)._load_from_state_dict not in _PLAIN_LOADS
-        for module in model.modules()
+    own_way = type(model).load_state_dict is not nn.Module.load_state_dict
+    return (
+        not own_way
+        and model.state_dict().keys() <= named.keys()
+        and not any(
+            module._state_dict_hooks
+            or module._load_state_dict_pre_hooks
+            or module._load_state_dict_post_hooks
+            or type(module)._load_from_state_dict not in _PLAIN_LOADS
+            or "_load_from_state_dict" in vars(module)
+            for module in model.modules()
+        )
     )
 
 

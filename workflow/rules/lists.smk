@@ -116,6 +116,9 @@ if "duplicates" in specs.lists:
 rule show_list:
     input:
         listed="<results>/lists/{kind}.csv",
+        scores=lambda wildcards: (
+            [list_scores(wildcards.kind)] if wildcards.kind == "suspects" else []
+        ),
     output:
         page="<results>/lists/{kind}.html",
     log:
