@@ -61,7 +61,9 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
 
 def test_the_report_has_every_rule_that_ran(evaluated):
     folder = evaluated.path("results/benchmarks")
-    jobs = [path.relative_to(folder).with_suffix("").parts[0] for path in folder.rglob("*.tsv")]
+    paths = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.tsv")]
+    # Of a checkpoint and an experiment that the config no longer has, times are left over.
+    jobs = [rule for rule, *names in paths if not {"c2", "one"} & set(names)]
     page = Page(evaluated.path("results/report.html").read_text())
     # A first report's time is there from a run with measurements that were still to come.
     rules = set(jobs) - {"write_report", "write_report_first"}
