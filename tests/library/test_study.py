@@ -11,6 +11,7 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.queries.answer import asked_of
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
@@ -98,3 +99,13 @@ def test_words_are_the_same_however_they_are_written(text, words, form):
     study = Study(Path("study.py"), ModuleType("study"))
     study.module.describe = lambda sample: normalize(form, sample)
     assert list(study.words(Split([text], ["a"]))) == [words]
+
+
+def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
+    (tmp_path / "lists.py").write_text(
+        "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
+    )
+    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
+    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
+    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
+        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)

@@ -23,13 +23,11 @@ import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
-from trak_core.queries.answer import asked_of
 from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 from trak_core.stages.draw_influences import draw_influences
 from trak_core.study.sample_columns import RESERVED
-from trak_core.study.study import Study
 
 STUDY = (
     (REPOSITORY / "tests/studies/diabetes.py").read_text()
@@ -303,16 +301,6 @@ def test_a_session_says_that_checkpoints_take_turns_and_keeps_no_scores(here, mo
     assert capsys.readouterr().err.count("Notice: checkpoints take turns, because all 3") == 1
 
 
-def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
-    (tmp_path / "lists.py").write_text(
-        "import torch\n\ndef encode(x, y):\n    return {'x': torch.tensor(x), 'y': y}\n"
-    )
-    study, line = Study.load(tmp_path / "lists.py"), {"x": [1, 2], "y": 3}
-    assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
-    for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
-        assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)
-
-
 @pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
 def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end):
     typed = iter(['{"row": 400}', "", "what?"])
@@ -328,6 +316,7 @@ def test_what_is_typed_ends_by_ctrl_d_and_ctrl_c(here, monkeypatch, capsys, end)
     main(["ask", "mine.yaml", "--csv", "typed.csv"])
     assert len(pd.read_csv("typed.csv")) == 10
     out, err = capsys.readouterr()
+    assert err.startswith("Loading the run ...\n")
     assert "pushed it up:" in out
     assert "line 3: A line must be a JSON object with the fields" in err
     assert err.endswith("\n\nwrote: typed.csv\n")  # a line of its own, whatever was typed
@@ -479,9 +468,12 @@ def test_what_the_command_does_not_take(here):
         (["--file", "asked.jsonl", "--csv", "asked.jsonl"], "command.output_again", "asked.jsonl"),
         (["--csv", "none/out.csv"], "command.no_output_folder", "none/out.csv"),
         (["--top", "0"], "command.top", "0"),
+        (["The heron", "eats."], "command.line_in_call", "'The heron eats.'"),
     ):
         with refused(code, found):
             ask(["mine.yaml", *words])
+    with pytest.raises(SystemExit, match="2"):
+        ask(["mine.yaml", "--tpo", "3"])
     with refused("command.no_config", "results"):
         ask(["results"])
     config = read_config(

@@ -290,7 +290,7 @@ def test_measurements_of_other_scores_are_refused(results):
     with open_artifact(results / "scores/mine.h5", SCORES) as scores:
         expected = scores.content_hash
     for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
-        tables = {table: [{"a": 1}] for table in kind.keys}
+        tables = {table: [{"removed": "top"}] for table in kind.keys}
         other = artifact(results / "other/mine.h5", kind, {"scores": "another"}, **tables)
         values = ("other/mine.h5", "scores/mine.h5", "another", expected)
         with refused("report.other_scores", *values):

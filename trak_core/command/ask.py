@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -53,7 +54,16 @@ def ask(words: Sequence[str]) -> None:
     )
     parser.add_argument("--csv", type=Path, help="a table to write of all answers")
     parser.add_argument("--html", type=Path, help="a page to write of all answers")
-    asked = parser.parse_args(words)
+    asked, others = parser.parse_known_args(words)
+    if any(word.startswith("-") for word in others):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if others:
+        raise InputError(
+            "`trak ask` must get its lines typed, piped or in --file, none in its own call. Found "
+            f"{' '.join(others)!r}. Pipe it: echo {shlex.quote(' '.join(others))} | trak ask "
+            f"{asked.config}",
+            code="command.line_in_call",
+        )
     check_config_file("ask", asked.config)
     read = [Path(asked.config), *filter(None, (asked.file,))]
     for path in filter(None, (asked.csv, asked.html)):
@@ -113,6 +123,8 @@ class _Session:
         # What was asked about, by its id: a target, or a line by its number.
         self._places: dict[str, str] = {}
         self._wanted = [path for path in (asked.csv, asked.html) if path is not None]
+        if sys.stdin is not None and sys.stdin.isatty():
+            print("Loading the run ...", file=sys.stderr, flush=True)
         with contextlib.redirect_stdout(sys.stderr):
             self._held = _held_run(asked.config)
             self._held.load()
@@ -266,9 +278,11 @@ def _typed() -> Iterator[str]:
 
 def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
+    from trak_core.report.describe_samples import in_a_line
+
     width = max(40, shutil.get_terminal_size().columns)
-    lines = textwrap.wrap(f"{answer.asked.id}: {answer.text}", width)
-    lines += [*_in_colours(answer.tokens_of()), answer.said()]
+    lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
+    lines += [*_in_colours(answer.tokens_of()), in_a_line(answer.said())]
     for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
         lines.append(words)
         for row in answer.side(sign).to_dict("records"):
@@ -277,8 +291,9 @@ def _in_words(answer: "Answer") -> str:
             )
             text = "" if text in row.values() else text  # such as the name of a class
             known = ", ".join(f"{name} {value}" for name, value in row.items())
-            lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
-            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+            about = f"  {score:+.3g}  train {train_id}{known and '  ' + known}"
+            lines.append(in_a_line(about))
+            lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()
             lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]
     return "\n".join([*lines, ""])
 
@@ -291,12 +306,10 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     scores = tokens["score"].to_numpy()
     if not scores.any():
         return []
-    from trak_core.report.describe_samples import readable
+    from trak_core.report.describe_samples import in_a_line
     from trak_core.report.explore_page import LEVELS, token_levels
 
-    # A token's own spaces stay; what is no letter to be seen could steer a terminal.
-    texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]
-    texts = [text.replace("\n", " ") for text in texts]
+    texts = [in_a_line(text) for text in tokens["text"]]
     order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))
     words = [text.strip() or "space" for text in texts]
     most = [f'"{words[i]}" {scores[i]:+.2g}' for i in order[:_MOST_TOKENS]]

@@ -349,7 +349,10 @@ def preflight_study(
                     sample = split.samples[0]
                 study.describe(split.ids[0], sample)
         except InputError as error:
-            raise InputError(f"{study_file}, {where}: {error}", error.code) from error
+            # A ready-made study names the user's own file; this one's is written by a start.
+            is_ready = str(error.code).startswith("studies.")
+            place = "" if is_ready else f"{study_file}, {where}: "
+            raise InputError(f"{place}{error}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
                 f"{where}: shards must not outnumber samples. Found {shards[name]} shards, "

@@ -37,18 +37,35 @@ class ReadyStudy:
 
 
 class Rows:
-    """Samples that are made of rows as they are needed."""
+    """Samples that are made of rows as they are needed; errors name the place in their file."""
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], sample: Callable[[Mapping[str, Any]], Any]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sample: Callable[[Mapping[str, Any]], Any],
+        file: str | None = None,
     ) -> None:
-        self._rows, self._sample = rows, sample
+        self._rows, self._sample, self._file = rows, sample, file
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self._sample(self._rows[index])
+        try:
+            return self._sample(self._rows[index])
+        except InputError as error:
+            if self._file is None:
+                raise
+            place = _place(self._file, range(len(self))[index])
+            raise InputError(f"{place}: {error}", code=error.code) from error
+
+
+def _place(file: str, index: int) -> str:
+    """Return where a row stands; in a table, whose cells may have several lines, as a row."""
+    if Path(file).suffix != ".jsonl":
+        return f"{file}, row {index + 1}"
+    lines = enumerate(Path(file).read_text(encoding="utf-8-sig").split("\n"), 1)
+    return f"{file}, line {[number for number, line in lines if line.strip()][index]}"
 
 
 def encoder(
@@ -70,6 +87,34 @@ def encoder(
         return sample(line)
 
     return encode
+
+
+# A character has four bytes at most, and a token of it one at least.
+_MOST_PIECES = 4
+
+
+def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text that a tokenizer of Hugging Face's makes of all.
+
+    A token that ends within a character adds "", and the one that ends it the character. Put
+    together they are the text, with the spaces that a token by itself doesn't have. The cost grows
+    with the number of tokens: each is decoded behind the few before it.
+    """
+
+    def decoded(first: int, end: int) -> str:
+        # Cleaning takes spaces away before what comes later.
+        return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
+
+    texts, first, whole = list[str](), 0, 0
+    for end in range(1, len(ids) + 1):
+        before, text = decoded(first, whole), decoded(first, end)
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and end - whole < _MOST_PIECES
+        if is_open and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, whole = whole, end
+    return texts
 
 
 def needed(package: str, extra: str) -> None:
@@ -182,7 +227,15 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
     try:
         return template.format_map(row)
     except (KeyError, ValueError, IndexError, AttributeError) as error:
-        has = f"with {', '.join(row)}: {str(row)[:80]}" if row else "that has no value at all"
+        missing = sorted(used_by(template) - row.keys())
+        if missing:
+            has = f"values in {', '.join(row)}" if row else "no value at all"
+            raise InputError(
+                f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "
+                "name the rows' own fields in study_arguments, as in text: '{answer}'.",
+                code="studies.template",
+            ) from error
+        has = f"with {', '.join(row)}: {str(row)[:80]}"
         raise InputError(
             f"study_arguments: a row must have the fields of the template {template!r}. Found one "
             f"{has}.",

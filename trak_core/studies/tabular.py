@@ -61,9 +61,9 @@ def tabular(
     used = {label, *names}
     return ReadyStudy(
         make_model=lambda: function_at(model, "model")(),
-        train_data=lambda: Rows(rows, sample),
+        train_data=lambda: Rows(rows, sample, table),
         train_ids=lambda: ids_of(rows),
-        target_data=lambda: Rows(target_rows, sample),
+        target_data=lambda: Rows(target_rows, sample, targets or table),
         target_ids=lambda: ids_of(target_rows),
         encode=encoder(sample, rows[0], (*names, label)),
         describe=lambda one: ", ".join(

@@ -38,7 +38,11 @@ class _Encoded:
         encode = self.study.function("encode")
         line = f"line {self.numbers[index]} of {self.path}, {shortened(self.lines[index])}"
         with users_code(f"{self.study.path}: encode() of {line},"):
-            return encode(**self.lines[index])
+            try:
+                return encode(**self.lines[index])
+            except InputError as error:
+                place = f"{self.path}, line {self.numbers[index]}"
+                raise InputError(f"{place}: {error}", code=error.code) from error
 
 
 def shortened(line: Mapping[str, Any]) -> str:
