@@ -11,12 +11,18 @@ import torch
 import yaml
 from few_words import tokenizer, write
 from pipeline import ON_CPU, read_scores, run_config
+from refusals import preflight
 from refused import refused
 
 import trak_core
+from trak_core.command.ask import _in_words
 from trak_core.command.main import main
+from trak_core.errors import InputError
+from trak_core.queries.answer import Answer, Asked
 from trak_core.queries.finished_run import FinishedRun
+from trak_core.queries.held_checkpoint import HeldCheckpoint
 from trak_core.stages.compute_token_scores import compute_token_scores
+from trak_core.study.study import Study
 
 peft = pytest.importorskip("peft", reason="with the extra `test`")
 models, texts = pytest.importorskip("models"), pytest.importorskip("texts")
@@ -177,9 +183,9 @@ def check_tokens(results, line, capsys):
         np.testing.assert_allclose(
             sums[side].loc[answer.top["train_id"]], answer.top["score"], atol=1e-5 * largest
         )
-    assert answer.tokens_of()["text"].tolist() == QUESTION[0]["text"].split()
+    assert "".join(answer.tokens_of()["text"]) == QUESTION[0]["text"]
     (row,) = [row for row in ROWS if row["id"] == answer.top["train_id"][0]]
-    assert answer.tokens_of(row["id"])["text"].tolist() == row["text"].split()
+    assert "".join(answer.tokens_of(row["id"])["text"]) == row["text"]
     capsys.readouterr()
     words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
     main(words)
@@ -195,6 +201,65 @@ def check_tokens(results, line, capsys):
     assert data["targets"][0]["tokens"] == own["text"].tolist()
     assert max(map(abs, data["targets"][0]["levels"])) == 9
     assert all(len(levels) for *_, levels in data["targets"][0]["influences"])
+
+
+def check_a_long_text_alone(results, capsys):
+    """No field is short enough for a column: the preflight takes it, and it can be asked for."""
+    (study,) = results.glob("*_study_*.py")
+    whole = Path("asked.jsonl").read_text()
+    write(Path("asked.jsonl"), [{"text": f"grass {'x' * 300}"}])
+    more = {"model_output": "language_modelling", "questions": {"asked": "asked.jsonl"}}
+    preflight(study, {"asked": None}, **more)
+    main(["ask", "mine.yaml", "--target", "0"])
+    assert capsys.readouterr().out.startswith("0: grass")
+    Path("asked.jsonl").write_text(whole)
+
+
+def check_answers_that_can_not_be_cut(monkeypatch, capsys):
+    """They come without tokens, and a notice says why."""
+    words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
+    main(words[:4])
+    whole = capsys.readouterr().out
+
+    def no_room(*_):
+        raise InputError("compute.memory_mb must hold a gradient", code="gradients.memory_limit")
+
+    for name, value, why in (
+        ("cut", no_room, "compute.memory_mb must hold"),
+        ("has_tokens", lambda *_: False, "samples of this study have none"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(HeldCheckpoint, name, value)
+            main([*words, "--tokens"])
+        told = capsys.readouterr()
+        assert told.out == whole
+        assert re.findall(r"Notice: .*without tokens.*", told.err) == [told.err.splitlines()[0]]
+        assert why in told.err
+    with monkeypatch.context() as patch:
+        patch.setattr(Study, "token_texts", no_room)
+        main([*words, "--tokens"])
+    told = capsys.readouterr()
+    assert told.out == whole
+    assert "Notice: the answer for q comes without tokens: compute.memory_mb" in told.err
+
+
+def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
+    """Neither in names of classes, ids and columns nor in texts; a token's tab is a space."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    bad = "c\x1b[31mat\t\x9b\x07\N{RIGHT-TO-LEFT OVERRIDE}"
+    row = {"train_id": bad, "score": 1.0, "label": 0, "prediction": 0, "output": 1.0}
+    top = pd.DataFrame([row | {"output_sd": 0.0, "who": bad, "described_text": f"{bad}, a text"}])
+    tab = {"train_id": bad, "token": 0, "text": "a\t" * 9, "score": 1.0}
+    cut = pd.DataFrame([tab | {"side": side} for side in ("train", "target")])
+    target = {"id": bad, "label": 0, "prediction": 0, "output": 1.0, "output_sd": 0.0}
+    scores = pd.Series([1.0], [bad])
+    asked = Asked(bad, None), target, bad, scores, top, "text_classification", [bad]
+    printed = _in_words(Answer(*asked, cut))
+    plain = re.sub(r"\x1b\[(1;3[12]|0)m", "", printed)  # colours
+    assert all(character.isprintable() for character in plain.replace("\n", ""))
+    assert plain.count("c[31mat") == 8
+    assert plain.count("a " * 9) == 2
+    assert " ..." not in plain
 
 
 def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monkeypatch, capsys):
@@ -216,6 +281,8 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monk
     errors = [line for line in told.err.splitlines() if line.startswith("Error: ")]
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
     assert all("must have a part that counts" in error for error in errors[1:])
+    check_a_long_text_alone(results, capsys)
+    check_answers_that_can_not_be_cut(monkeypatch, capsys)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))
     with refused("queries.other_study", "language_model_study_00000000.py"):

@@ -76,13 +76,12 @@ def preflight(study_file, splits, **more):
     """Look at a study before any job, in this process, with the settings of a regression."""
     preflight_study(
         study_file=study_file,
-        model_output="regression",
         weighting="plain",
         parameter_patterns=None,
         training=None,
         splits=splits,
         shards=dict.fromkeys(splits, 1),
-        **more,
+        **({"model_output": "regression"} | more),
     )
 
 

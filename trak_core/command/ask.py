@@ -278,9 +278,11 @@ def _typed() -> Iterator[str]:
 
 def _in_words(answer: "Answer") -> str:
     """Return an answer as lines for a terminal."""
+    from trak_core.report.describe_samples import in_a_line
+
     width = max(40, shutil.get_terminal_size().columns)
-    lines = textwrap.wrap(f"{answer.asked.id}: {answer.text}", width)
-    lines += [*_in_colours(answer.tokens_of()), answer.said()]
+    lines = textwrap.wrap(in_a_line(f"{answer.asked.id}: {answer.text}"), width)
+    lines += [*_in_colours(answer.tokens_of()), in_a_line(answer.said())]
     for sign, words in ((1, "pushed it up:"), (-1, "pushed it down:")):
         lines.append(words)
         for row in answer.side(sign).to_dict("records"):
@@ -289,8 +291,9 @@ def _in_words(answer: "Answer") -> str:
             )
             text = "" if text in row.values() else text  # such as the name of a class
             known = ", ".join(f"{name} {value}" for name, value in row.items())
-            lines.append(f"  {score:+.3g}  train {train_id}{known and '  ' + known}")
-            lines += textwrap.wrap(text, width, initial_indent="    ", subsequent_indent="    ")
+            about = f"  {score:+.3g}  train {train_id}{known and '  ' + known}"
+            lines.append(in_a_line(about))
+            lines += textwrap.indent(textwrap.fill(in_a_line(text), width - 4), "    ").splitlines()
             lines += [f"    {line}" for line in _in_colours(answer.tokens_of(train_id))]
     return "\n".join([*lines, ""])
 
@@ -303,12 +306,10 @@ def _in_colours(tokens: "pd.DataFrame") -> list[str]:
     scores = tokens["score"].to_numpy()
     if not scores.any():
         return []
-    from trak_core.report.describe_samples import readable
+    from trak_core.report.describe_samples import in_a_line
     from trak_core.report.explore_page import LEVELS, token_levels
 
-    # A token's own spaces stay; what is no letter to be seen could steer a terminal.
-    texts = [readable(f"|{text}|", len(text) + 2)[1:-1] for text in tokens["text"]]
-    texts = [text.replace("\n", " ") for text in texts]
+    texts = [in_a_line(text) for text in tokens["text"]]
     order = sorted((i for i in range(len(scores)) if scores[i]), key=lambda i: -abs(scores[i]))
     words = [text.strip() or "space" for text in texts]
     most = [f'"{words[i]}" {scores[i]:+.2g}' for i in order[:_MOST_TOKENS]]

@@ -331,7 +331,7 @@ class _Side:
     pairs: Sequence[tuple[int, int]]
 
 
-def _n_tokens(batch: Batch, loaded: LoadedModel) -> int:
+def count_tokens(batch: Batch, loaded: LoadedModel) -> int:
     """Return how many places a batch's texts have; 0 for what has no tokens of one kind."""
     if loaded.output.label_ndim == 1 and not loaded.output.takes_labels:
         return batch.labels.shape[1]
@@ -367,7 +367,7 @@ def _cut(
         own_places = [b for b, some in enumerate(own) for _ in some]
         places = torch.tensor(own_places, dtype=torch.long)
         directions = torch.tensor([side.pairs[n][1] for n in numbers], dtype=torch.long)
-        n_tokens = _n_tokens(batch, loaded)
+        n_tokens = count_tokens(batch, loaded)
         pairs = Pairs(places.to(loaded.device), directions.to(loaded.device))
         given = loaded.parameters, projection, vectors, pairs, n_tokens, loaded.scales
         shares = Shares.zeros(*given)

@@ -26,7 +26,7 @@ from trak_core.model.features import batch_features, projecting_device, stored_r
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
-from trak_core.model.token_shares import Between, Cut, cut_scores
+from trak_core.model.token_shares import Between, Cut, count_tokens, cut_scores
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.scoring.scores import powered, similarities, unit_rows
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
@@ -161,6 +161,11 @@ class HeldCheckpoint:
         ``memory_mb`` must hold its gradient.
         """
         return self.way.said(self.loaded, asked, memory_mb)
+
+    def has_tokens(self, asked: Split) -> bool:
+        """Return whether a sample's scores can be cut by its tokens."""
+        (samples,) = self.loaded.ordered(asked)
+        return count_tokens(self.loaded.batch(samples, 0, 1), self.loaded) > 0
 
     def cut(
         self, train: Split, places: Sequence[int], asked: Split, target: np.ndarray, memory_mb: int

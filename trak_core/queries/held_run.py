@@ -47,6 +47,7 @@ class HeldRun:
         self._kept, self._held = ExitStack(), dict[str, HeldCheckpoint]()
         self._is_loaded = False
         self._about_train: dict[str, dict[str, np.ndarray]] = {}
+        self._told_of_no_tokens = False
 
     @property
     def takes_turns(self) -> bool:
@@ -125,7 +126,7 @@ class HeldRun:
 
         With ``tokens`` the scores of these are cut by tokens, which takes gradients of their
         training samples. Checkpoints that take turns are read once for as many samples as fit, and
-        once more for tokens.
+        once more for tokens. Where they can't be cut, a notice says why, and the answer is without.
 
         Raises:
             InputError: If tokens are asked for where no features are.
@@ -241,32 +242,58 @@ class HeldRun:
     def _with_tokens(
         self, answers: Sequence[Answer | InputError], parts: Sequence["_Parts | InputError"]
     ) -> list[Answer | InputError]:
-        """Return answers with their scores cut by tokens, one checkpoint after the other."""
-        cut = list(answers)
+        """Return answers with their scores cut by tokens, one checkpoint after the other.
+
+        An answer that can't be cut stays as it is, and a notice says why.
+        """
+        cut = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Answer)}
         cuts: list[list[tuple[Cut, Cut]]] = [[] for _ in answers]
         for name, one, memory_mb in self._checkpoints():
-            for i, (answer, said) in enumerate(zip(cut, parts, strict=True)):
-                if isinstance(answer, InputError) or isinstance(said, InputError):
+            for i, answer in list(cut.items()):
+                split, said = answer.asked.split, parts[i]
+                if answer.top.empty or not self._has_tokens(one, split):
+                    del cut[i]
                     continue
+                assert isinstance(said, _Parts)
                 places = [self._places[train_id] for train_id in answer.top["train_id"]]
-                if not places:
-                    continue
-                split, target = answer.asked.split, said.features[name]
+                given = self.train, places, split, said.features[name], memory_mb
                 try:
-                    cuts[i].append(one.cut(self.train, places, split, target, memory_mb))
+                    cuts[i].append(one.cut(*given))
                 except InputError as error:
-                    cut[i] = error
-        return [
-            self._cut_answer(answer, said, own)
-            if isinstance(answer, Answer) and isinstance(said, _Parts) and own
-            else answer
-            for answer, said, own in zip(cut, parts, cuts, strict=True)
-        ]
+                    self._say_uncut(cut.pop(i), error)
+        whole = list(answers)
+        for i, answer in cut.items():
+            said = parts[i]
+            assert isinstance(said, _Parts)
+            try:
+                whole[i] = self._cut_answer(answer, said, cuts[i])
+            except InputError as error:
+                self._say_uncut(answer, error)
+        return whole
+
+    def _has_tokens(self, checkpoint: HeldCheckpoint, split: Split) -> bool:
+        """Return whether a sample's scores can be cut by tokens; say once that they can't."""
+        if checkpoint.has_tokens(split):
+            return True
+        if not self._told_of_no_tokens:
+            self._told_of_no_tokens = True
+            self._say(
+                "Notice: answers come without tokens, because samples of this study have none: "
+                "only texts can be cut by them."
+            )
+        return False
+
+    def _say_uncut(self, answer: Answer, error: InputError) -> None:
+        self._say(f"Notice: the answer for {answer.asked.id} comes without tokens: {error}")
 
     def _cut_answer(
         self, answer: Answer, parts: "_Parts", cuts: Sequence[tuple[Cut, Cut]]
-    ) -> Answer | InputError:
-        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens."""
+    ) -> Answer:
+        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens.
+
+        Raises:
+            InputError: If the study has no text for each token.
+        """
         places = [self._places[train_id] for train_id in answer.top["train_id"]]
         powers = np.stack([weights[places] for _, weights, _ in parts.terms])
         norms = np.array([norm for *_, norm in parts.terms])
@@ -275,16 +302,11 @@ class HeldRun:
         table, _ = token_tables(top, cuts, counts)
         rows = []
         for side, train_id in itertools.product(SIDES, top["train_id"]):
-            sample_id, sample = train_id, answer.asked.sample
+            sample_id, sample = answer.asked.id, answer.asked.sample
+            if side == "train":
+                sample_id, sample = train_id, self._train_sample(self._places[train_id])
             own = table.loc[(table["side"] == side) & (table["train_id"] == train_id), :]
-            try:
-                if side == "train":
-                    sample = self._train_sample(self._places[train_id])
-                else:
-                    sample_id = answer.asked.id
-                texts = shown_tokens(self.study, sample_id, sample, len(own) - 1)
-            except InputError as error:
-                return error
+            texts = shown_tokens(self.study, sample_id, sample, len(own) - 1)
             rows.append(own.assign(text=[*texts, ""]))
         return replace(answer, tokens=pd.concat(rows, ignore_index=True))
 

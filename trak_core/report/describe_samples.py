@@ -283,6 +283,11 @@ def readable(text: str, characters: int) -> str:
     return whole[:characters].rstrip() + " ..."
 
 
+def in_a_line(text: str) -> str:
+    """Return a text with spaces for tabs and ends of lines, without what could steer a terminal."""
+    return "".join(map(_printable, text))
+
+
 def _printable(character: str) -> str:
     if character.isprintable() or character in _JOINERS:
         return character

@@ -18,6 +18,7 @@ from trak_core.studies.ready_study import (
     ReadyStudy,
     Rows,
     columns_from,
+    decoded_tokens,
     encoder,
     filled_in,
     ids_of,
@@ -120,7 +121,7 @@ def language_model(
         target_ids=lambda: ids_of(target_rows()),
         encode=encode,
         describe=lambda one: tokenizer.decode(one["input_ids"], skip_special_tokens=True),
-        token_texts=lambda one: [tokenizer.decode([i]) for i in one["input_ids"].tolist()],
+        token_texts=lambda one: decoded_tokens(tokenizer, one["input_ids"].tolist()),
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )

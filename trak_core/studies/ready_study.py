@@ -89,6 +89,34 @@ def encoder(
     return encode
 
 
+# A character has four bytes at most, and a token of it one at least.
+_MOST_PIECES = 4
+
+
+def decoded_tokens(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return what each token adds to the text that a tokenizer of Hugging Face's makes of all.
+
+    A token that ends within a character adds "", and the one that ends it the character. Put
+    together they are the text, with the spaces that a token by itself doesn't have. The cost grows
+    with the number of tokens: each is decoded behind the few before it.
+    """
+
+    def decoded(first: int, end: int) -> str:
+        # Cleaning takes spaces away before what comes later.
+        return tokenizer.decode(ids[first:end], clean_up_tokenization_spaces=False)
+
+    texts, first, whole = list[str](), 0, 0
+    for end in range(1, len(ids) + 1):
+        before, text = decoded(first, whole), decoded(first, end)
+        is_open = text.endswith("\N{REPLACEMENT CHARACTER}") and end - whole < _MOST_PIECES
+        if is_open and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(before) :])
+        first, whole = whole, end
+    return texts
+
+
 def needed(package: str, extra: str) -> None:
     """Refuse to go on without a package, and say which extra of this one brings it."""
     if importlib.util.find_spec(package) is None:

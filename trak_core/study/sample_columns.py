@@ -50,7 +50,8 @@ def columns_of(
         known, lines, _ = read_questions(question)
         fields = dict.fromkeys(field for line in lines for field in line)
         columns = {field: [line.get(field) for line in lines] for field in fields}
-        frame = short_columns(columns)
+        # Rows stay where no field is short.
+        frame = pd.DataFrame(short_columns(columns), index=range(len(lines)))
     else:
         asked = study if question is None else Study.load(question)
         assert asked is not None
