@@ -292,7 +292,7 @@ def draw(axes, sample):
 def describe(sample):
     return str(sample)
 '''
-ALL = {"training", "targets", "columns", "whole"}
+ALL = {"training", "targets", "texts", "columns", "whole"}
 TARGETS, COLUMNS, SHOWN = ALL - {"training"}, {"columns", "whole"}, {"whole"}
 
 
@@ -337,6 +337,12 @@ def study(tmp_path):
 )
 def test_an_edit_of_some_functions_decides_less_than_others(study, old, new, what):
     assert decided(study, old, new) == what
+
+
+def test_what_describes_a_sample_decides_its_text_and_no_training(study):
+    """Words are searched where it is asked for: a drawing says nothing of them."""
+    study.write_text(STUDY.replace("describe(text)", "text"))
+    assert decided(study, "str(sample)", "repr(sample)") == {"texts", "whole"}
 
 
 @pytest.mark.parametrize(

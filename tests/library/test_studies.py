@@ -73,6 +73,23 @@ def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weigh
     assert cut.train_data()[0]["labels"].tolist() == [-100, -100, -100, *ids("the")]
 
 
+def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, capsys):
+    """Of the rows and of what is asked, but not where a script has no spaces."""
+    rows = [{"prompt": "what is", "text": text} for text in ("red", " red", "blue")]
+    study = language_model(write(tmp_path / "train.jsonl", rows), str(weights))
+    asked = {"prompt": "the sun", "text": "is red"}
+    for prompt, text in (("what is ", "red"), ("what is", ", red"), ("\u6f22", "\u5b57")):
+        study.encode(prompt=prompt, text=text)
+    study.encode(text="red")
+    assert capsys.readouterr().err == ""
+    list(study.train_data())
+    for _ in range(2):
+        study.encode(**asked)
+    told = capsys.readouterr().err
+    assert re.findall(r"joined as they are, into '(.*?)'", told) == ["isred", "sunis"]
+    assert told.count("Notice: ") == 2
+
+
 def test_the_last_message_of_a_chat_counts(weights, tmp_path):
     messages = [{"role": "user", "content": "what is blue"}, {"role": "user", "content": "sky"}]
     file = write(tmp_path / "chats.jsonl", [{"messages": messages}])

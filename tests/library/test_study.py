@@ -2,6 +2,9 @@
 
 import re
 from collections import UserDict
+from pathlib import Path
+from types import ModuleType
+from unicodedata import normalize
 
 import numpy as np
 import pytest
@@ -73,6 +76,29 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
     path.write_text(f"OFFLOADED = {str(tmp_path)!r}\n{DISPATCHED}")
     with refused("study.device_map", "cpu, disk"):
         Study.load(path).make_model()
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "\u0939\u093f\u0928\u094d\u0926\u0940, \u0939\u0940",
+            ["\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u0940"],
+        ),
+        ("\u0130stanbul", ["i\u0307stanbul"]),
+        ("Caf\u00e9-CAF\u00c9", ["caf\u00e9", "caf\u00e9"]),
+        ("Stra\u00dfe, STRASSE", ["strasse", "strasse"]),
+        ("\uff21\uff22 \ufb01n", ["ab", "fin"]),
+        ("snake_case x2 (a\n\tb)", ["snake_case", "x2", "a", "b"]),
+        ("... \u2014", []),
+    ],
+)
+def test_words_are_the_same_however_they_are_written(text, words, form):
+    """In Hindi, Turkish, French and German; by hand, from Unicode's tables."""
+    study = Study(Path("study.py"), ModuleType("study"))
+    study.module.describe = lambda sample: normalize(form, sample)
+    assert list(study.words(Split([text], ["a"]))) == [words]
 
 
 def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):

@@ -114,7 +114,8 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     compared = {"removals": tmp_path / "c.h5", "random": tmp_path / "random.h5", "code": "code"}
     compared |= {"scores": run.scores, "top": [tmp_path / "top.h5"], "groups": [target_ids]}
     compared |= {name: [tmp_path / f"{name}.h5"] for name in ("bm25", "embedding_cosine")}
-    compare_removals(spec=random_spec, digest="texts", **compared)
+    compared |= {"digest": "texts", "embeddings": embeddings, "spec": random_spec}
+    compare_removals(**compared)
     summary = pd.read_hdf(tmp_path / "c.h5", "summary").set_index("removed")["change"]
     everything, without = (
         pd.read_hdf(tmp_path / f"{name}.h5", "outputs")[target_ids].to_numpy().astype(float)
@@ -124,8 +125,10 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     assert abs(summary["bm25"] - change) < 1e-12
     for name in ("bm25", "embedding_cosine"):
         assert abs(summary[f"top less {name}"] - (summary["top"] - summary[name])) < 1e-12
-    with pytest.raises(ArtifactError, match=r"bm25\.h5.*rule retrain_without_baseline rem"):
-        compare_removals(spec=random_spec, digest="other texts", **compared)
+    others = {"bm25": {"digest": "other"}, "embedding_cosine": {"embeddings": embeddings[::-1]}}
+    for name, other in others.items():
+        with pytest.raises(ArtifactError, match=rf"{name}\.h5.*rule retrain_without_baseline rem"):
+            compare_removals(**compared | other)
 
 
 def test_what_all_targets_share_by_chance_is_in_the_interval():

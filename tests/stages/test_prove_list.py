@@ -42,6 +42,7 @@ def proved(request, run, tmp_path_factory):
         )
     proof = folder / "proof.h5"
     given = {"scores": run.scores, "retrained": files, "spec": SPEC, "code": "code"}
+    given |= {"listed": folder / "list.csv"}
     prove_list(proof=proof, kind=kind, **given)
     return kind, order, proof, given
 
@@ -95,6 +96,10 @@ def test_models_of_another_list_or_draw_are_refused(proved, tmp_path):
     turned = given | {"retrained": given["retrained"][::-1]}
     with pytest.raises(ArtifactError, match="retrain_list"):
         prove_list(proof=tmp_path / "proof.h5", kind=kind, **turned)
+    again = pd.read_csv(given["listed"])[::-1]
+    write_csv(tmp_path / "list.csv", again)
+    with pytest.raises(ArtifactError, match=r"0\.h5.*'listed'.*retrain_list"):
+        prove_list(proof=tmp_path / "p.h5", kind=kind, **given | {"listed": tmp_path / "list.csv"})
 
 
 def test_an_empty_list_has_a_proof_too(run, tmp_path):
@@ -104,7 +109,8 @@ def test_an_empty_list_has_a_proof_too(run, tmp_path):
     job = {"study_file": STUDY, "fractions": FRACTIONS, "draw": 0, "batch_size": 16, "threads": 1}
     about = {"spec": SPEC, "kind": "duplicates", "code": "code"}
     retrain(retrained=retrained, listed=tmp_path / "list.csv", **job, **about)
-    prove_list(proof=proof, scores=run.scores, retrained=[retrained], **about)
+    listed = tmp_path / "list.csv"
+    prove_list(proof=proof, scores=run.scores, retrained=[retrained], listed=listed, **about)
     summary = pd.read_hdf(proof, "summary").set_index("measure")
     assert set(summary["subset"]) == {"everything"}
     expected = by_hand(run, np.ones(len(run.train.ids), dtype=bool), 0)

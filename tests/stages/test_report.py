@@ -199,7 +199,8 @@ def measured(results):
     correlations = {"method": ["scores", "noise_ceiling"], "correlation": [0.25, 0.75]}
     by_target = pd.merge(pd.DataFrame(correlations), pd.Series(TARGETS, name="target_id"), "cross")
     change = pd.DataFrame({"change": [-3.5, -0.25, -3.25]}, ["top", "random", "difference"])
-    change = change.assign(low=change - 1, high=change + 1).rename_axis("removed").reset_index()
+    change = change.assign(low=change - 1, high=change + 1, flips=[0.19, 0.25, -0.06])
+    change = change.rename_axis("removed").reset_index()
     counts = {"n_subsets": 40, "part_kept": 0.5, "n_seeds": 3, "n_targets": 4, "confidence": 0.95}
     counts["same_seeds"] = 1
     evaluation = {
@@ -251,7 +252,7 @@ def test_measurements_stand_in_tables(measured):
         "best of the sweep": ["2"],
         "this config": ["0.5", "1", "product of averages", "8", "0.310", "0.310"],
         "those that the scores call most helpful": ["5", "-3.5"],
-        "the most helpful, beyond random ones": ["5", "-3.25"],
+        "the most helpful, beyond random ones": ["5", "-3.25", "-4.25", "-2.25", "-6 %"],
         "self-influence": ["0.875", "50 %"],
         "row-11": ["11", "1.5", "1.57"],
         "c0": [
@@ -263,6 +264,7 @@ def test_measurements_stand_in_tables(measured):
         row = [cell.replace("\N{MINUS SIGN}", "-") for cell in measured.row(first)]
         assert row[: len(cells)] == cells
         assert len(row) == len(cells) or first not in ("these scores", "self-influence", "row-11")
+    assert "-" not in "".join(measured.row("the most helpful, beyond random ones"))
     assert "2 training examples got a wrong label" in measured.text
     assert "row-1 " not in measured.text[measured.text.index("The largest; all are in") :]
     assert "It was not measured" not in measured.text
@@ -288,7 +290,7 @@ def test_measurements_of_other_scores_are_refused(results):
     with open_artifact(results / "scores/mine.h5", SCORES) as scores:
         expected = scores.content_hash
     for kind, key in ((EVALUATION, "evaluations"), (REMOVALS, "removals")):
-        tables = {table: [{"a": 1}] for table in kind.keys}
+        tables = {table: [{"removed": "top"}] for table in kind.keys}
         other = artifact(results / "other/mine.h5", kind, {"scores": "another"}, **tables)
         values = ("other/mine.h5", "scores/mine.h5", "another", expected)
         with refused("report.other_scores", *values):

@@ -15,6 +15,7 @@ from base_studies import EVALUATION, TRAINED
 from lds import features_of, lds_of
 from refusals import check
 from refused import refused
+from report_page import Page
 from workspace import REPOSITORY, forked_python, set_key
 
 from trak_core.config.complete_config import check_evaluation, check_sizes
@@ -56,6 +57,19 @@ def test_every_artifact_holds_the_tables_that_its_page_describes(evaluated):
         "noise_ceiling",
     ]
     assert pd.read_hdf(results / "retrained/25-26.h5", "masks").shape == (2, 150)
+
+
+def test_the_report_has_every_rule_that_ran(evaluated):
+    folder = evaluated.path("results/benchmarks")
+    paths = [path.relative_to(folder).with_suffix("").parts for path in folder.rglob("*.tsv")]
+    # Of a checkpoint and an experiment that the config no longer has, times are left over.
+    jobs = [rule for rule, *names in paths if not {"c2", "one"} & set(names)]
+    page = Page(evaluated.path("results/report.html").read_text())
+    # A first report's time is there from a run with measurements that were still to come.
+    rules = set(jobs) - {"write_report", "write_report_first"}
+    assert {"retrain_without_baseline", "evaluate_scores", "draw_influences"} <= rules
+    for rule in rules:
+        assert page.row(rule)[0] == str(jobs.count(rule))
 
 
 FLIPPED = {

@@ -75,6 +75,17 @@ def test_own_checkpoint_touched(study):
     assert study.artifacts() == before
 
 
+def test_results_without_snakemakes_records_count_as_finished(study):
+    """As the page on what runs again says: a new checkpoint's jobs run once averages are gone."""
+    shutil.rmtree(study.path(".snakemake/metadata"))
+    save_own_checkpoint(study, 3)
+    study.config["checkpoints"]["c3"] = "mine/c3.pt"
+    assert study.would_run() == {}
+    for average in study.path("results/scores").glob("*.h5"):
+        average.unlink()
+    assert study.would_run() == scoring(1, 2)
+
+
 def test_new_targets_need_no_training_data(study, monkeypatch):
     """The training data are gone; the study file is as it was."""
     # Without touching the study: its loader now fails for anything but the last 100 rows.

@@ -244,7 +244,7 @@ def check_evaluation(config: Mapping[str, Any]) -> None:
     if means:
         raise InputError(
             "evaluation must name experiments with targets of their own, about which retrained "
-            f"models are asked. Found {means[0]}, which is a mean. Name those that it is made of.",
+            f"models are asked. Found {means[0]}, which is made of means. Name what it is made of.",
             code="config.evaluated_mean",
         )
     about = config["experiments"][removals["experiment"]] if removals else {}

@@ -67,13 +67,14 @@ def study_digests(study: Path, data_files: Mapping[str, str] | None = None) -> d
     """Return hashes of a study's source and of the data files, whose digests are given by path.
 
     Returns ``training``, of what decides trained checkpoints and features of training samples;
-    ``targets``, which adds the functions called for targets; ``columns``, which adds those that
-    return columns; ``whole``, which adds those that draw and describe samples.
+    ``targets``, which adds the functions called for targets; ``texts``, which adds ``describe`` to
+    them; ``columns``, which adds those that return columns to them; ``whole``, of all.
     """
     return {
         "training": study_digest(study, data_files, _SHOWING | _COLUMNS | _TARGETS),
         "targets": study_digest(study, data_files, _SHOWING | _COLUMNS),
         "columns": study_digest(study, data_files, _SHOWING),
+        "texts": study_digest(study, data_files, _SHOWING - {"describe"} | _COLUMNS),
         "whole": study_digest(study, data_files),
     }
 

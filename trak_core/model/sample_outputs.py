@@ -156,8 +156,8 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
         raise InputError(
             "Embeddings are what enters the last torch.nn.Linear that the model calls, one row a "
             "sample, or a token of texts that differ in length. "
-            f"Found {layer} for {len(batch)} samples. Leave embedding_cosine out of "
-            "evaluation.baselines."
+            f"Found {layer} for {len(batch)} samples. Leave embedding_cosine out of the baselines "
+            "of `evaluation`."
         )
     rows = last_inputs[0].float()
     if lengths is not None and rows.ndim > 2:

@@ -26,8 +26,8 @@ def fixed(value: float, decimals: int) -> str:
 
 
 def percent(part: float, decimals: int = 0) -> str:
-    """Return a part of 1 as a percentage."""
-    return f"{100 * part:.{decimals}f}\N{NO-BREAK SPACE}%"
+    """Return a part of 1 as a percentage, with a true minus sign."""
+    return f"{fixed(100 * part, decimals)}\N{NO-BREAK SPACE}%"
 
 
 def thousands(count: float) -> str:

@@ -397,7 +397,7 @@ def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
             one job.
         logs: Likewise, each job's log, whose last line is its peak memory. Where there is none,
             what Snakemake measured counts.
-        known: Names that may stand in the files' paths: train, checkpoints, experiments.
+        known: Names that may stand in the files' paths: train, checkpoints, experiments, baselines.
 
     Returns:
         One row a rule, by name: ``n_jobs``, ``seconds`` of all and of the ``longest``, and

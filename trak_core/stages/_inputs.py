@@ -14,6 +14,7 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     RETRAINED,
     Artifact,
+    ArtifactKind,
     Rows,
     Writer,
     check_made_for,
@@ -88,6 +89,15 @@ def read_embeddings(
             # HDF5 reads rows in their own order.
             rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
             yield read_rows(file.matrix("train")), file.matrix("targets")[rows][place]
+
+
+def content_hashes(paths: Sequence[Path], kind: ArtifactKind) -> list[str]:
+    """Return the content hash of each file of a kind."""
+    hashes = []
+    for path in paths:
+        with open_artifact(path, kind) as file:
+            hashes.append(file.content_hash)
+    return hashes
 
 
 def normal_weights(train: Artifact, curvature_power: float | None) -> np.ndarray:

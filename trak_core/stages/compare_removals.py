@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import REMOVALS, SCORES, create, open_artifact
+from trak_core.artifacts import EMBEDDINGS, REMOVALS, SCORES, create, open_artifact
 from trak_core.evaluation.retrained_lists import CONFIDENCE, removal_tables
 from trak_core.spec import RetrainedSpec
-from trak_core.stages._inputs import Retrained
+from trak_core.stages._inputs import Retrained, content_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.progress import software
 
@@ -27,6 +27,7 @@ def compare_removals(
     top: Sequence[Path],
     bm25: Sequence[Path] = (),
     embedding_cosine: Sequence[Path] = (),
+    embeddings: Sequence[Path] = (),
     groups: Sequence[Sequence[Any]],
     spec: RetrainedSpec,
     digest: str | None = None,
@@ -37,8 +38,9 @@ def compare_removals(
     ``random`` are models trained on everything and without random samples; ``top`` those without
     the samples that ``scores`` call most helpful for a group of targets, a file for each of
     ``groups``; ``bm25`` and ``embedding_cosine`` likewise without those that this baseline names,
-    none where it isn't asked for; ``digest`` is that of the study's texts, for ``bm25``. Except for
-    its draws ``spec`` decides all kinds.
+    none where it isn't asked for; ``digest`` is that of the study's texts, for ``bm25``, and
+    ``embeddings`` are the files that ``embedding_cosine`` must be made of. Except for its draws
+    ``spec`` decides all kinds.
     ``docs/reference/evaluation-files.md`` describes the tables.
     """
     target_ids = [target for group in groups for target in group]
@@ -68,12 +70,16 @@ def compare_removals(
         }
 
     by_scores = without(top, top_spec, "retrain_without_top", scores=scores_hash)
+    made_of = {
+        "bm25": {"digest": digest},
+        "embedding_cosine": {"embeddings": content_hashes(embeddings, EMBEDDINGS)},
+    }
     baselines = {
         name: without(
             paths,
             replace(top_spec, subsets=f"top by {name}"),
             "retrain_without_baseline",
-            digest=digest if name == "bm25" else None,
+            **made_of[name],
         )
         for name, paths in (("bm25", bm25), ("embedding_cosine", embedding_cosine))
         if paths

@@ -312,7 +312,7 @@ def preflight_study(
         _check_retraining(study, retraining, weighted=weighted)
     if describes and not study.has("describe"):
         raise InputError(
-            f"{study_file}: for bm25 in evaluation.baselines, the study must define "
+            f"{study_file}: for bm25 among baselines of `evaluation`, the study must define "
             "describe(sample), which returns a sample's whole text. Found none. Define it, or "
             "leave bm25 out.",
             code="study.no_texts",

@@ -10,6 +10,7 @@ from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tab
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import RetrainedSpec
 from trak_core.stages._inputs import Retrained
+from trak_core.system.files import file_digest
 from trak_core.system.progress import software
 
 
@@ -18,20 +19,23 @@ def prove_list(
     proof: Path,
     scores: Path,
     retrained: Sequence[Path],
+    listed: Path,
     spec: RetrainedSpec,
     kind: str,
     code: str,
 ) -> None:
     """Write accuracy, loss and model output against the number of samples removed, or kept.
 
-    ``retrained`` has a file a draw, made for ``spec``; ``scores`` are those of the experiment whose
-    targets count, for their labels. ``docs/reference/evaluation-files.md`` describes the tables.
+    ``retrained`` has a file a draw, made for ``spec`` and the list in ``listed``; ``scores`` are
+    those of the experiment whose targets count, for their labels.
+    ``docs/reference/evaluation-files.md`` describes the tables.
     """
     with open_artifact(scores, SCORES) as file:
         targets, scores_hash = file.table("targets"), file.content_hash
         experiment = file.spec["experiment"]
+    about = {"list": kind, "listed": file_digest(listed)}
     files = [
-        Retrained.read(path, targets["id"].tolist(), spec, "retrain_list", list=kind, draw=draw)
+        Retrained.read(path, targets["id"].tolist(), spec, "retrain_list", draw=draw, **about)
         for draw, path in enumerate(retrained)
     ]
     sizes = files[0].spec["sizes"]

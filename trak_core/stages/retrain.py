@@ -22,13 +22,21 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from trak_core.artifacts import RETRAINED, SCORES, check_made_for, check_same, create, open_artifact
+from trak_core.artifacts import (
+    EMBEDDINGS,
+    RETRAINED,
+    SCORES,
+    check_made_for,
+    check_same,
+    create,
+    open_artifact,
+)
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, subset_size
-from trak_core.stages._inputs import read_embeddings
+from trak_core.stages._inputs import content_hashes, read_embeddings
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -39,7 +47,7 @@ from trak_core.study.retraining_draws import (
 )
 from trak_core.study.split import Split
 from trak_core.study.study import Study, trained_model
-from trak_core.system.files import harmless
+from trak_core.system.files import file_digest, harmless
 from trak_core.system.progress import blocks_with_progress, software
 
 _POOL = "target_data"
@@ -127,7 +135,8 @@ def retrain(
                 for read, of_targets in read_embeddings(*given)
             ]
             columns = list(np.mean(cosines, axis=0).T)
-        more = {"targets": list(target_ids), "digest": digest}
+        hashes = content_hashes(embeddings, EMBEDDINGS)
+        more = {"targets": list(target_ids), "digest": digest, "embeddings": hashes}
         subsets = _without_each(
             len(train.ids), spec, dict(zip(target_ids, columns, strict=True)), more
         )
@@ -135,6 +144,7 @@ def retrain(
         assert listed is not None
         rows = listed_rows(listed, train.ids)
         subsets = _by_list(len(train.ids), rows, spec, kind, fractions, draw)
+        subsets.more["listed"] = file_digest(listed)
     _train(retrained, study, train, subsets, spec, code, batch_size)
 
 

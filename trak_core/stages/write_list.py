@@ -27,7 +27,8 @@ def write_list(
     that names classes.
     """
     with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec, SCORES.rule)
+        of_pool = "_pool" if spec.pool_digest else ""
+        check_made_for(file, spec, f"{SCORES.rule}{of_pool}")
         train, top_influences = file.table("train"), file.table("top_influences")
         targets = file.table("targets")
         model_output = file.spec["model_output"]

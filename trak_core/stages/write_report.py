@@ -89,13 +89,15 @@ def write_report(
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
     known |= {POOL, *config.get("lists", ())}
+    measured = {path.stem: read_removals(path, folder) for path in removals}
+    known |= {name for file in measured.values() for name in file.tables["summary"]["removed"]}
     results = Results(
         config=config,
         experiments=experiments,
         matrices=[read_matrix(path, folder) for path in normal_matrices],
         timings=read_timings(folder / "benchmarks", folder / "logs", known),
         evaluations={path.stem: read_evaluation(path, folder) for path in evaluations},
-        removals={path.stem: read_removals(path, folder) for path in removals},
+        removals=measured,
         flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
         groups={path.stem: read_groups(path, folder) for path in groups},

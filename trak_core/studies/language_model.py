@@ -1,8 +1,11 @@
 """Study a causal language model of Hugging Face's: weights, a file of texts, nothing else."""
 
 import json
+import sys
+import unicodedata
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +57,26 @@ def language_model(
     folder = _config_folder(Path(weights))
     tokenizer: Any = AutoTokenizer.from_pretrained(_tokenizer_source(folder))
 
-    def sample(row: Mapping[str, Any]) -> dict[str, Tensor]:
+    told: set[bool] = set()
+
+    def sample(row: Mapping[str, Any], *, is_asked: bool = False) -> dict[str, Tensor]:
         is_chat = text is None and "messages" in row
         if is_chat:
             before, whole = _chat(tokenizer, row["messages"])
         else:
             own = "{prompt}" if row.get("prompt") else ""  # ruff: ignore[missing-f-string-syntax]
             before = filled_in(own if prompt is None else prompt, row)
-            whole = before + filled_in(text or _TEXT, row)
+            after = filled_in(text or _TEXT, row)
+            whole = before + after
+            if _runs_on(before, after) and is_asked not in told:
+                told.add(is_asked)
+                joined = f"{before.split()[-1]}{after.split()[0]}"
+                print(
+                    f"Notice: a prompt and its text are joined as they are, into {joined[:80]!r}. "
+                    "If a space was between them in training, the text begins with it.",
+                    file=sys.stderr,
+                    flush=True,
+                )
         tokens = tokenizer(
             whole,
             return_offsets_mapping=True,
@@ -83,7 +98,9 @@ def language_model(
     def encode(**row: Any) -> dict[str, Tensor]:
         if text is None and "messages" in row:
             return sample(row)
-        return encoder(sample, rows[0], sorted(used_by(prompt, text or _TEXT)))(**row)
+        return encoder(
+            partial(sample, is_asked=True), rows[0], sorted(used_by(prompt, text or _TEXT))
+        )(**row)
 
     def target_rows() -> list[dict[str, Any]]:
         if targets is None:
@@ -108,6 +125,12 @@ def language_model(
         train_columns=lambda: columns_from(rows, used),
         target_columns=lambda: columns_from(target_rows(), used),
     )
+
+
+def _runs_on(before: str, after: str) -> bool:
+    """Return whether two words would become one, in scripts that have capitals and spaces."""
+    ends = before[-1:], after[:1]
+    return all(end and unicodedata.category(end) in {"Lu", "Ll", "Nd"} for end in ends)
 
 
 def _chat(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:

@@ -21,15 +21,15 @@ same shapes; only texts of a language model may differ, in their number of token
 
 import importlib.util
 import inspect
-import re
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unicodedata import category, normalize
 
 import torch
 from torch import nn
@@ -37,6 +37,18 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.spec import TRAIN
 from trak_core.study.split import Samples, Split, checked_ids, users_code
+
+
+class _InWords(dict[int, int]):
+    """Characters that words are made of, by themselves, and a space for all others."""
+
+    def __missing__(self, code: int) -> int:
+        # Half of Hindi's vowels are marks, which are no letters.
+        is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
+        return self.setdefault(code, code if is_part else ord(" "))
+
+
+_IN_WORDS = _InWords()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +127,16 @@ class Study:
             )
         return text
 
-    def words(self, split: Split) -> list[list[str]]:
-        """Return the words of each sample's text, as ``describe`` says it, in small letters."""
-        words = []
+    def words(self, split: Split) -> Iterator[list[str]]:
+        """Yield the words of each sample's text, as ``describe`` says it, whatever their case.
+
+        A word is a run of letters with their marks, digits and ``_``, in Unicode's form NFKC.
+        """
         for row, sample_id in enumerate(split.ids):
             with users_code(f"reading sample {sample_id}"):
                 sample = split.samples[row]
-            words.append(re.findall(r"\w+", self.describe(sample_id, sample).lower()))
-        return words
+            text = normalize("NFKC", self.describe(sample_id, sample)).casefold()
+            yield normalize("NFKC", text).translate(_IN_WORDS).split()
 
     def token_texts(self, sample_id: int | str, sample: Any, n_tokens: int) -> list[str]:
         """Return the study's words for each token of a sample, which has so many."""

@@ -97,7 +97,7 @@ rule evaluate_scores:
         code=code_of("evaluate_scores"),
         study_file=config["study"],
         digest=(
-            specs.digests["whole"] if "bm25" in specs.evaluation["baselines"] else None
+            specs.digests["texts"] if "bm25" in specs.evaluation["baselines"] else None
         ),
         signature=(
             own_signature(retrained_files[0]) if ground_truth is not None else None

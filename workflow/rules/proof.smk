@@ -36,6 +36,7 @@ rule prove_list:
             f"{folder}/retrained/lists/{wildcards.kind}/{draw}.h5"
             for draw in range(specs.proofs[wildcards.kind]["seeds"])
         ],
+        listed="<results>/lists/{kind}.csv",
     output:
         proof="<results>/proof/{kind}.h5",
     log:

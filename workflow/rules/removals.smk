@@ -13,7 +13,7 @@ def removals_of(baseline):
 def removals_digest(baseline):
     """What decides the study's texts, where they are asked for."""
     is_asked = baseline == "bm25" and baseline in removals_baselines
-    return specs.digests["whole"] if is_asked else None
+    return specs.digests["texts"] if is_asked else None
 
 
 rule retrain_without_random:
@@ -97,6 +97,11 @@ rule compare_removals:
         ],
         bm25=removals_of("bm25"),
         embedding_cosine=removals_of("embedding_cosine"),
+        embeddings=(
+            of_ends("embeddings/{c}.h5")
+            if "embedding_cosine" in removals_baselines
+            else []
+        ),
     output:
         removals="<results>/removals/{experiment}.h5",
     log:
