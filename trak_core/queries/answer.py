@@ -129,8 +129,8 @@ class Answer:
         tokens: Scores of ``top`` cut by tokens, if that was asked for: ``train_id``, ``side``
             (``train`` or ``target``, whose tokens these are), ``token`` (from 0; -1 for what is no
             token's), ``text`` and ``score``. Those of a side and a training sample add up to its
-            score, to within the rounding of features (int8: up to 1 %). None if it wasn't asked
-            for, or can't be.
+            score, to within the rounding of features (int8: up to 1 % of the largest score). None
+            if it wasn't asked for, or can't be.
     """
 
     asked: Asked
