@@ -1,21 +1,6 @@
 removals_baselines = specs.evaluation["removals"]["baselines"]
 
 
-def removals_of(baseline):
-    """Models without what a baseline names, a file for each group, if it is asked for."""
-    return [
-        f"{folder}/retrained/{{experiment}}/{baseline}/{i + 1}.h5"
-        for i in range(len(specs.removal_groups()))
-        if baseline in removals_baselines
-    ]
-
-
-def removals_digest(baseline):
-    """What decides the study's texts, where they are asked for."""
-    is_asked = baseline == "bm25" and baseline in removals_baselines
-    return specs.digests["texts"] if is_asked else None
-
-
 rule retrain_without_random:
     output:
         retrained="<results>/retrained/random.h5",

@@ -207,3 +207,19 @@ def start_jobs_server():
     ]
     study = study_imports_of(specs, results)
     offer_forks(start_fork_server([*study, *imports_of(sorted(stages))]))
+
+
+def removals_of(baseline):
+    """Models without what a baseline names, a file for each group, if it is asked for."""
+    return [
+        f"{folder}/retrained/{{experiment}}/{baseline}/{i + 1}.h5"
+        for i in range(len(specs.removal_groups()))
+        if baseline in specs.evaluation["removals"]["baselines"]
+    ]
+
+
+def removals_digest(baseline):
+    """What decides the study's texts, where they are asked for."""
+    baselines = specs.evaluation["removals"]["baselines"]
+    is_asked = baseline == "bm25" and baseline in baselines
+    return specs.digests["texts"] if is_asked else None
