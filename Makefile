@@ -15,7 +15,7 @@ install: .venv/can-run
 run: .venv/can-run
 	.venv/bin/snakemake --cores $(CORES) --configfile $(CONFIG)
 
-# Two minutes: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
+# Two and a half minutes on two cores: the library, its jobs, and the kernels' twins; nothing that starts Snakemake or takes long.
 check: .venv/can-test
 	$(PYTEST) -m "not gate" tests/library tests/projection tests/stages tests/gramian
 
