@@ -142,7 +142,7 @@ def test_a_table_and_a_state_dict(price, output):
 
 @pytest.mark.parametrize(("n", "targets"), [(2000, "all"), (2001, [0, 1000, 1])])
 def test_some_thousand_labelled_targets_are_all_explained(n, targets):
-    """Of more, some: of each class in turn, not the first."""
+    """Where there are more, each class in turn gives one, because rows may be sorted."""
     rows = "".join(f"1.5,{int(i >= 1000)}\n" for i in range(n))
     config = written({"train.csv": f"a,label\n{rows}", "m.pt": ""})
     assert config["experiments"] == {"asked": {"targets": targets}}

@@ -74,7 +74,7 @@ def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weigh
 
 
 def test_a_prompt_that_runs_into_its_text_is_told_of_once(weights, tmp_path, capsys):
-    """Of the rows and of what is asked, but not where a script has no spaces."""
+    """Rows and questions have a notice each; a script without spaces has none."""
     rows = [{"prompt": "what is", "text": text} for text in ("red", " red", "blue")]
     study = language_model(write(tmp_path / "train.jsonl", rows), str(weights))
     asked = {"prompt": "the sun", "text": "is red"}

@@ -285,7 +285,7 @@ def run_scoring(folder, n_train):
 
 @pytest.mark.parametrize("keep", ["full", "top_k"])
 def test_an_average_in_shards_is_that_in_one_piece_to_the_last_byte(tmp_path, keep):
-    """Five chunks of rows are cut into two shards, or into seven, of which some have no row.
+    """Five chunks of rows make two shards, or seven: then some shards have no row.
 
     Shards of another budget join too, because a run that was stopped may go on with one.
     """

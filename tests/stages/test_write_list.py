@@ -80,7 +80,7 @@ def test_lists_are_those_of_the_table(finished, tmp_path):
 
 
 def test_a_list_of_other_scores_is_refused(finished, tmp_path):
-    """Of another experiment, other targets, other settings or a pool, by what the file says."""
+    """The file says of which experiment, targets, settings and pool its scores are."""
     folder, path, spec = finished
     given = {"listed": tmp_path / "list.csv", "scores": path, "code": "code"}
     for changes in (

@@ -119,6 +119,13 @@ def extreme_eigenvalues(matrix: np.ndarray) -> tuple[float, float]:
     return float(eigenvalues[0]), float(eigenvalues[-1])
 
 
+def _condition(smallest: float, largest: float, ridge: float, size: str) -> str:
+    """Return a condition number in words, and what it comes from."""
+    condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
+    ends = f"eigenvalues {smallest:.3g} to {largest:.3g}"
+    return f"{condition} ({ends}, with ridge = {ridge:.3g}, {size})"
+
+
 def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, float]) -> np.ndarray:
     """Return Cholesky's factor L with L L^T = matrix + ridge I.
 
@@ -132,13 +139,12 @@ def damped_factor(matrix: np.ndarray, ridge: float, eigenvalues: tuple[float, fl
     """
     smallest, largest = (value + ridge for value in eigenvalues)
     if not smallest * MAX_CONDITION > largest:
-        condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
         raise InputError(
             "The damped normal matrix must be well-conditioned: its condition number has to stay "
-            f"below {MAX_CONDITION:.0e}, since features have seven digits. Found {condition} "
-            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
-            f"k = {len(matrix)}). A proj_dim above the number of training samples always needs "
-            "damping. Raise `scoring.damping` (2 is a good value) or lower `projection.proj_dim`.",
+            f"below {MAX_CONDITION:.0e}, since features have seven digits. Found "
+            f"{_condition(smallest, largest, ridge, f'k = {len(matrix)}')}. A proj_dim above the "
+            "number of training samples always needs damping. Raise `scoring.damping` (2 is a good "
+            "value) or lower `projection.proj_dim`.",
             code="scoring.singular",
         )
     damped = matrix.copy()
@@ -278,12 +284,11 @@ class DampedGramian:
 def _check_condition(damped: np.ndarray, ridge: float) -> None:
     smallest, largest = extreme_eigenvalues(damped)
     if not smallest * MAX_CONDITION > largest:
-        condition = f"{largest / smallest:.2g}" if smallest > 0 else "infinite"
         raise InputError(
             "The damped Gramian must be well-conditioned: its condition number has to stay below "
-            f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found {condition} "
-            f"(eigenvalues {smallest:.3g} to {largest:.3g}, of which the ridge = {ridge:.3g}, "
-            f"n = {len(damped)}). More samples than parameters, equal gradients, or weights of 0 "
-            "always need damping. Raise `scoring.damping` (2 is a good value).",
+            f"{MAX_CONDITION:.0e}, since gradients have seven digits. Found "
+            f"{_condition(smallest, largest, ridge, f'n = {len(damped)}')}. More samples than "
+            "parameters, equal gradients, or weights of 0 always need damping. Raise "
+            "`scoring.damping` (2 is a good value).",
             code="scoring.singular_gramian",
         )
