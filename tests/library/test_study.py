@@ -86,6 +86,9 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
             "\u0939\u093f\u0928\u094d\u0926\u0940, \u0939\u0940",
             ["\u0939\u093f\u0928\u094d\u0926\u0940", "\u0939\u0940"],
         ),
+        # Persian with a joiner that isn't one, Hindi with one, and a hyphen that is seldom seen.
+        ("\u0645\u06cc\u200c\u0631\u0648\u0645", ["\u0645\u06cc\u0631\u0648\u0645"]),
+        ("\u0915\u094d\u200d\u0937 a\u00adb", ["\u0915\u094d\u0937", "ab"]),
         ("\u0130stanbul", ["i\u0307stanbul"]),
         ("Caf\u00e9-CAF\u00c9", ["caf\u00e9", "caf\u00e9"]),
         ("Stra\u00dfe, STRASSE", ["strasse", "strasse"]),
@@ -95,7 +98,7 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
     ],
 )
 def test_words_are_the_same_however_they_are_written(text, words, form):
-    """In Hindi, Turkish, French and German; by hand, from Unicode's tables."""
+    """In Hindi, Persian, Turkish, French and German; by hand, from Unicode's tables."""
     study = Study(Path("study.py"), ModuleType("study"))
     study.module.describe = lambda sample: normalize(form, sample)
     assert list(study.words(Split([text], ["a"]))) == [words]

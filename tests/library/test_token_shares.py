@@ -94,11 +94,17 @@ def oracle(model, text, parameters):
 
 
 @pytest.mark.parametrize(
-    ("kind", "scaled"),
-    [("rademacher", True), ("hadamard", True), ("tensor_sketch", True), ("tensor_sketch", False)],
+    ("kind", "scaled", "proj_dim"),
+    [
+        ("rademacher", True, 32),
+        ("hadamard", True, 32),
+        ("tensor_sketch", True, 32),
+        ("tensor_sketch", False, 32),
+        ("tensor_sketch", False, 33),
+    ],
 )
 @pytest.mark.parametrize("make", [gpt2, llama])
-def test_shares_are_those_of_copies(make, kind, scaled, monkeypatch):
+def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     """Entries that aren't scaled let a tensor sketch take factors, whatever is cheaper here."""
     torch.manual_seed(0)
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
@@ -110,9 +116,9 @@ def test_shares_are_those_of_copies(make, kind, scaled, monkeypatch):
     shapes = [matrix_shape(p.shape) for p in parameters.values()]
     shapes = shapes if kind == "tensor_sketch" else None
     spec = ProjectionSpec(
-        kind=kind, n_params=n_params, proj_dim=32, seed=1, stream=2, shapes=shapes
+        kind=kind, n_params=n_params, proj_dim=proj_dim, seed=1, stream=2, shapes=shapes
     )
-    vectors = torch.randn(4, 32)
+    vectors = torch.randn(4, proj_dim)
     # One text meets no vector, another three.
     pairs = Pairs(torch.tensor([0, 0, 0, 2]), torch.tensor([0, 3, 1, 1]))
     texts = torch.randint(N_WORDS, (N_TEXTS, N_TOKENS))

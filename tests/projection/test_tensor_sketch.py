@@ -6,7 +6,7 @@ import torch
 
 from trak_core.projection import OuterProducts, project
 from trak_core.projection.reference import project_reference
-from trak_core.projection.tensor_sketch import _add_squares, _pairs, add_rows
+from trak_core.projection.tensor_sketch import _add_squares, _folded_squares, _pairs, add_rows
 from trak_core.spec import ProjectionSpec
 
 CPU = torch.device("cpu")
@@ -95,6 +95,11 @@ def test_pairs_are_counted_and_squared_by_torch_as_by_the_kernels():
         for into, kernel in zip(sums, (True, False), strict=True):
             _add_squares(into, counted[0].unsqueeze(0), kernel)
         assert torch.equal(*sums)
+        for k in (64, 63):
+            part = counted[0][None, :, :k]
+            folded = [_folded_squares(part, kernel) for kernel in (True, False)]
+            assert folded[0].shape == (1, 5, 2 * (k // 2 + 1))
+            assert torch.equal(*folded)
 
 
 @pytest.mark.parametrize("proj_dim", [37, 256])

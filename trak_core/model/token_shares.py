@@ -40,6 +40,16 @@ class Pairs:
     samples: Tensor
     directions: Tensor
 
+    def groups(self, pairs: Tensor | None = None) -> list[tuple[int, slice]]:
+        """Return each sample with its place among the pairs, or among some of them, in order."""
+        samples = self.samples if pairs is None else self.samples[pairs]
+        own, sizes = samples.unique_consecutive(return_counts=True)
+        ends = sizes.cumsum(0)
+        return [
+            (sample, slice(end - size, end))
+            for sample, size, end in zip(own.tolist(), sizes.tolist(), ends.tolist(), strict=True)
+        ]
+
 
 # Inner products of a sample's places with directions (n, entries): shape (n, places).
 _Of = Callable[[int, Tensor], Tensor]
@@ -127,21 +137,26 @@ class Shares:
             uses = [use for use in uses if not self._contract(use, shape, number, matrix)]
         if not uses:
             return
-        used = self._pairs.directions.unique()
-        for some in used.split(max(1, PIECE // n_entries)):
+        used, places = self._pairs.directions.unique(return_inverse=True)
+        step = max(1, PIECE // n_entries)
+        for start in range(0, len(used), step):
+            some = used[start : start + step]
             directions = back_project(self._vectors[some], self._projection, offset, n_entries)
             if self._scales is not None and name in self._scales:
                 directions = directions * self._scales[name].flatten()
+            (pairs,) = torch.where((places >= start) & (places < start + step))
+            groups, own = self._pairs.groups(pairs), places[pairs] - start
             for use in uses:
                 for part in self._parts(use, shape):
-                    self._add(part, some, directions, number)
+                    shares = [part.of(b, directions[own[rows]]) for b, rows in groups]
+                    self._add_shares(part.first, torch.cat(shares), number, pairs)
 
     def _contract(
         self, use: Contribution, shape: tuple[int, int], number: int, matrix: int
     ) -> bool:
         """Add what a use's factors say, if it has some and they are cheaper to sketch."""
         assert self._contractions is not None
-        pairs = self._pairs.samples, self._pairs.directions
+        pairs = self._pairs.groups(), self._pairs.directions
         if isinstance(use, Lookup) and use.matrix == shape:
             shares = self._contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
             self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
@@ -154,7 +169,7 @@ class Shares:
             has_tokens = n_tokens <= self._n_tokens
         else:
             return False
-        sizes = use.n_rows, len(pairs[0]), n_tokens
+        sizes = use.n_rows, len(self._pairs.samples), n_tokens
         if not self._contractions.prefers_factors(*sizes, matrix):
             return False
         first = 0
@@ -165,14 +180,6 @@ class Shares:
             self._add_shares(first if has_tokens else None, shares, number)
             first += shares.shape[1]
         return True
-
-    def _add(self, part: _Part, some: Tensor, directions: Tensor, number: int) -> None:
-        """Add what some vectors' directions say; the vectors are sorted."""
-        samples, among = self._pairs.samples, torch.isin(self._pairs.directions, some)
-        for sample in samples[among].unique().tolist():
-            (pairs,) = torch.where(among & (samples == sample))
-            own = directions[torch.searchsorted(some, self._pairs.directions[pairs])]
-            self._add_shares(part.first, part.of(sample, own), number, pairs)
 
     def _add_shares(
         self, first: int | None, shares: Tensor, number: int, pairs: Tensor | None = None

@@ -14,7 +14,7 @@ The buckets are balanced here (``reference.py``): entries of a row or a column s
 collide.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -24,7 +24,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.tensor_sketch import add_squares_cpu, fill_pairs_cpu, sides_of
+from trak_core.projection.cpu.tensor_sketch import (
+    add_squares_cpu,
+    fill_pairs_cpu,
+    fold_squares_cpu,
+    sides_of,
+)
 from trak_core.spec import ProjectionSpec
 
 # Entries of a piece of count sketches: 2 MiB of float32, a core's own cache.
@@ -157,6 +162,22 @@ def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
     add_squares_cpu(*(part.numpy() for part in parts))
 
 
+def _folded_squares(transformed: Tensor, by_kernel: bool) -> Tensor:
+    """Return S_f - conj(S_(k - f)) for f up to k / 2, (samples, tokens, 2 (k // 2 + 1)), float32.
+
+    S are the squares of transforms, shape (samples, tokens, k).
+    """
+    k = transformed.shape[-1]
+    if not by_kernel:
+        squares = transformed.square()
+        partners = squares.flip(-1).roll(1, -1).conj()
+        return torch.view_as_real(squares - partners)[..., : k // 2 + 1, :].flatten(-2)
+    folded = torch.empty(*transformed.shape[:2], 2 * (k // 2 + 1))
+    numbers = torch.view_as_real(transformed).flatten(-2)
+    fold_squares_cpu(*(part.flatten(0, 1).numpy() for part in (numbers, folded)))
+    return folded
+
+
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
     """Add values (b, m) to columns (b, m) or (m,) of rows, in an order that is always the same."""
     columns = columns.expand_as(values)
@@ -249,14 +270,15 @@ class OuterProducts:
 class Contractions:
     """Inner products of vectors with the sketch of each outer product by itself.
 
-    A token is sketched once, however many vectors it meets. Its square S in the frequency domain
-    and V, the transform of v, have <sketch, v> = Im <S, V> / 2 k, which is one product of matrices.
-    Results are within 1e-6 |a_t| |b_t| |v| of the definition.
+    A token is sketched once, however many vectors it meets. With its square S in the frequency
+    domain and V, the transform of v, <sketch, v> = Im <S, V> / 2 k. As v is real, frequency f and
+    k - f are taken together: the sum is Im <S_f - conj(S_(k - f)), V_f> over half of them, one
+    product of matrices. Results are within 1e-6 |a_t| |b_t| |v| of the definition.
 
     Attributes:
         spec: A ``tensor_sketch``.
         vectors: Shape (m, k), float32.
-        spectra: Shape (2 k, m), float32: what the two parts of S are multiplied by.
+        spectra: What the parts of the differences are multiplied by, (m, 2 (k // 2 + 1)), float32.
     """
 
     spec: ProjectionSpec
@@ -266,9 +288,12 @@ class Contractions:
     @classmethod
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
         """Transform the vectors."""
-        parts = torch.view_as_real(torch.fft.fft(vectors.double()))
-        spectra = torch.stack([-parts[..., 1], parts[..., 0]], dim=-1) / (2 * spec.proj_dim)
-        return cls(spec, vectors, spectra.flatten(1).T.float().contiguous())
+        k = spec.proj_dim
+        parts = torch.view_as_real(torch.fft.rfft(vectors.double()))
+        spectra = torch.stack([-parts[..., 1], parts[..., 0]], dim=-1) / (2 * k)
+        # A frequency that is its own partner.
+        spectra[:, :: k // 2 if k % 2 == 0 else k] /= 2
+        return cls(spec, vectors, spectra.flatten(1).float())
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
         """Whether that is cheaper than products of the factors with each vector's own matrix.
@@ -290,7 +315,12 @@ class Contractions:
         return by_factors < rows * columns * (n_pairs * n_tokens * _PRODUCT_NS + read)
 
     def with_products(
-        self, number: int, left: Tensor, right: Tensor, samples: Tensor, directions: Tensor
+        self,
+        number: int,
+        left: Tensor,
+        right: Tensor,
+        groups: Sequence[tuple[int, slice]],
+        directions: Tensor,
     ) -> Tensor:
         """Return <left[b, t] right[b, t]^T, R v> of pairs of b and v, shape (pairs, tokens).
 
@@ -298,19 +328,25 @@ class Contractions:
             number: Which parameter it is a part of the gradient of.
             left: Shape (batch, tokens, n0).
             right: Shape (batch, tokens, n1).
-            samples: b of each pair, shape (pairs,).
-            directions: The rows of ``vectors``, likewise.
+            groups: Each b, in order, and which pairs it is in.
+            directions: The rows of ``vectors``, shape (pairs,).
         """
-        found = self.vectors.new_zeros(len(samples), left.shape[1])
+        found = self.vectors.new_empty(len(directions), left.shape[1])
+        pairs_of = dict(groups)
         for rows, tokens, transformed in _transforms(self.spec, number, left, right):
-            squares = torch.view_as_real(transformed.mul_(transformed)).flatten(-2)
-            for square, b in zip(squares, range(rows.start, rows.stop), strict=False):
-                (own,) = torch.where(samples == b)
-                found[own, tokens] = (square @ self.spectra[:, directions[own]]).T
+            folded = _folded_squares(transformed, left.device.type == "cpu")
+            for b, own in zip(range(rows.start, rows.stop), folded, strict=False):
+                if (pairs := pairs_of.get(b)) is not None:
+                    found[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
         return found
 
     def with_lookups(
-        self, number: int, indices: Tensor, right: Tensor, samples: Tensor, directions: Tensor
+        self,
+        number: int,
+        indices: Tensor,
+        right: Tensor,
+        groups: Sequence[tuple[int, slice]],
+        directions: Tensor,
     ) -> Tensor:
         """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors.
 
@@ -318,13 +354,12 @@ class Contractions:
             number: As above.
             indices: Shape (batch, tokens).
             right: Shape (batch, tokens, n1).
-            samples: As above.
+            groups: As above.
             directions: As above.
         """
-        found = self.vectors.new_zeros(len(samples), indices.shape[1])
-        for b in samples.unique().tolist():
+        found = self.vectors.new_empty(len(directions), indices.shape[1])
+        for b, own in groups:
             rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)
             _add_lookups(rows, self.spec, number, indices[b, :, None], right[b, :, None])
-            (own,) = torch.where(samples == b)
             found[own] = self.vectors[directions[own]] @ rows.T
         return found

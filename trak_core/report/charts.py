@@ -305,6 +305,7 @@ def group_charts(groups: File) -> list[Chart]:
             )
             names = [_wrapped(str(name), *_NAME) for name in shown["group"]]
             axes.set_yticks(shown.index, labels=names, parse_math=False)
+            axes.set_ylim(-0.6, len(shown) - 0.4)
             axes.set_xlabel("mean score")
             # Few, and short: small scores have a power of ten at the end of the axis.
             axes.locator_params(axis="x", nbins=4)

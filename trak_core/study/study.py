@@ -39,16 +39,18 @@ from trak_core.spec import TRAIN
 from trak_core.study.split import Samples, Split, checked_ids, users_code
 
 
-class _InWords(dict[int, int]):
+class _InWords(dict[int, int | None]):
     """Characters that words are made of, by themselves, and a space for all others."""
 
     def __missing__(self, code: int) -> int:
         # Half of Hindi's vowels are marks, which are no letters.
         is_part = chr(code).isalnum() or category(chr(code)).startswith("M") or chr(code) == "_"
-        return self.setdefault(code, code if is_part else ord(" "))
+        self[code] = own = code if is_part else ord(" ")
+        return own
 
 
-_IN_WORDS = _InWords()
+# Soft hyphens and zero-width joiners stand within words, and say only how these look.
+_IN_WORDS = _InWords(dict.fromkeys((0x00AD, 0x200C, 0x200D)))
 
 
 @dataclass(frozen=True, slots=True)

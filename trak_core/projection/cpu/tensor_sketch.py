@@ -159,3 +159,23 @@ def add_squares_cpu(numbers, out):
                     sums[2 * f] += real * real - imaginary * imaginary
                     sums[2 * f + 1] += np.float32(2) * real * imaginary
             own += sums[: len(own)]
+
+
+@compiled
+def fold_squares_cpu(numbers, out):
+    """Write the squares of complex numbers z_f, less the conjugates of those of z_(k - f).
+
+    Args:
+        numbers: Shape (tokens, 2 k), float32, real and imaginary parts in turn.
+        out: Shape (tokens, 2 (k // 2 + 1)), float32, likewise.
+    """
+    k = numbers.shape[1] // 2
+    for t in range(len(numbers)):
+        z, row = numbers[t], out[t]
+        # 0 is its own partner.
+        row[0], row[1] = 0, np.float32(4) * z[0] * z[1]
+        for f in range(1, k // 2 + 1):
+            real, imaginary = z[2 * f], z[2 * f + 1]
+            other, also = z[2 * (k - f)], z[2 * (k - f) + 1]
+            row[2 * f] = (real * real - imaginary * imaginary) - (other * other - also * also)
+            row[2 * f + 1] = np.float32(2) * (real * imaginary + other * also)
