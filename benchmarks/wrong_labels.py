@@ -38,7 +38,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
 from trak_core.config.job_specs import specs_of
-from trak_core.evaluation.correlations import auc
+from trak_core.evaluation.lds import auc
 from trak_core.evaluation.retrained_lists import mean_interval
 from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores

@@ -112,13 +112,13 @@ LIGHT = [
             (f"trak_core.config.{name}", HEAVY)
             for name in ("complete_config", "job_specs", "preflight")
         ),
-        ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.compute_normal_matrix", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_exact_scores", {"torch", "numba", "pandas"}),
         ("trak_core.stages.join_shards", {"torch", "numba", "pandas"}),
+        ("trak_core.evaluation.lds", {"torch", "numba"}),
         ("trak_core.stages.average_scores", {"torch", "numba"}),
         ("trak_core.stages.evaluate_scores", {"torch", "numba"}),
         ("trak_core.stages.compute_self_influence", {"torch", "numba"}),

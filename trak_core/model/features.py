@@ -244,7 +244,7 @@ def projecting_device(name: str) -> torch.device:
     """Return the device that a config names, after a check that projection works on it."""
     if takes_cuda(name):
         # Imported here because only CUDA needs it; checked before the wait for a GPU.
-        from trak_core.projection.cuda.availability import require_numba_cuda
+        from trak_core.projection.cuda.project import require_numba_cuda
 
         require_numba_cuda()
     return find_device(name)
