@@ -15,7 +15,7 @@ from workspace import REPOSITORY, forked_python
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.dispatch import convert_param, describe_job, run, stage_of
+from trak_core.system.job import convert_param, describe_job, run, stage_of
 
 STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"preflight_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
@@ -101,7 +101,7 @@ def test_every_job_has_the_environment_that_the_config_names(jobs):
 
 COMPILER = """
 import pkgutil, sys
-from trak_core.system.dispatch import imports_of
+from trak_core.system.job import imports_of
 for name in imports_of(["compute_features"]):
     found = pkgutil.resolve_name(name.removesuffix("()"))
     if name.endswith("()"):

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from trak_core.artifacts import EMBEDDINGS, create
 from trak_core.gradients import in_chunks
-from trak_core.model.device import device_name, find_device
-from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.loaded_model import LoadedModel, device_name, find_device
 from trak_core.model.sample_order import OrderedSamples
 from trak_core.model.sample_outputs import embed_samples
 from trak_core.spec import TRAIN, FeaturesSpec

@@ -16,8 +16,7 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model.device import device_name, find_device
-from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.loaded_model import LoadedModel, device_name, find_device
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import FeaturesSpec
 from trak_core.system.progress import software, with_progress
