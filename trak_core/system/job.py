@@ -362,6 +362,7 @@ _LATER = {
     "average_scores": _TABLES,
     "compute_exact_scores": _TABLES,
     "compute_features": _KERNELS,
+    "compute_self_influence": _TABLES,
     "draw_influences": (*_TABLES, *_FIGURES),
     "retrain": ("pandas",),
     "select_targets": _TABLES,
@@ -370,9 +371,24 @@ _LATER = {
 }
 
 
+# Stages that lie in the module of another, because the two do one thing in two ways.
+_LIES_WITH = {
+    "compute_embeddings": "compute_outputs",
+    "compute_exact_scores": "compute_scores",
+    "compute_self_influence": "compute_scores",
+    "find_duplicates": "write_list",
+    "prove_list": "compare_removals",
+}
+
+
+def stage_module(name: str) -> str:
+    """Return the dotted name of the module that a stage lies in: most have one of their own."""
+    return f"trak_core.stages.{_LIES_WITH.get(name, name)}"
+
+
 def stage_of(name: str) -> Callable[..., None]:
-    """Return a stage: the function of its module's name."""
-    return getattr(importlib.import_module(f"trak_core.stages.{name}"), name)
+    """Return a stage, by its name."""
+    return getattr(importlib.import_module(stage_module(name)), name)
 
 
 def convert_param(value: Any, hint: Any) -> Any:
@@ -407,8 +423,9 @@ def imports_of(stages: Iterable[str]) -> list[str]:
 
     A name that ends with ``()`` is that of a function to call.
     """
-    modules = {f"trak_core.stages.{stage}": _LATER.get(stage, ()) for stage in stages}
-    return [*modules, *dict.fromkeys(module for later in modules.values() for module in later)]
+    named = list(stages)
+    later = [module for stage in named for module in _LATER.get(stage, ())]
+    return list(dict.fromkeys([*map(stage_module, named), *later]))
 
 
 def imports_of_job(job: Mapping[str, Any]) -> list[str]:
