@@ -1,10 +1,9 @@
 """Keep a small file of each kind of artifact of this version, for every later version to read.
 
-``python tests/support/keep_artifacts.py RESULTS ...`` takes the smallest of each kind from finished runs, and says
-which kinds none of them has.
+``python tests/support/keep_artifacts.py RESULTS ...`` takes the smallest of each kind from
+finished runs, and says which kinds none of them has.
 """
 
-import lzma
 import sys
 import tarfile
 from pathlib import Path
@@ -27,7 +26,7 @@ def main(folders: list[str]) -> None:
             smallest[rule] = path
     if missing := [kind.rule for kind in KINDS if kind.rule not in smallest]:
         sys.exit(f"no file by the rules {', '.join(missing)} in {', '.join(folders)}")
-    with lzma.open(ARCHIVE, "wb", preset=9) as packed, tarfile.open(mode="w", fileobj=packed) as tar:
+    with tarfile.open(ARCHIVE, "w:xz", preset=9) as tar:
         for rule, path in sorted(smallest.items()):
             tar.add(path, f"{rule}.h5")
     print(ARCHIVE, ARCHIVE.stat().st_size, "bytes")
