@@ -1,13 +1,21 @@
-"""Load a study's model under one checkpoint, with its parameters and model output."""
+"""Load a study's model under one checkpoint, on a device that this process takes for itself."""
 
-from collections.abc import Mapping
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
@@ -29,12 +37,86 @@ from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
-from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.study.checkpoints import load_checkpoint
+from trak_core.spec import ADAPTER_CONFIG, TRAIN, FeaturesSpec
+from trak_core.study.checkpoints import load_checkpoint, loads_plainly
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
+
+_LOOK_SECONDS = 1.0
+
+
+def takes_cuda(name: str) -> bool:
+    """Return whether the device that a config names is CUDA; ``auto`` is CUDA if torch finds it.
+
+    No other device takes the place of a ``cuda`` that isn't there: that is an ``InputError``.
+    """
+    is_available = torch.cuda.is_available()
+    if name == "cuda" and not is_available:
+        raise InputError(
+            "compute.device is cuda, so torch must find a CUDA device. Found none: check "
+            "`nvidia-smi` and that torch is a CUDA build, or set compute.device to cpu or auto."
+        )
+    return name == "cuda" or (name == "auto" and is_available)
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that a config names: ``auto``, ``cpu`` or ``cuda``.
+
+    A job takes the first GPU that no other job holds, and waits if all are held.
+    """
+    if not takes_cuda(name):
+        return torch.device("cpu")
+    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    device = torch.device("cuda", hold_one(tuple(str(gpu.uuid) for gpu in gpus)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def full_precision(device: torch.device) -> torch.device:
+    """Return the device, and switch this process's convolutions there from TF32 to float32."""
+    if device.type == "cuda":
+        # TF32 has three digits, fewer than exact scores need.
+        torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device for an artifact's provenance."""
+    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+
+
+@cache
+def hold_one(names: tuple[str, ...]) -> int:
+    """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
+
+    A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
+    up when the process ends in whatever way, so that a killed job blocks nobody. The ``names``
+    tell the GPUs of this machine apart for every process, such as UUIDs.
+
+    Returns:
+        Position in ``names``; the same one at each call.
+    """
+    import fcntl  # Only here: Windows has none, and needs none without a GPU.
+
+    folder = Path(tempfile.gettempdir())
+    waiting = False
+    while True:
+        for position, name in enumerate(names):
+            lock = folder / f"trak-{os.getuid()}-gpu-{name}.lock"
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return position  # The descriptor stays open, and the lock with it.
+        if not waiting:
+            print(f"Waiting: other jobs hold all GPUs ({len(names)}).", flush=True)
+            waiting = True
+        time.sleep(_LOOK_SECONDS)
+
 
 _FEW = 8  # samples that are checked before the expensive work
 # Bytes that a logit takes if all are there, measured for GPT-2 and Llama: 11 to 16.
@@ -77,7 +159,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        model = study.make_model()
+        model = _model_to_fill(study, checkpoint)
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)
@@ -189,6 +271,108 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
+
+
+def _model_to_fill(study: Study, checkpoint: Path) -> nn.Module:
+    """Return the study's model; large weights that the checkpoint brings may not be drawn.
+
+    To draw random numbers takes longer than to read a checkpoint's.
+    """
+    if not (checkpoint / ADAPTER_CONFIG).is_file():  # which brings a few weights of many
+        drawing = _Undrawn()
+        with suppress(_NumbersNeededError, Exception):  # the study's own error comes again
+            with drawing, _NotOutsideTorch(drawing):
+                model = study.make_model()
+            if not drawing.weights or (
+                loads_plainly(model) and drawing.are_all_of(model.state_dict().values())
+            ):
+                return model
+    return study.make_model()
+
+
+class _NumbersNeededError(BaseException):
+    """Numbers that were not drawn are needed; a study's ``except Exception`` lets it pass."""
+
+
+class _Undrawn(TorchDispatchMode):
+    """Leaves random numbers of large parameters undrawn while a model is built.
+
+    What is built beside them is as it would be. An operation that reads such a parameter, or draws
+    numbers for another tensor, which would be others now, raises ``_NumbersNeededError``.
+
+    Attributes:
+        weights: The memory of tensors without numbers, in which NaN stands.
+    """
+
+    least_entries: ClassVar[int] = 2**18
+
+    _needs_shapes = frozenset({"empty_like", "zeros_like", "ones_like", "full_like"}) | frozenset({
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+    })
+    _copies = frozenset({"_to_copy", "clone"})
+    _changes = frozenset({"add_", "sub_", "mul_", "div_", "clamp_", "erfinv_", "zero_", "fill_"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        undrawn = self.which_of(tensors)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if name in {"normal_", "uniform_"} and (undrawn[0] or self._may_stay(tensors[0])):
+                if not undrawn[0]:
+                    self.weights.add(self._place(tensors[0]))
+                    tensors[0].fill_(torch.nan)
+                return tensors[0]
+            if self.weights:
+                raise _NumbersNeededError
+        if not any(undrawn) or func.is_view or name in self._needs_shapes:
+            return func(*args, **kwargs)
+        if undrawn == [True] and name in self._changes:
+            return tensors[0]
+        if undrawn == [True] and name in self._copies:
+            copy = func(*args, **kwargs)
+            self.weights.add(self._place(copy))
+            return copy
+        raise _NumbersNeededError
+
+    @staticmethod
+    def _place(tensor: Tensor) -> StorageWeakRef:
+        return StorageWeakRef(tensor.untyped_storage())
+
+    def which_of(self, tensors: Iterable[Tensor]) -> list[bool]:
+        """Return which tensors have no numbers."""
+        return [self._place(tensor) in self.weights for tensor in tensors]
+
+    def _may_stay(self, tensor: Tensor) -> bool:
+        is_large = tensor.numel() >= self.least_entries or bool(self.weights)
+        return isinstance(tensor, nn.Parameter) and is_large and tensor.device.type == "cpu"
+
+    def are_all_of(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether nothing else has memory without numbers."""
+        own = {self._place(tensor) for tensor in tensors}
+        return all(weight in own or weight.expired() for weight in self.weights)
+
+
+class _NotOutsideTorch(TorchFunctionMode):
+    """Raises ``_NumbersNeededError`` where Python or NumPy read a tensor without numbers."""
+
+    _reads = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__"})
+
+    def __init__(self, drawing: _Undrawn) -> None:
+        super().__init__()
+        self._drawing = drawing
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func.__name__ in self._reads and any(self._drawing.which_of(args[:1])):
+            raise _NumbersNeededError
+        return func(*args, **(kwargs or {}))
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

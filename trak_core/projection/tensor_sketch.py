@@ -24,7 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.tensor_sketch import (
+from trak_core.projection.cpu.sketches import (
     add_squares_cpu,
     fill_pairs_cpu,
     fold_squares_cpu,
