@@ -5,9 +5,9 @@
 The study is config/facts.py. 5 % of its training texts (44 of 874) are chosen for the 24 reworded
 questions by one way to score after the other; the questions take turns, as for the list `select`.
 Models are trained on these texts alone, five seeds, and asked all 72 questions; five draws of
-random texts stand beside them. Answers' losses are means over seeds and questions; differences are
-paired by both, with 95 % bootstrap intervals over both. The checkpoints that scores come from are those of
-config/facts.yaml. --folder keeps their products, for a second start.
+random texts stand beside them. Losses of answers are means over seeds and questions, differences
+are paired by both, with 95 % bootstrap intervals over both. The checkpoints that scores come from
+are those of config/facts.yaml. --folder keeps their products, for a second start.
 """
 
 import argparse
