@@ -25,8 +25,7 @@ from trak_core.gradients.choose_method import (
 )
 from trak_core.gradients.collect_gradients import Formed
 from trak_core.gradients.per_sample import n_params, select_parameters
-from trak_core.model_outputs.classification import CLASSIFICATION
-from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION
 
 CPU = torch.device("cpu")
 METHODS = [gradients_at_once, gradients_one_by_one]

@@ -112,22 +112,21 @@ LIGHT = [
             (f"trak_core.config.{name}", HEAVY)
             for name in ("complete_config", "job_specs", "preflight")
         ),
-        ("trak_core.evaluation.correlations", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.stages.compute_normal_matrix", {"torch", "numba", "pandas"}),
         ("trak_core.stages.compute_scores", {"torch", "numba", "pandas"}),
-        ("trak_core.stages.compute_exact_scores", {"torch", "numba", "pandas"}),
         ("trak_core.stages.join_shards", {"torch", "numba", "pandas"}),
+        ("trak_core.evaluation.lds", {"torch", "numba"}),
         ("trak_core.stages.average_scores", {"torch", "numba"}),
         ("trak_core.stages.evaluate_scores", {"torch", "numba"}),
-        ("trak_core.stages.compute_self_influence", {"torch", "numba"}),
         ("trak_core.stages.find_flipped", {"torch", "numba"}),
         ("trak_core.stages.compare_removals", {"torch", "numba"}),
+        ("trak_core.stages.write_list", {"torch", "numba"}),
     ],
     [
         ("trak_core.stages.train_checkpoint", {"numba", "pandas", "h5py", "torch._dynamo"}),
-        ("trak_core.stages.compute_embeddings", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
+        ("trak_core.stages.compute_outputs", {"numba", "pandas", "matplotlib", "torch._dynamo"}),
         ("trak_core.stages.retrain", {"numba", "pandas", "torch._dynamo"}),
         ("trak_core.stages.compute_gramian", {"numba", "pandas"}),
         ("trak_core.stages.compute_features", {"pandas", "matplotlib", "torch._dynamo"}),
@@ -141,7 +140,7 @@ import torch
 from torch import nn
 from trak_core.gradients import gradient_method, gradients_at_once, formed_gradients
 from trak_core.gradients import select_parameters
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 batch = torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 2])
 given = model, select_parameters(model, None), CLASSIFICATION, batch
