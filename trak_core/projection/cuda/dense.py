@@ -58,7 +58,7 @@ _NORMAL = ProjectionKind.NORMAL.tag
 THREADS = 128
 SAMPLES = (8, 16)  # rows of a block of threads: the first that holds all, else the last
 _BLOCK = 128
-# Of the tensor cores.
+# The tensor cores' own.
 ALIGNMENT = 8  # coordinates: 16 bytes, what one asynchronous copy moves
 _STAGE = 256  # coordinates in shared memory at a time
 FLUSH = 4096  # coordinates that the tensor cores add up
