@@ -22,6 +22,8 @@ from trak_core.provenance import code_digest, code_files, content_digest
 if TYPE_CHECKING:
     import pandas as pd
 
+# The name of the record, in a results folder, of the config of its last start.
+CONFIG_RECORD = "config.json"
 # A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
