@@ -21,8 +21,7 @@ from trak_core.autograd.gradient_terms import (
     pieces,
     prefers_inner_products,
 )
-from trak_core.autograd.graph import Edge, name_of, shape_of
-from trak_core.autograd.sample_layouts import Layout, locate
+from trak_core.autograd.graph import Edge, Layout, locate, name_of, shape_of
 from trak_core.autograd.token_margins import head_factors
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
