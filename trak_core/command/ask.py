@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HOW = """\
 Type, or pipe, a line for each sample: a JSON object, as the `data` of an experiment has them, or
 the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
-An answer begins with the sample and with what the model makes of it. Of a text that is the
+An answer begins with the sample and with what the model makes of it. For a text that is the
 log-odds log(p / (1 - p)) of all its tokens that count together, so far below 0 for most; how many
 tokens count; and how many of them the model would have written in their place.
 """

@@ -35,7 +35,7 @@ from trak_core.system.fork_server import (
 )
 from trak_core.system.job import is_installed
 
-# Of a server that was started before Snakemake: its name, standard input and environment.
+# Name, standard input and environment of a server that was started before Snakemake.
 _EARLY = "TRAK_CORE_EARLY_SERVER"
 # Packages that start threads when they are used, as a tokenizer does, not when they are imported.
 _WITHOUT_THREADS = {"transformers", "tokenizers", "safetensors", "huggingface_hub", "peft"}
@@ -122,7 +122,7 @@ def start_early(modules: Sequence[str]) -> None:
 
 
 def take_over_early(*, forks: bool) -> None:
-    """Take over the server that ``start_early`` has left, or end it where nobody asks for forks."""
+    """Take over the server that ``start_early`` has left, or end it where jobs are no forks."""
     global _own
     early = os.environ.pop(_EARLY, None)
     if early is None:
