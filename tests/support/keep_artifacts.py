@@ -8,6 +8,8 @@ import sys
 import tarfile
 from pathlib import Path
 
+import h5py
+
 import trak_core
 from trak_core.artifacts import KINDS, ArtifactError, verify
 
@@ -18,10 +20,15 @@ def main(folders: list[str]) -> None:
     smallest: dict[str, Path] = {}
     for path in (path for folder in folders for path in Path(folder).rglob("*.h5")):
         try:
-            rule = verify(path).rule
+            kind = verify(path)
         except ArtifactError as error:
             print(error)  # of a user, such as measured outputs
             continue
+        with h5py.File(path) as file:
+            empty = any(isinstance(a := file[k], h5py.Dataset) and not a.size for k in kind.keys)
+        rule = kind.rule
+        if empty:
+            continue  # a shard without rows
         if rule not in smallest or path.stat().st_size < smallest[rule].stat().st_size:
             smallest[rule] = path
     if missing := [kind.rule for kind in KINDS if kind.rule not in smallest]:
