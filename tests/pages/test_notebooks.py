@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from workspace import forked_python
 
 NOTEBOOKS = Path(__file__).parents[2] / "docs/notebooks"
 
@@ -31,7 +32,13 @@ def kinds(outputs):
 
 def run(name, folder, monkeypatch):
     """Run a notebook in a folder and return what it prints, all cells together."""
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    programs = folder.with_name(f"{folder.name}-programs")
+    programs.mkdir()
+    trak = programs / "trak"
+    trak.write_text(f'#!/bin/sh\nexec {forked_python()} -m trak_core.command.main "$@"\n')
+    trak.chmod(0o755)
+    path = (programs, Path(sys.executable).parent, os.environ["PATH"])
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, path)))
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # other tests have the other cores
     path = NOTEBOOKS / name

@@ -40,7 +40,7 @@ PRELOADED = (
 _CLIENT = """#!{python} -IS
 import os, sys
 arguments = sys.argv[1:]
-if not arguments or (arguments[0].startswith("-") and arguments[0] != "-m"):
+if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-P")):
     os.execv({python!r}, [{python!r}, *arguments])
 sys.path.append({repository!r})
 from trak_core.system.fork_client import end_as, status_of_fork
@@ -68,8 +68,12 @@ def run(asked: list[Any]) -> None:
     sys.path.remove(str(Path(__file__).parent))
     given = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[1:1] = map(os.path.abspath, given)  # as Python does when it starts
+    is_safe = arguments[0] == "-P"  # nothing is imported from the folder or beside the program
+    arguments = arguments[is_safe:]
     is_module = arguments[0] == "-m"
     sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
+    if is_safe:
+        del sys.path[0]
     # A program may have a copy of the code, edited.
     code = PathFinder.find_spec("trak_core")
     if code is None or code.origin != sys.modules["trak_core"].__file__:
