@@ -331,8 +331,8 @@ def influences_figure(examples: Examples) -> Figure:
     for axes in tiles.flat:
         axes.set_axis_off()
     for row, about in zip(tiles, shown, strict=True):
-        words = of_target(about, output)
-        _tile(row[0], examples.targets[about.id], (f"target {about.id}", words), "black")
+        words = of_target(about, output).rsplit(", ", 1)  # the prediction has a line of its own
+        _tile(row[0], examples.targets[about.id], (f"target {about.id}", *words), "black")
         for sign, first, color in ((1, 1, _GREEN), (-1, 1 + EACH, _RED)):
             strongest = examples.strongest(about.id, sign)[:EACH]
             for axes, influence in zip(row[first:], strongest, strict=False):
