@@ -10,7 +10,7 @@ them stands what one of these texts costs as an experiment of its own, by `trak 
 are those of all processes that a command starts; on a busy machine they are what counts. The scores
 of both ways are compared first. With ``--folder`` what is there is taken: the checkpoints, and the
 run. ``--facts FOLDER`` takes the time of one more question to config/facts.yaml, six checkpoints,
-with jobs as forks and as processes that begin anew.
+by `trak run`, whose jobs are forks, and by Snakemake with processes that begin anew.
 """
 
 import argparse
@@ -201,29 +201,35 @@ def _run_again(folder: Path) -> tuple[float, float]:
     return _commanded(folder, _TRAK, "run", f"{name}.yaml", f"results/scores/{name}.h5")
 
 
-# Snakemake, whose jobs are forks of a process that has imported what they need, or begin anew.
-_FORKS = {
-    "forks": "from snakemake.cli import main; main()",
-    "processes": "import trak_core.system.fork_client as f; f.can_fork = lambda: False; "
-    "from snakemake.cli import main; main()",
-}
+# `trak run`, whose jobs are forks of a process that has imported what they need, or Snakemake with
+# jobs that begin anew.
+_ANEW = (
+    "import trak_core.system.fork_client as f; f.can_fork = lambda: False; "
+    "from snakemake.cli import main; main()"
+)
 
 
 def _facts(folder: Path, rounds: int) -> list[Row]:
     """Return what one more question costs to the planted facts' run, which is finished first."""
     shutil.copytree(_REPOSITORY / "config", folder / "config", dirs_exist_ok=True)
-    config = f"--snakefile={_REPOSITORY / 'Snakefile'} --configfile=config/facts.yaml --cores=2"
-    python = sys.executable, "-c"
-    _commanded(folder, *python, _FORKS["forks"], "scores", *config.split())
-    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in _FORKS}
+    facts = yaml.safe_load((folder / "config/facts.yaml").read_text(encoding="utf-8"))
+    anew = [sys.executable, "-c", _ANEW, f"--snakefile={_REPOSITORY / 'Snakefile'}"]
+    _commanded(folder, _TRAK, "run", "config/facts.yaml", "scores", "--cores=2")
+    taken: dict[str, list[tuple[float, float]]] = {}
     for _ in range(rounds):
-        for way, code in _FORKS.items():
+        for way in ("forks", "processes"):
             name = f"q{time.time_ns()}"
             (folder / f"{name}.jsonl").write_text(json.dumps(_FACT) + "\n", encoding="utf-8")
-            asked = f"--config=experiments={{{name}: {{data: {name}.jsonl}}}}"
-            target = f"results-facts/scores/{name}.h5"
-            taken[way].append(_commanded(folder, *python, code, target, *config.split(), asked))
-    return [seconds(f"planted facts, six checkpoints, by {way}", taken[way]) for way in taken]
+            experiments = {**facts["experiments"], name: {"data": f"{name}.jsonl"}}
+            config = yaml.safe_dump({**facts, "experiments": experiments})
+            (folder / f"{name}.yaml").write_text(config, encoding="utf-8")
+            words = [f"results-facts/scores/{name}.h5", "--cores=2"]
+            command = [_TRAK, "run", f"{name}.yaml", *words]
+            if way == "processes":
+                command = [*anew, f"--configfile={name}.yaml", *words]
+            for key in (f"by {way}", f"by {way}, once more: nothing to do"):
+                taken.setdefault(key, []).append(_commanded(folder, *command))
+    return [seconds(f"planted facts, six checkpoints, {way}", taken[way]) for way in taken]
 
 
 def _cpu_of(process: int) -> float:

@@ -1,5 +1,6 @@
 """The command `trak`: what it calls, and what it says of a call that can't be right."""
 
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -62,3 +63,25 @@ def test_the_command_is_there_and_says_how_it_is_called():
 def test_the_version_is_the_package_s(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"trak-core {version('trak-core')}\n"
+
+
+def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begun = []
+    monkeypatch.setattr("trak_core.command.run.start_early", begun.append)
+    monkeypatch.setattr("os.execv", lambda *_: None)
+    config, record = tmp_path / "mine.yaml", tmp_path / "made" / "config.json"
+    config.write_text("results: made")
+    run("mine.yaml", [])
+    record.parent.mkdir()
+    record.touch()
+    run("mine.yaml", [])
+    os.utime(record, (1, 1))
+    for words in (["--profile=slurm"], ["--executor", "slurm"]):
+        run("mine.yaml", words)
+    assert begun == []  # a first run, nothing to do, jobs that run elsewhere
+    run("mine.yaml", ["scores"])
+    assert begun == [["trak_core.stages.preflight_study"]]
+    config.write_text("]")
+    run("mine.yaml", [])
+    assert len(begun) == 1

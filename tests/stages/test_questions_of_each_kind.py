@@ -233,8 +233,19 @@ def check_answers_that_can_not_be_cut(monkeypatch, capsys):
             main([*words, "--tokens"])
         told = capsys.readouterr()
         assert told.out == whole
-        assert re.findall(r"Notice: .*without tokens.*", told.err) == [told.err.splitlines()[0]]
+        assert len(re.findall(r"Notice: .*without tokens", told.err)) == 1
         assert why in told.err
+    cut, memory_mb = HeldCheckpoint.cut, FinishedRun.of_folder(Path("results")).specs.config
+    memory_mb = memory_mb["compute"]["memory_mb"]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *(HeldCheckpoint, "cut"),
+            lambda *given: cut(*given) if given[-1] == memory_mb else no_room(),
+        )
+        main([*words, "--tokens"])
+    told = capsys.readouterr()
+    assert "most by" in told.out
+    assert "take turns, because all 1 and gradients by tokens don't fit together" in told.err
     with monkeypatch.context() as patch:
         patch.setattr(Study, "token_texts", no_room)
         main([*words, "--tokens"])

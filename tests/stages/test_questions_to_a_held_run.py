@@ -5,6 +5,7 @@ import os
 import re
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -24,6 +25,7 @@ from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
 from trak_core.study.sample_columns import RESERVED
+from trak_core.system.files import matches
 
 STUDY = (
     (REPOSITORY / "tests/studies/diabetes.py").read_text()
@@ -410,6 +412,20 @@ def test_what_the_command_does_not_take(here):
         with refused("command.output_of_run", path):
             ask(["mine.yaml", "--html", path])
     assert written(here.parent) == before
+    for pattern, path, is_data in (
+        ("*.jsonl", "new.jsonl", True),
+        ("data", "data/new.csv", True),
+        ("da*/**/*.csv", "data/new.csv", True),
+        ("da*/**/*.csv", "data/a/b/new.csv", True),
+        ("./*.jsonl", "new.csv", False),
+        ("data/*.csv", "data/a/new.csv", False),
+        ("data/*/*.csv", "data/new.csv", False),
+    ):
+        assert matches(Path(path), pattern) == is_data
+    config = Path("mine.yaml").read_text() + "\ndata_files: ['*.jsonl']\n"
+    Path("more.yaml").write_text(config)
+    with refused("command.output_of_run", "new.jsonl"):
+        ask(["more.yaml", "--csv", "new.jsonl"])
     with pytest.raises(SystemExit, match="2"):
         ask(["mine.yaml", "--tpo", "3"])
     with refused("command.no_config", "results"):

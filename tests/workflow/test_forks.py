@@ -11,14 +11,18 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from running import Running, small_study
+from snakemake.scheduling.job_scheduler import JobScheduler
 
 from trak_core.system.files import read_record
 from trak_core.system.fork_client import Fork, serve_forks
+from trak_core.system.job import cancel_timers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="jobs are forks on Linux alone")
 
@@ -317,3 +321,46 @@ def test_the_client_imports_no_library():
     code = "import sys, trak_core.system.fork_client; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"torch", "numpy", "h5py", "numba", "pandas"} & set(found.stdout.split())
+
+
+EARLY = """
+import os, sys
+from trak_core.system.fork_client import start_early
+start_early(["json"])
+os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
+"""
+LATE = """
+import json, os, sys, time
+from trak_core.system import fork_client as client
+name = json.loads(os.environ[client._EARLY])[0]
+os.environ |= json.loads(sys.argv[2])
+client.take_over_early(forks=json.loads(sys.argv[1]))
+own = client.start_fork_server(["json"])
+deadline = time.monotonic() + 30
+while own != name and client._send(name, {"imports": []}) and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(own == name, client._send(name, {"imports": []}) is not None, client._EARLY in os.environ)
+"""
+
+
+@pytest.mark.parametrize(("forks", "more"), [(True, {}), (False, {}), (True, {"COLOUR": "red"})])
+def test_snakemake_takes_over_a_server_of_before_or_ends_it(forks, more):
+    """It has none whose imports saw another environment."""
+    words = [sys.executable, "-c", EARLY, LATE, json.dumps(forks), json.dumps(more)]
+    result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    is_same = forks and not more
+    assert result.stdout.split() == [str(is_same), str(is_same), "False"]
+
+
+def test_snakemake_s_own_timers_are_not_waited_for():
+    scheduler = SimpleNamespace(_open_jobs=threading.Semaphore(0))
+    JobScheduler._schedule_reevalutation(scheduler, 3600)
+    other = threading.Timer(3600, print)
+    other.start()
+    (timer,) = (t for t in threading.enumerate() if isinstance(t, threading.Timer) and t != other)
+    cancel_timers()
+    timer.join(10)
+    assert not timer.is_alive()
+    assert other.is_alive()
+    other.cancel()
+    other.join(10)

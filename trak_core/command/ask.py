@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _HOW = """\
 Type, or pipe, a line for each sample: a JSON object, as the `data` of an experiment has them, or
 the plain text of one with the field `text`. An empty line is nothing; Ctrl-D ends.
+An answer begins with the sample and with what the model makes of it. For a text that is the
+log-odds log(p / (1 - p)) of all its tokens that count together, so far below 0 for most; how many
+tokens count; and how many of them the model would have written in their place.
 """
 _PROMPT = "> "
 _MOST_TOKENS = 3
@@ -234,12 +237,15 @@ class _Session:
 
 def _check_outputs(run: "FinishedRun", outputs: Sequence[Path]) -> None:
     """Refuse to write over what a run is made of, or among what it has made."""
+    from trak_core.system.files import matches
+
     made_of = [run.checkpoint(name) for name in run.specs.checkpoints]
     # Folders too: a further file would be data.
     made_of += [*run.specs.files, *map(Path, run.specs.config["data_files"])]
     for path in outputs:
         for own in (run.results, *made_of):
-            if _is_same(path, own) or (own.is_dir() and own.resolve() in path.resolve().parents):
+            is_inside = own.is_dir() and own.resolve() in path.resolve().parents
+            if is_inside or _is_same(path, own) or matches(path, str(own)):
                 raise InputError(
                     "--csv and --html must name files outside the results folder, none of the "
                     f"study's, its data or its checkpoints. Found {path}. Name another.",

@@ -7,12 +7,19 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+import yaml
+
 from trak_core.errors import InputError
+from trak_core.system.files import CONFIG_RECORD
+from trak_core.system.fork_client import start_early
 
 _PACKAGE = Path(__file__).parents[1]
 # Options by which a call says itself how much may run at a time.
 _SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
 _CLUSTERS = ("slurm", "slurm-gpu")
+# And options by which jobs run elsewhere.
+_ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
 
 def workflow_folder() -> Path:
@@ -65,6 +72,19 @@ def check_config_file(word: str, config: str) -> None:
         )
 
 
+def _is_new(config: Path, arguments: Sequence[str]) -> bool:
+    """Whether this machine will have jobs to do: the config is younger than the last start's."""
+    if any(argument.startswith(_ELSEWHERE) for argument in arguments):
+        return False
+    try:
+        text = config.read_text(encoding="utf-8")
+        # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
+        results = yaml.load(text, _LOADER).get("results", "results")
+        return config.stat().st_mtime > (Path(results) / CONFIG_RECORD).stat().st_mtime
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+        return False
+
+
 def run(config: str, arguments: Sequence[str]) -> None:
     """Print Snakemake's call for a config and become it."""
     check_config_file("run", config)
@@ -76,6 +96,8 @@ def run(config: str, arguments: Sequence[str]) -> None:
         )
     command = snakemake_command(config, arguments)
     print(shlex.join(command), file=sys.stderr, flush=True)
+    if _is_new(Path(config), arguments):
+        start_early(["trak_core.stages.preflight_study"])  # what every study needs
     # A module of the user's folder must not stand for an installed one, hence -P.
     # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
     os.execv(sys.executable, [sys.executable, "-P", "-m", *command])

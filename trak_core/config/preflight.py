@@ -201,7 +201,8 @@ def _facts(
         }
         imports = [_STAGE, *study_imports_of(specs, results)]
         server = start_fork_server(imports) if forks else None
-        sizes = _preflight_in_a_process(request, specs.config["compute"].get("minutes"), server)
+        minutes = specs.config["compute"].get("minutes")
+        sizes = _preflight_in_a_process(request, minutes, server, imports)
         model = {key: sizes[key] for key in _MODEL}
         # A fork knows only what was imported beyond the server's.
         new = [name for name in sizes["imports"] if name not in imports]
@@ -232,11 +233,11 @@ def _key(decisive: list[Any]) -> str:
 
 
 def _preflight_in_a_process(
-    request: Mapping[str, Any], most: float | None, server: str | None
+    request: Mapping[str, Any], most: float | None, server: str | None, imports: Sequence[str]
 ) -> dict[str, Any]:
     """Return the study's sizes, as ``preflight_study`` has them, within so many minutes.
 
-    A fork of a ``server`` does it, or else a process that is started.
+    A fork of a ``server`` that has imported ``imports`` does it, or else a process that is started.
     """
     # Not pipes: a process that the study leaves behind would hold them open.
     with (
@@ -247,7 +248,7 @@ def _preflight_in_a_process(
         json.dump(request, asked)
         asked.flush()
         streams = asked, answer, said
-        status = None if server is None else _status_of_fork(server, streams, most)
+        status = None if server is None else _status_of_fork(server, imports, streams, most)
         if status is None:
             answer.truncate(0)
             said.truncate(0)
@@ -267,13 +268,16 @@ def _preflight_in_a_process(
     return json.loads(sizes)
 
 
-def _status_of_fork(server: str, streams: Sequence[IO[str]], most: float | None) -> int | None:
+def _status_of_fork(
+    server: str, imports: Sequence[str], streams: Sequence[IO[str]], most: float | None
+) -> int | None:
     """Return how a fork of a server ended that reads a request; None if there was none."""
     asked = {
         "folder": str(Path.cwd()),
         "paths": _module_paths(),
         "call": [f"{_STAGE}:answer", None],
         "arguments": [_STAGE],
+        "imports": imports,  # a server that was there before has others
     }
     streams[0].seek(0)
     with Fork(server, asked, [file.fileno() for file in streams], seconds=60) as fork:

@@ -18,7 +18,7 @@ from trak_core.config.ready_made import with_ready_study
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules
-from trak_core.system.files import read_record, write_record
+from trak_core.system.files import CONFIG_RECORD, read_record, write_record
 
 # In place of ids: every sample of target_data().
 ALL_TARGETS = "all"
@@ -86,9 +86,6 @@ def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
     return [int(i) for i in ids] if integers else list(ids)
 
 
-_RECORD = "config.json"
-
-
 def read_config(path: Path, schema: Path) -> dict[str, Any]:
     """Return a config with its schema's defaults, as a start of Snakemake has it; write nothing.
 
@@ -115,7 +112,7 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 def given_by_command(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``--config`` said at the last start with this config file alone."""
     results = config.get("results", "results")
-    known = read_record(Path(results) / _RECORD) if isinstance(results, str) else {}
+    known = read_record(Path(results) / CONFIG_RECORD) if isinstance(results, str) else {}
     files = [Path(results, known["folder"], file) for file in known.get("config_files", ())]
     is_same = [file.resolve() for file in files] == [path.resolve()]
     return known["by_command"] if is_same else {}
@@ -140,13 +137,13 @@ def record_config(
         "config_files": [os.path.relpath(file) for file in config_files],
         "by_command": with_values_read(given or {}, entries),
     }
-    if read_record(results / _RECORD) != known:
-        write_record(results / _RECORD, known)
+    if read_record(results / CONFIG_RECORD) != known:
+        write_record(results / CONFIG_RECORD, known)
 
 
 def has_record(results: Path) -> bool:
     """Return whether a start has left its config in a results folder."""
-    return bool(read_record(results / _RECORD))
+    return bool(read_record(results / CONFIG_RECORD))
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
@@ -155,12 +152,12 @@ def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
     Raises:
         InputError: If no start has left it there.
     """
-    known = read_record(results / _RECORD)
+    known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(
-            f"{results}: a results folder must hold {_RECORD}, which every start of a run leaves "
-            "there, so that it can be asked. Found none, or a damaged one. Start the run again: "
-            "`trak run` and its config; what is finished stays.",
+            f"{results}: a results folder must hold {CONFIG_RECORD}, which every start of a run "
+            "leaves there, so that it can be asked. Found none, or a damaged one. Start the run "
+            "again: `trak run` and its config; what is finished stays.",
             code="config.no_record",
         )
     return known["config"], Path(os.path.normpath(results / known["folder"]))

@@ -145,7 +145,6 @@ class HeldRun:
             with self.run.in_folder():
                 parts = self._parts(group)
                 if self._held and getattr(parts[0], "code", None) == _NO_ROOM:
-                    self.close()
                     self._take_turns("and the gradient of this sample don't fit together")
                     parts = self._parts(group)
                 answers = [self._answer(*pair, k) for pair in zip(group, parts, strict=True)]
@@ -185,7 +184,8 @@ class HeldRun:
         return device_of(self.specs.config["compute"]["device"], is_exact=self.specs.is_exact)
 
     def _take_turns(self, why: str) -> None:
-        self._held, self._is_loaded = {}, True
+        self.close()
+        self._is_loaded = True
         self._say(
             f"Notice: checkpoints take turns, because all {len(self.specs.checkpoints)} {why} "
             f"(compute.memory_mb is {self._memory_mb}, half of it for a gradient). Every question "
@@ -260,6 +260,9 @@ class HeldRun:
                 try:
                     cuts[i].append(one.cut(*given))
                 except InputError as error:
+                    if self._held and error.code == _NO_ROOM:
+                        self._take_turns("and gradients by tokens don't fit together")
+                        return self._with_tokens(answers, parts)
                     self._say_uncut(cut.pop(i), error)
         whole = list(answers)
         for i, answer in cut.items():

@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from trak_core.provenance import code_digest, code_files, content_digest
 if TYPE_CHECKING:
     import pandas as pd
 
+# The name of the record, in a results folder, of the config of its last start.
+CONFIG_RECORD = "config.json"
 # A spreadsheet runs a cell that begins with one of these; the wide ones are those of East Asia.
 _RUN = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
@@ -180,6 +183,20 @@ def _files(pattern: str) -> Iterator[Path]:
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith((".", "__pycache__"))]
             yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def matches(path: Path, pattern: str) -> bool:
+    """Return whether a file of this path, there or not, would be among those of ``data_files``."""
+
+    def fits(parts: Sequence[str], signs: Sequence[str]) -> bool:
+        if not signs or not parts:
+            return not signs  # all that a folder holds
+        if signs[0] == "**":
+            return any(fits(parts[i:], signs[1:]) for i in range(len(parts) + 1))
+        return fnmatchcase(parts[0], signs[0]) and fits(parts[1:], signs[1:])
+
+    plain = os.path.abspath
+    return fits(Path(plain(path)).parts, Path(plain(pattern)).parts)
 
 
 def _checked_files(pattern: str, results: Path) -> list[Path]:

@@ -1,8 +1,9 @@
 """Ask for forks in place of processes of one's own: a job's, and Snakemake's for the preflight.
 
-The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight. A
-job's process asks it for a fork, and waits for it (``done_by_fork``). Nothing here imports a
-library: every start of Snakemake and every job imports this.
+The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight,
+or takes over the one that ``trak run`` started before it became Snakemake. A job's process asks it
+for a fork, and waits for it (``done_by_fork``). Nothing here imports a library: every start of
+Snakemake and every job imports this.
 """
 
 import atexit
@@ -13,12 +14,13 @@ import signal
 import socket
 import subprocess  # ruff: ignore[suspicious-subprocess-import] -- runs this very Python
 import sys
+import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from trak_core.system.fork_server import (
     LENGTH,
@@ -33,6 +35,8 @@ from trak_core.system.fork_server import (
 )
 from trak_core.system.job import is_installed
 
+# Name, standard input and environment of a server that was started before Snakemake.
+_EARLY = "TRAK_CORE_EARLY_SERVER"
 # Packages that start threads when they are used, as a tokenizer does, not when they are imported.
 _WITHOUT_THREADS = {"transformers", "tokenizers", "safetensors", "huggingface_hub", "peft"}
 
@@ -76,19 +80,61 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
 
 @dataclass(frozen=True, slots=True)
 class _Server:
-    """A server of this process, and what of the environment it was started with lasts."""
+    """A server of this process: its standard input, and what of its environment lasts."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    stdin: IO[bytes]
     environment: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None  # not known of one that was taken over
 
     def end(self) -> None:
         """Let it end with its forks; it ends with this process anyway."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.stdin.close()
 
 
 _own: _Server | None = None
+
+
+def _environment() -> dict[str, str]:
+    """Return what a server of this process would be started with, as far as it lasts."""
+    ours = {SOCKET, _EARLY}
+    return {name: value for name, value in lasting_of(os.environ).items() if name not in ours}
+
+
+def name_library() -> None:
+    """Have processes that this one starts import the trak_core that it has imported.
+
+    They find an installed one without help.
+    """
+    library = str(Path(__file__).parents[2])
+    others = list(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    if library not in sysconfig.get_paths().values() and others[:1] != [library]:
+        os.environ["PYTHONPATH"] = os.pathsep.join([library, *others])
+
+
+def start_early(modules: Sequence[str]) -> None:
+    """Start a server for the Snakemake that this process is about to become."""
+    name_library()
+    if can_fork() and start_fork_server(modules) is not None and _own is not None:
+        stdin = _own.stdin.fileno()
+        os.set_inheritable(stdin, True)
+        os.environ[_EARLY] = json.dumps([_own.name, stdin, _own.environment])
+
+
+def take_over_early(*, forks: bool) -> None:
+    """Take over the server that ``start_early`` has left, or end it where jobs are no forks."""
+    global _own
+    early = os.environ.pop(_EARLY, None)
+    if early is None:
+        return
+    name, stdin, environment = json.loads(early)
+    os.set_inheritable(stdin, False)
+    server = _Server(name, os.fdopen(stdin, "wb"), environment)
+    if forks:
+        _own = server
+        atexit.register(server.end)
+    else:
+        server.end()
 
 
 def start_fork_server(modules: Sequence[str]) -> str | None:
@@ -98,18 +144,20 @@ def start_fork_server(modules: Sequence[str]) -> str | None:
     them first of all. None if there can be none.
     """
     global _own
-    environment = {name: value for name, value in lasting_of(os.environ).items() if name != SOCKET}
-    if _own is not None and _own.process.poll() is None and _own.environment == environment:
+    environment = _environment()
+    if _own is not None and _own.environment == environment:
         connection = _send(_own.name, {"imports": modules})
         if connection is not None:
             connection.close()
-        return _own.name
+            return _own.name
     if _own is not None:
         _own.end()
     started = serve_forks(modules)
     if started is None:
         return None
-    _own = _Server(*started, environment)
+    name, process = started
+    assert process.stdin is not None
+    _own = _Server(name, process.stdin, environment, process)
     atexit.register(_own.end)
     return _own.name
 

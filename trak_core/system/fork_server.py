@@ -40,8 +40,10 @@ SOCKET = "TRAK_CORE_FORK_SERVER"
 # What Snakemake sets for a job of one thread: libraries read it once, when they are imported.
 _LIBRARIES = ("GOTO_NUM", "MKL_NUM", "NUMEXPR_NUM", "OMP_NUM", "OPENBLAS_NUM", "VECLIB_MAXIMUM")
 ONE_THREAD = {f"{library}_THREADS": "1" for library in _LIBRARIES}
-# Environment variables that change from job to job, and that no library reads at import.
+# Environment variables that change from job to job, and that no library reads at import; the last
+# two are set by Snakemake's plugin for S3.
 _CHANGING = {"PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "TEMPDIR"}
+_CHANGING |= {"AWS_REQUEST_CHECKSUM_CALCULATION", "AWS_RESPONSE_CHECKSUM_VALIDATION"}
 YES, _NO = b"y", b"n"
 # A request begins with its length; a fork's status, as Popen gives it, is the last answer.
 STATUS, LENGTH = struct.Struct("!i"), struct.Struct("!Q")
@@ -77,7 +79,6 @@ def _import(names: Iterable[str]) -> None:
     os.close(terminal)
     os.close(silence)
     # Or every fork would copy what a collection looks at.
-    gc.collect()
     gc.freeze()
 
 
@@ -155,6 +156,7 @@ def _be(request: Mapping[str, Any], streams: Sequence[int], server: int) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    gc.enable()
     # What the server's imports do at their end is the server's.
     atexit._clear()
     for number, stream in enumerate(streams):
@@ -311,6 +313,7 @@ def main() -> None:
         os.write(1, YES)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         quiet_libraries()
+        gc.disable()  # imports leave next to nothing to collect, and it takes a sixth of their time
         _import(modules)
         _serve(listener, environment, limits)
     with suppress(Exception):

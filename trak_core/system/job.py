@@ -268,6 +268,15 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     signal.signal(signal.SIGINT, end)
 
 
+def cancel_timers() -> None:
+    """Have a Snakemake that is done not wait for the second after which it looks for more jobs."""
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer) and thread.function.__module__.startswith(
+            "snakemake."
+        ):
+            thread.cancel()
+
+
 def _explained(error: Exception) -> str | None:
     """Return what to do about an error, or None for a defect of ours."""
     if isinstance(error, InputError):

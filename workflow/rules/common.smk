@@ -1,7 +1,7 @@
 # Check the config, fill in its defaults, say what decides each job's numbers, run the preflight.
-import os
+import atexit
+import gc
 import sys
-import sysconfig
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -10,7 +10,6 @@ import yaml
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-import trak_core
 from trak_core.config.complete_config import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
@@ -32,17 +31,17 @@ from trak_core.errors import InputError
 from trak_core.provenance import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module
 from trak_core.system.files import code_digests, hold_results
-from trak_core.system.fork_client import can_fork, offer_forks, start_fork_server
-from trak_core.system.job import explain_interrupts
+from trak_core.system.fork_client import (
+    can_fork,
+    name_library,
+    offer_forks,
+    start_fork_server,
+    take_over_early,
+)
+from trak_core.system.job import cancel_timers, explain_interrupts
 
-# Jobs are processes of their own. They import the trak_core that this file imports, and find it
-# without help where it is installed.
-library = str(Path(trak_core.__file__).parents[1])
-if library not in sysconfig.get_paths().values():
-    # Not by [...] =, which Snakemake's linter takes for a variable that users must set.
-    os.environ.update(
-        PYTHONPATH=os.pathsep.join(filter(None, [library, os.getenv("PYTHONPATH")]))
-    )
+# Jobs are processes of their own. They import the trak_core that this file imports.
+name_library()
 schema = workflow.source_path("../schemas/config.schema.yaml")
 # What is in Snakemake's list of configs without being one (see below), from all such modules.
 brought_along = vars(workflow).setdefault("trak_core_brought_along", [])
@@ -74,6 +73,10 @@ is_module = config is not workflow.modifier_stack[0].globals["config"]
 forks = (
     workflow.is_main_process and workflow.local_exec and not is_module and can_fork()
 )
+if workflow.is_main_process:
+    take_over_early(forks=forks)
+    # Python's end would look for cycles among all that Snakemake has imported.
+    atexit.register(gc.freeze)
 
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
