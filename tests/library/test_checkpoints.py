@@ -20,7 +20,7 @@ from torch import nn
 
 from trak_core.errors import InputError
 from trak_core.study.checkpoints import check_checkpoint, load_checkpoint, read_state_dict
-from trak_core.study.tensor_files import read_tensors
+from trak_core.study.weight_files import read_tensors
 
 
 def net():

@@ -18,7 +18,7 @@ from torch import nn
 from trak_core.model.loaded_model import _model_to_fill, _move, _Undrawn
 from trak_core.study.checkpoints import _is_finite, load_checkpoint, read_state_dict
 from trak_core.study.study import Study
-from trak_core.study.tensor_files import read_shapes, stream_tensors
+from trak_core.study.weight_files import read_shapes, stream_tensors
 
 
 class Net(nn.Module):

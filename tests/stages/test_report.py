@@ -48,8 +48,7 @@ from trak_core.artifacts import (
 )
 from trak_core.report.describe_samples import EACH
 from trak_core.report.number_formats import number, signed
-from trak_core.report.render import rendered
-from trak_core.report.warnings import study_warnings
+from trak_core.report.render import rendered, study_warnings
 
 ERRORS = ["measured", "standard_error", "predicted"]
 SVG = "data:image/svg"

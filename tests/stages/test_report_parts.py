@@ -27,7 +27,15 @@ from trak_core.report.describe_samples import (
     readable,
     targets_shown,
 )
-from trak_core.report.number_formats import number, of_target, of_training_sample, plural, signed
+from trak_core.report.number_formats import (
+    fixed,
+    number,
+    of_target,
+    of_training_sample,
+    percent,
+    plural,
+    signed,
+)
 from trak_core.report.read import File, read_experiment, read_timings, side_by_side
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -142,6 +150,9 @@ def test_many_targets_and_experiments_are_cut(n_experiments, shown):
         (signed(0.0123), "+0.012"),
         (signed(0.0), "0"),
         (signed(-4.56), "-4.6"),
+        (percent(-0.001), "0\N{NO-BREAK SPACE}%"),
+        (percent(-0.009), "\N{MINUS SIGN}1\N{NO-BREAK SPACE}%"),
+        (fixed(-0.0004, 3), "0.000"),
         (plural(0, "target"), "0 targets"),
         (plural(1, "target"), "1 target"),
         (plural(2000, "target"), "2,000 targets"),

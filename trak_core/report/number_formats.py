@@ -22,7 +22,8 @@ def signed(value: float, digits: int = 2) -> str:
 
 def fixed(value: float, decimals: int) -> str:
     """Return a number with so many decimals, with a true minus sign: for correlations."""
-    return f"{value:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+    # Adding 0 takes the sign off a number that rounds to zero.
+    return f"{round(value, decimals) + 0.0:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def percent(part: float, decimals: int = 0) -> str:

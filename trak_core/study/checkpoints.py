@@ -12,8 +12,14 @@ from torch import Tensor, nn
 
 from trak_core.errors import InputError
 from trak_core.spec import ADAPTER_CONFIG
-from trak_core.study.adapters import ADAPTER_WEIGHTS, Adapter
-from trak_core.study.tensor_files import is_safetensors, read_shapes, read_tensors, stream_tensors
+from trak_core.study.weight_files import (
+    ADAPTER_WEIGHTS,
+    Adapter,
+    is_safetensors,
+    read_shapes,
+    read_tensors,
+    stream_tensors,
+)
 
 # Files of a Hugging Face folder, the first that exists counts; an index names shards.
 _FOLDER_FILES = (
