@@ -16,14 +16,7 @@ from refused import refused
 
 from trak_core.studies.image_folder import image_folder
 from trak_core.studies.language_model import language_model
-from trak_core.studies.ready_study import (
-    _READERS,
-    decoded_tokens,
-    field,
-    ids_of,
-    needed,
-    read_rows,
-)
+from trak_core.studies.ready_study import _READERS, decoded_tokens, field, ids_of, needed, read_rows
 from trak_core.studies.tabular import tabular
 from trak_core.studies.text_classification import text_classification
 
@@ -383,7 +376,7 @@ def test_files_that_hold_no_rows(tmp_path, monkeypatch):
     with refused("studies.rows", tmp_path / "a.parquet", one_line):
         read_rows(str(tmp_path / "a.parquet"))
     monkeypatch.setitem(_READERS, ".parquet", _read_damaged)
-    with refused("studies.rows", tmp_path / "a.parquet", re.compile("'numpy_type.*of a column'")):
+    with refused("studies.rows", tmp_path / "a.parquet", re.compile(r"'numpy_type.*of a column'")):
         read_rows(str(tmp_path / "a.parquet"))
     lines = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
