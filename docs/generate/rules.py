@@ -18,7 +18,6 @@ REPOSITORY = Path(__file__).parents[2]
 # What runs a rule again beside its files and its code. A param that is new must get its words here.
 PARAMS = {
     "arguments": "the arguments of `train()`",
-    "baseline": "the baseline that names samples",
     "baselines": "`evaluation.baselines`",
     "checkpoints": "the last checkpoint of each run",
     "columns": "what labels and predictions are called",
@@ -29,11 +28,11 @@ PARAMS = {
     "embeddings_spec": "what decides the embeddings",
     "flipped": "`evaluation.flipped`",
     "fraction": "`lists.select.fraction`",
-    "fractions": "`evaluation.lists.{list}.fractions`",
     "group_by": "`groups`",
     "groups": "the targets that share a job",
     "keep": "`scoring.keep`",
     "mean_of": "the experiment's `mean` and `minus`",
+    "naming": "what names samples: targets and scores, or `evaluation.lists.{list}.fractions`",
     "output_words": "the words of a `model_output` of your own",
     "pool": "`lists.select.pool`",
     "pool_spec": "what decides the pool's features",
@@ -44,7 +43,6 @@ PARAMS = {
     "spec": "what decides its numbers (the file's attribute `spec`)",
     "study_file": "the path of the study",
     "sweep": "`evaluation.sweep`",
-    "target_ids": "the targets of the group",
     "targets": "the experiment's `targets`",
     "targets_digest": "the experiment's `where`, and the study",
     "times": "`at`",

@@ -63,13 +63,29 @@ def run(name, entries):
     return model, call
 
 
-@pytest.mark.parametrize("entries", [0, 2], ids=["losses", "entries"])
+# What the fast path has to see through, and to have a closed form for, so that it is fast.
+SLOW = {
+    *("parameter reused", "parameter squared", "scalar parameter", "LSTM, both ways"),
+    *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
+    *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
+    *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),
+    *("orthogonal weight", "user's function", "user's function of two outputs"),
+    *("user's functions that mix samples", "routed samples", "samples as columns"),
+}
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_the_gramian_is_that_of_the_jacobian(name, entries):
-    """With and without independent samples: the first call leaves the graph as it was."""
-    model, call = run(name, entries)
+def test_the_gramian_is_that_of_the_jacobian(name, request):
+    """With and without independent samples: the first call leaves the graph as it was.
+
+    One backward pass is enough for those that are not slow.
+    """
+    model, call = run(name, 2)
     output = call()
-    gramians = [Engine(model, batch_dim=dim).compute_gramian(output) for dim in (None, 0)]
+    gramians = [Engine(model).compute_gramian(output)]
+    if name not in SLOW:
+        request.getfixturevalue("one_pass_only")
+    gramians.append(Engine(model, batch_dim=0).compute_gramian(output))
     expected = by_jacobian(output, trained(model))
     for gramian in gramians:
         assert_equal(gramian, expected)
@@ -79,29 +95,28 @@ def test_the_gramian_is_that_of_the_jacobian(name, entries):
 GRAPH_NEEDED = {"parameter of the batch's shape"}
 
 
-@pytest.mark.parametrize("keep_graph", [True, False])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_pass_gives_every_samples_gradients(name, keep_graph, monkeypatch):
+def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
     """In order, in pieces of any size, and with the graph gone as it goes if nothing needs it."""
-    piece = 2**22 if keep_graph else 7
-    monkeypatch.setattr("trak_core.gradients.collect_gradients.PIECE", piece)
     model, call = run(name, 0)
     output = call()
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     expected = by_entries(output, list(parameters.values()))
-    plan = plan_of(output, list(parameters.values()), 0)
-    assert plan is not None
-    formed = Formed.zeros(parameters, len(output))
-    try:
-        with torch.no_grad():
-            by_samples(formed, output, plan, 0, keep_graph=keep_graph)
-    except GraphNeededError:
-        assert not keep_graph
-        assert name in GRAPH_NEEDED
-        return
     scale = max(float(rows.abs().max()) for rows in expected)
-    for (key, found), rows in zip(formed.rows.items(), expected, strict=True):
-        assert float((found - rows).abs().max()) <= 1e-9 * scale, key
+    for keep_graph, piece in ((True, 2**22), (False, 7)):
+        monkeypatch.setattr("trak_core.gradients.collect_gradients.PIECE", piece)
+        plan = plan_of(output, list(parameters.values()), 0)
+        assert plan is not None
+        formed = Formed.zeros(parameters, len(output))
+        try:
+            with torch.no_grad():
+                by_samples(formed, output, plan, 0, keep_graph=keep_graph)
+        except GraphNeededError:
+            assert not keep_graph
+            assert name in GRAPH_NEEDED
+            return
+        for (key, found), rows in zip(formed.rows.items(), expected, strict=True):
+            assert float((found - rows).abs().max()) <= 1e-9 * scale, key
 
 
 # Operations that hide which sample is which: below them gradients are computed one by one.
@@ -166,32 +181,15 @@ def test_the_peer_agrees(name):
         assert_equal(found.permute(0, 1, 3, 2).reshape(expected.shape), expected)
 
 
-# What the fast path has to see through, and to have a closed form for, so that it is fast.
-SLOW = {
-    *("parameter reused", "parameter squared", "scalar parameter", "LSTM, both ways"),
-    *("own parameters and children", "parameter of the batch's shape", "random with parameters"),
-    *("relative positions", "loop over a cell", "PReLU", "InstanceNorm", "in place", "einsum"),
-    *("cross-attention with bias vectors", "embedding bag", "bilinear", "weight norm"),
-    *("orthogonal weight", "user's function", "user's function of two outputs"),
-    *("user's functions that mix samples", "routed samples", "samples as columns"),
-}
-
-
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SLOW])
-def test_one_backward_pass_is_enough(name, one_pass_only):
-    model, call = run(name, 2)
-    Engine(model, batch_dim=0).compute_gramian(call())
-
-
-@pytest.mark.parametrize("prefer", [False, True])
 @pytest.mark.parametrize(
     "name", [n for n in ARCHITECTURES if re.search(r"linear|Conv|embed|Norm|pool", n)]
 )
-def test_all_ways_give_the_same(name, prefer, monkeypatch):
+def test_all_ways_give_the_same(name, monkeypatch):
     """Pieces of a few entries, and both ways to sum outer products."""
+    prefers = {"all": False}
     for path, value in {
-        "autograd.gradient_terms.prefers_inner_products": lambda *_: prefer,
-        "autograd.convolution.prefers_inner_products": lambda *_: prefer,
+        "autograd.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
+        "autograd.convolution.prefers_inner_products": lambda *_: prefers["all"],
         "autograd.gradient_terms.PIECE": 100,
         "gramian.engine.PIECE": 100,
         "autograd.convolution._BY_PLACE_CHANNELS": 1,
@@ -200,8 +198,9 @@ def test_all_ways_give_the_same(name, prefer, monkeypatch):
         monkeypatch.setattr(f"trak_core.{path}", value)
     model, call = run(name, 2)
     output = call()
-    found = Engine(model, batch_dim=0).compute_gramian(output)
-    assert_equal(found, by_jacobian(output, trained(model)))
+    expected = by_jacobian(output, trained(model))
+    for prefers["all"] in (False, True):
+        assert_equal(Engine(model, batch_dim=0).compute_gramian(output), expected)
 
 
 @pytest.fixture

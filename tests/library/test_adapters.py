@@ -76,8 +76,13 @@ def folder(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "adapter")
 
 
-@pytest.mark.parametrize("name", ["default", "mine"])
-@pytest.mark.parametrize("kind", KINDS)
+# Those whose keys have the adapter's name in a place of their own.
+NAMED = ("LoRA", "DoRA, rsLoRA", "whole modules", "embeddings", "some tokens", "IA3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*((kind, "default") for kind in KINDS), *((kind, "mine") for kind in NAMED)]
+)
 def test_an_adapter_is_what_peft_makes_of_it(kind, name, tmp_path):
     base, config, settings = KINDS[kind]
     trained = lora.train(lora.adapted(base(), config(**settings), name))

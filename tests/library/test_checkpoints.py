@@ -2,7 +2,7 @@ import hashlib
 import json
 import pickle
 import re
-import subprocess
+import runpy
 import sys
 import time
 import warnings
@@ -323,7 +323,9 @@ def test_a_flipped_bit_of_a_checkpoint_is_found_or_harmless(state, tmp_path):
     assert n_found > 100
 
 
-def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(tmp_path):
+def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(
+    tmp_path, monkeypatch
+):
     """FSDP's format, as torch.distributed writes it from one process."""
     model = nn.Linear(3, 2)
     with warnings.catch_warnings(action="ignore"):  # torch warns of a single process
@@ -331,7 +333,11 @@ def test_pieces_of_many_processes_are_put_together_by_the_command_that_is_named(
     with refused("study.checkpoint_pieces", tmp_path / "c0", "FSDP") as error:
         read_state_dict(tmp_path / "c0")
     command = re.search(r"`python (.*?)`", str(error.value))[1].split()
-    subprocess.run([sys.executable, *command], cwd=tmp_path, check=True, capture_output=True)
+    assert command.pop(0) == "-m"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", command)
+    with warnings.catch_warnings(action="ignore"):  # and Python of a module imported before
+        runpy.run_module(command[0], run_name="__main__")
     state, _ = read_state_dict(tmp_path / "weights.pt")
     assert state.keys() == model.state_dict().keys()
     assert torch.equal(state["weight"], model.weight)

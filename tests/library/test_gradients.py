@@ -1,8 +1,6 @@
 """Per-sample gradients against one backward pass a sample, and models that are refused."""
 
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -432,24 +430,6 @@ def test_rows_that_arrive_whole_count_as_memory():
     batch = (torch.randn(4, 50), torch.tensor([0, 1, 2, 0]))
     found = sample_memory(normed, select_parameters(normed, None), CLASSIFICATION, batch)
     assert found.activation_bytes > 2 * 4 * 50 * 40
-
-
-def test_one_pass_needs_no_compiler():
-    """Of torch: importing it takes longer than most batches do."""
-    program = """
-import sys, torch
-from torch import nn
-from trak_core.gradients import gradient_method, gradients_at_once, formed_gradients
-from trak_core.gradients import select_parameters
-from trak_core.model_outputs.supervised import CLASSIFICATION
-model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-batch = torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 2])
-what = model, select_parameters(model, None), CLASSIFICATION, batch
-assert gradient_method(*what) is gradients_at_once
-formed_gradients(gradients_at_once, *what)
-assert not {"torch._dynamo", "sympy"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_frozen_parameters_that_only_a_pattern_names_are_differentiated():

@@ -65,8 +65,11 @@ def test_each_kind_and_each_output_is_described():
 def test_nobody_else_says_their_names(names, allowed):
     """As a whole string, outside docstrings."""
     for path, text in MODULES.items():
+        # Reading the code as Python takes longest, and where no such word is it says no name.
+        if path.startswith(allowed) or not any(name in text for name in names):
+            continue
         nodes = [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.Constant)]
-        assert path.startswith(allowed) or not {x.value for x in nodes} & set(names), path
+        assert not {x.value for x in nodes} & set(names), path
 
 
 def test_nobody_else_takes_one_kind():

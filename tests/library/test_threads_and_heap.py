@@ -12,8 +12,26 @@ _THREADS = """
 import ctypes, multiprocessing, os, sys, time
 import torch
 
+def project_rows(**options):
+    import numpy as np
+    from trak_core.projection import project
+    from trak_core.spec import ProjectionSpec
+    spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
+    return project(np.ones((2, 100_000), np.float32), spec, **options)
+
+def compare():
+    assert (project_rows(threads=2) == project_rows()).all()
+
+def compare_in_a_fork():
+    projected = project_rows(threads=2)
+    child = os.fork()
+    if not child:
+        os._exit(not (project_rows(threads=2) == projected).all())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
 program = ctypes.CDLL(None)
 if not hasattr(program, "omp_pause_resource_all") or hasattr(program, "__kmpc_fork_call"):
+    compare_in_a_fork()
     print("no GNU")
     raise SystemExit
 
@@ -26,16 +44,6 @@ numbers = torch.arange(3_000_000.0)
 expected = numbers.cos()
 spun = running()
 assert spun >= before + 2, (before, spun)
-
-def project_rows(**options):
-    import numpy as np
-    from trak_core.projection import project
-    from trak_core.spec import ProjectionSpec
-    spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
-    return project(np.ones((2, 100_000), np.float32), spec, **options)
-
-def compare():
-    assert (project_rows(threads=2) == project_rows()).all()
 
 # A process of multiprocessing that imports this first does not wait for threads.
 assert "trak_core" not in sys.modules
@@ -55,13 +63,10 @@ assert running() <= spun - 2, running()
 assert torch.equal(numbers.cos(), expected)
 assert running() == spun and torch.get_num_threads() == 3
 
-# Nor does a fork wait for those that stayed behind.
-projected = project_rows()
+# Nor does a fork wait for those that stayed behind, and it projects on threads of its own.
+project_rows()
 numbers.cos()
-child = os.fork()
-if not child:
-    os._exit(not (project_rows(threads=2) == projected).all())
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+compare_in_a_fork()
 """
 
 

@@ -1,7 +1,5 @@
 """Slices of a projection on several threads: the same bits, errors, forks."""
 
-import subprocess
-import sys
 import time
 from functools import partial
 from itertools import product, repeat
@@ -97,20 +95,3 @@ def test_an_error_in_one_slice_ends_all(bad):
     assert before <= bad + 5
     time.sleep(0.05)
     assert len(done) == before  # no thread works on beside what the caller tries next
-
-
-def test_a_forked_process_projects_on_threads_of_its_own():
-    code = """
-import os, sys
-import numpy as np
-from trak_core.projection import project
-from trak_core.spec import ProjectionSpec
-spec = ProjectionSpec(kind="rademacher", n_params=100_000, proj_dim=8, seed=0, stream=0)
-rows = np.ones((2, 100_000), np.float32)
-expected = project(rows, spec, threads=2)
-child = os.fork()
-if not child:
-    os._exit(not (project(rows, spec, threads=2) == expected).all())
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=100)

@@ -25,14 +25,24 @@ def table(path, key):
     return rows
 
 
-def scored(folder, way, study, checkpoints, targets):
+def scored(folder, way, study, checkpoints, targets, made=None):
     if way == "exact":
         return run_exact_stages(folder, study, checkpoints, targets, **SETTINGS)
-    more = {"proj_dim": 8, "kind": "rademacher", "keep": way}
+    more = {"proj_dim": 8, "kind": "rademacher", "keep": way, "made": made}
     return run_stages(folder, study, checkpoints, targets, **SETTINGS, **more)
 
 
-def contrast_of(folder, way, checkpoints):
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    """A study, its checkpoints, and the folder where both groups of targets have full scores."""
+    folder = tmp_path_factory.mktemp("full")
+    study, checkpoints, _ = with_two_checkpoints(folder)
+    for number, targets in enumerate(ASKED):
+        scored(folder / str(number), "full", study, checkpoints, targets)
+    return study, checkpoints, folder
+
+
+def contrast_of(folder, scores, way, checkpoints, phis=()):
     """The scores of the first targets' mean less the second's, and how to make a part of them."""
     specs = [
         scores_spec(checkpoints, own, **SETTINGS, **(EXACT if way == "exact" else PROJECTED))
@@ -45,7 +55,7 @@ def contrast_of(folder, way, checkpoints):
         path = folder / f"scores/contrast/{checkpoint}.h5"
         average_targets(
             scores=path,
-            members=[folder / f"{m}/scores/mine/{checkpoint}.h5" for m in members],
+            members=[scores / f"{m}/scores/mine/{checkpoint}.h5" for m in members],
             spec=spec.under(checkpoint),
             code="code",
             memory_mb=64,
@@ -53,25 +63,26 @@ def contrast_of(folder, way, checkpoints):
         return path
 
     parts = [part(checkpoint) for checkpoint in sorted(checkpoints)]
-    phis = [folder / f"0/features/{c}/train.h5" for c in sorted(checkpoints)]
     final = folder / "scores/contrast.h5"
-    phis = phis if way == "top_k" else []
     return averaged(final, parts, spec, phis, mean_of="mine, less that of others"), part
 
 
 @pytest.mark.parametrize("way", ["full", "top_k", "exact"])
-def test_a_contrast_is_that_of_the_columns(way, tmp_path):
-    study, checkpoints, _ = with_two_checkpoints(tmp_path)
-    full, outputs = [], []
+def test_a_contrast_is_that_of_the_columns(way, full, tmp_path):
+    study, checkpoints, given = full
+    where = given if way == "full" else tmp_path
+    matrices, outputs = [], []
     for number, targets in enumerate(ASKED):
-        scores = scored(tmp_path / str(number), way, study, checkpoints, targets)
-        outputs.append(table(scores, "targets")["output"].mean())
-        if way == "top_k":
-            scores = scored(tmp_path / f"full-{number}", "full", study, checkpoints, targets)
-        full.append(read_scores(scores))
-    path, part = contrast_of(tmp_path, way, checkpoints)
+        folder = where / str(number)
+        if way != "full":
+            scored(folder, way, study, checkpoints, targets, made=given / str(number))
+        outputs.append(table(folder / "scores/mine.h5", "targets")["output"].mean())
+        of_all = given if way == "top_k" else where
+        matrices.append(read_scores(of_all / f"{number}/scores/mine.h5"))
+    phis = [given / f"0/features/{c}/train.h5" for c in sorted(checkpoints)]
+    path, part = contrast_of(tmp_path, where, way, checkpoints, phis if way == "top_k" else ())
     verify(path)
-    expected = full[0].mean(axis=1) - full[1].mean(axis=1)
+    expected = matrices[0].mean(axis=1) - matrices[1].mean(axis=1)
     near = {"rtol": 0, "atol": 2e-6 * np.abs(expected).max()}
     top = table(path, "top_influences")
     np.testing.assert_allclose(top["score"], expected.loc[top["train_id"]], **near)
@@ -89,11 +100,9 @@ def test_a_contrast_is_that_of_the_columns(way, tmp_path):
         part("c0", (1, 0))
 
 
-def test_a_mean_is_shown_by_its_words(tmp_path):
-    study, checkpoints, _ = with_two_checkpoints(tmp_path)
-    for number, targets in enumerate(ASKED):
-        scored(tmp_path / str(number), "full", study, checkpoints, targets)
-    path, _ = contrast_of(tmp_path, "full", checkpoints)
+def test_a_mean_is_shown_by_its_words(full, tmp_path):
+    study, checkpoints, scores = full
+    path, _ = contrast_of(tmp_path, scores, "full", checkpoints)
     page, texts = tmp_path / "answer.html", tmp_path / "texts.h5"
     draw_influences(
         figure=tmp_path / "figure.png",

@@ -25,13 +25,14 @@ def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
     random = tmp_path / "random.h5"
     retrain(retrained=random, spec=random_spec, **jobs)
-    of_scores = {"scores": run.scores, "spec": spec, **jobs}
+    of_scores = {"named_by": [run.scores], "spec": spec, **jobs}
     groups, top = [targets[:2], targets[2:]], [tmp_path / "1.h5", tmp_path / "2.h5"]
     for group, path in zip(groups, top, strict=True):
-        retrain(retrained=path, scores_spec=run.spec, target_ids=group, **of_scores)
-    other = {"scores_spec": replace(run.spec, damping=3), "target_ids": targets}
+        naming = {"scores_spec": run.spec.as_dict(), "target_ids": group}
+        retrain(retrained=path, naming=naming, **of_scores)
+    other = {"scores_spec": replace(run.spec, damping=3).as_dict(), "target_ids": targets}
     with pytest.raises(ArtifactError, match=r"today's config.*'damping': 3.*rule average_scores"):
-        retrain(retrained=tmp_path / "x.h5", **other, **of_scores)
+        retrain(retrained=tmp_path / "x.h5", naming=other, **of_scores)
     compared = {"removals": tmp_path / "c.h5", "random": random, "top": top, "groups": groups}
     compared |= {"spec": random_spec, "code": "code"}
     compare_removals(scores=run.scores, **compared)
@@ -84,17 +85,18 @@ def test_removals_by_baselines_stand_beside_those_by_scores(run, tmp_path):
     spec = replace(RETRAINED, subsets="top removals", seeds=2, seed=1, n_removed=[size])
     random_spec = replace(spec, subsets="random removals", draws=1)
     retrain(retrained=tmp_path / "random.h5", spec=random_spec, **jobs)
-    top = {"scores": run.scores, "scores_spec": run.spec, "target_ids": target_ids}
-    retrain(retrained=tmp_path / "top.h5", spec=spec, **top, **jobs)
+    top = {"scores_spec": run.spec.as_dict(), "target_ids": target_ids}
+    retrain(retrained=tmp_path / "top.h5", spec=spec, named_by=[run.scores], naming=top, **jobs)
     embeddings = [tmp_path / f"embeddings-{c}.h5" for c in run.checkpoints]
     about = embeddings_spec(run)
     for (name, checkpoint), path in zip(run.checkpoints.items(), embeddings, strict=True):
         given = {"checkpoint": checkpoint, "spec": about.under(name), "device": "cpu"}
         compute_embeddings(embeddings=path, **given, **jobs)
-    more = {"embeddings": embeddings, "embeddings_spec": about, "checkpoints": [*run.checkpoints]}
-    for name, its in {"bm25": {"digest": "texts"}, "embedding_cosine": more}.items():
-        by = {"spec": replace(spec, subsets=f"top by {name}"), "baseline": name} | its
-        retrain(retrained=tmp_path / f"{name}.h5", target_ids=target_ids, **by, **jobs)
+    naming = {"embeddings_spec": about.as_dict(), "checkpoints": [*run.checkpoints]}
+    naming |= {"digest": "texts", "target_ids": target_ids}
+    for name, files in {"bm25": [], "embedding_cosine": embeddings}.items():
+        by = {"spec": replace(spec, subsets=f"top by {name}"), "naming": naming}
+        retrain(retrained=tmp_path / f"{name}.h5", named_by=files, **by, **jobs)
     masks = pd.read_hdf(tmp_path / "bm25.h5", "masks").to_numpy()
     labels = run.train.batch(0, 150)[1].numpy()
     for row, target in enumerate(run.study.split("mine", target_ids).batch(0, 2)[1].tolist()):

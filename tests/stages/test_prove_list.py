@@ -30,11 +30,10 @@ def proved(request, run, tmp_path_factory):
     for draw, path in enumerate(files):
         retrain(
             retrained=path,
-            listed=folder / "list.csv",
+            named_by=[folder / "list.csv"],
             study_file=STUDY,
             spec=SPEC,
-            kind=kind,
-            fractions=FRACTIONS,
+            naming={"kind": kind, "fractions": FRACTIONS},
             draw=draw,
             code="code",
             batch_size=16,
@@ -106,11 +105,12 @@ def test_an_empty_list_has_a_proof_too(run, tmp_path):
     """Without copies `duplicates` names nothing: models of everything are all there is."""
     write_csv(tmp_path / "list.csv", pd.DataFrame({"id": []}))
     retrained, proof = tmp_path / "0.h5", tmp_path / "proof.h5"
-    job = {"study_file": STUDY, "fractions": FRACTIONS, "draw": 0, "batch_size": 16, "threads": 1}
-    about = {"spec": SPEC, "kind": "duplicates", "code": "code"}
-    retrain(retrained=retrained, listed=tmp_path / "list.csv", **job, **about)
-    listed = tmp_path / "list.csv"
-    prove_list(proof=proof, scores=run.scores, retrained=[retrained], listed=listed, **about)
+    job = {"study_file": STUDY, "draw": 0, "batch_size": 16, "threads": 1}
+    listed, about = tmp_path / "list.csv", {"spec": SPEC, "code": "code"}
+    naming = {"kind": "duplicates", "fractions": FRACTIONS}
+    retrain(retrained=retrained, named_by=[listed], naming=naming, **job, **about)
+    about |= {"kind": "duplicates", "retrained": [retrained]}
+    prove_list(proof=proof, scores=run.scores, listed=listed, **about)
     summary = pd.read_hdf(proof, "summary").set_index("measure")
     assert set(summary["subset"]) == {"everything"}
     expected = by_hand(run, np.ones(len(run.train.ids), dtype=bool), 0)

@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet
 from numba.cuda.simulator import kernel as simulator_kernel
 from numba.cuda.simulator import kernelapi
 
-from trak_core.projection.cuda import device_functions, portable, tensor_core
+from trak_core.projection.cuda import dense, device_functions
 
 # Functions of their arguments alone, which most time goes into; many threads make the same calls.
 _philox = lru_cache(2**16)(device_functions.philox)
@@ -112,7 +112,7 @@ def run_one_thread_at_a_time(monkeypatch, *, backwards=False):
     monkeypatch.setattr(simulator_kernel.BlockManager, "run", run_block)
     monkeypatch.setattr(kernelapi, "threading", SimpleNamespace(current_thread=getcurrent))
     monkeypatch.setattr(kernelapi, "np", _PoisonedNumpy())
-    monkeypatch.setattr(tensor_core, "ptx", ptx_simulated)
-    monkeypatch.setattr(portable, "normal_of", _normal_of)
-    for module in (device_functions, tensor_core):
+    monkeypatch.setattr(dense, "ptx", ptx_simulated)
+    monkeypatch.setattr(dense, "normal_of", _normal_of)
+    for module in (device_functions, dense):
         monkeypatch.setattr(module, "philox", _philox)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trak_core.errors import InputError
 from trak_core.projection.cpu import project_cpu
-from trak_core.projection.cpu.hadamard import COLUMN_SIGNS, fill_signs
+from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, sides_on
 from trak_core.spec import ProjectionKind, ProjectionSpec
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from itertools import product
 from math import prod
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from trak_core.spec.projection import (
     ProjectionKind,
@@ -319,7 +319,7 @@ def projection_of(
     )
 
 
-Spec = FeaturesSpec | NormalSpec | ScoresSpec | RetrainedSpec
+Spec = TypeVar("Spec", FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 
 
 def parse_spec(kind: type[Spec], plain: Mapping[str, Any]) -> Spec:

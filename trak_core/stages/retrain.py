@@ -13,7 +13,7 @@ helpful samples are such a list. A file of retrained models holds three frames:
 Models of one subset differ by the seed of their training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
-from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, subset_size
+from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, parse_spec, subset_size
 from trak_core.stages._inputs import content_hashes, read_embeddings
 from trak_core.study.retraining_draws import (
     random_removal,
@@ -68,24 +68,32 @@ class _Subsets:
     more: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What says which subsets: see ``retrain``."""
+
+    study: Study
+    train: Split
+    spec: RetrainedSpec
+    named_by: Sequence[Path]
+    naming: Mapping[str, Any]
+    numbers: Sequence[int]
+    draw: int
+
+    @property
+    def n_train(self) -> int:
+        return len(self.train.ids)
+
+
 def retrain(
     *,
     retrained: Path,
     study_file: Path,
     spec: RetrainedSpec,
+    named_by: Sequence[Path] = (),
+    naming: dict[str, Any] | None = None,
     first: int = 0,
     last: int = 0,
-    scores: Path | None = None,
-    scores_spec: ScoresSpec | None = None,
-    target_ids: Sequence[Any] = (),
-    baseline: str | None = None,
-    digest: str | None = None,
-    embeddings: Sequence[Path] = (),
-    embeddings_spec: FeaturesSpec | None = None,
-    checkpoints: Sequence[str] = (),
-    listed: Path | None = None,
-    kind: str = "",
-    fractions: Sequence[float] = (),
     draw: int = 0,
     code: str,
     batch_size: int,
@@ -95,66 +103,39 @@ def retrain(
 
     The study's ``train`` takes ``seed`` and ``data``; with ``spec.run_seeds``, for the very
     trainings of the runs except for what is left out, ``sample_weights`` in place of ``data``.
-    The other arguments say more of the subsets that ``spec.subsets`` names:
+    ``spec.subsets`` says which subsets. Files in ``named_by`` name samples, ``naming`` says how:
 
     - ``random``: numbers ``first`` to ``last``, both among them. A subset and its trainings depend
       on its number and the seed alone, not on how many there are; with ``spec.run_seeds`` all
       subsets have these seeds.
     - ``random removals``: everything, then subset i + 1 is without the i-th of ``random_removals``.
     - ``top removals``: subset i is without the i-th of ``top_removals``, the most helpful samples
-      of ``target_ids`` by ``scores``, which must be made by ``scores_spec``.
-    - ``top by`` a baseline: likewise, by ``bm25`` of the study's texts, whose ``digest`` counts, or
-      by ``embedding_cosine``, mean over files of ``embeddings`` under ``checkpoints``.
-    - ``list``: everything, then for each size by the list in ``listed``, then for each by random
-      samples. A size is one of the ``fractions`` of the training samples, or the whole list where
-      that is shorter. Models of one ``draw`` have one seed, and each draw random samples of its
-      own. Samples of ``select`` (``kind``) are trained on alone, those of other lists are left out.
-      An empty list has no sizes.
+      of ``target_ids`` by a file of scores, which must be made by ``scores_spec``.
+    - ``top by bm25``: likewise, by the study's texts, whose ``digest`` counts.
+    - ``top by embedding_cosine``: likewise, by the mean over files of embeddings, which must be
+      made by ``embeddings_spec`` under ``checkpoints``.
+    - ``list``: everything, then for each size by a list, then for each by random samples. A size is
+      one of the ``fractions`` of the training samples, or the whole list where that is shorter.
+      Models of one ``draw`` have one seed, and each draw random samples of its own. Samples of
+      ``select`` (``kind``) are trained on alone, those of other lists are left out. An empty list
+      has no sizes.
     """
     torch.set_num_threads(threads)
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    if spec.subsets == "random":
-        subsets = _random(len(train.ids), spec, range(first, last + 1))
-    elif spec.subsets == "random removals":
-        subsets = _without_random(len(train.ids), spec)
-    elif spec.subsets == "top removals":
-        assert scores is not None
-        assert scores_spec is not None
-        subsets = _without_top(train, spec, scores, scores_spec, target_ids)
-    elif baseline is not None:
-        if baseline == "bm25":
-            index = Bm25.of(study.words(train))
-            asked = study.words(study.split("target", target_ids))
-            columns = [index.scores(words) for words in asked]
-        else:
-            assert embeddings_spec is not None
-            given = embeddings, embeddings_spec, checkpoints, train.ids, target_ids
-            cosines = [
-                unit_rows(read(0, len(train.ids))) @ unit_rows(of_targets).T
-                for read, of_targets in read_embeddings(*given)
-            ]
-            columns = list(np.mean(cosines, axis=0).T)
-        hashes = content_hashes(embeddings, EMBEDDINGS)
-        more = {"targets": list(target_ids), "digest": digest, "embeddings": hashes}
-        subsets = _without_each(
-            len(train.ids), spec, dict(zip(target_ids, columns, strict=True)), more
-        )
-    else:
-        assert listed is not None
-        rows = listed_rows(listed, train.ids)
-        subsets = _by_list(len(train.ids), rows, spec, kind, fractions, draw)
-        subsets.more["listed"] = file_digest(listed)
-    _train(retrained, study, train, subsets, spec, code, batch_size)
+    asked = _Asked(study, train, spec, named_by, naming or {}, range(first, last + 1), draw)
+    _train(retrained, study, train, _KINDS[spec.subsets](asked), spec, code, batch_size)
 
 
-def _random(n_train: int, spec: RetrainedSpec, numbers: Sequence[int]) -> _Subsets:
+def _random(asked: _Asked) -> _Subsets:
+    n_train, spec, numbers = asked.n_train, asked.spec, asked.numbers
     size = subset_size(n_train, spec.fraction)
     masks = [random_subset(n_train, size, i, spec.seed) for i in numbers]
     return _Subsets(masks, numbers, [spec.run_seeds or _seeds(spec, i) for i in numbers])
 
 
-def _without_random(n_train: int, spec: RetrainedSpec) -> _Subsets:
+def _without_random(asked: _Asked) -> _Subsets:
+    n_train, spec = asked.n_train, asked.spec
     masks = [
         random_removal(n_train, size, draw, spec.seed)
         for size, draw in random_removals(spec.n_removed, spec.draws)
@@ -162,51 +143,67 @@ def _without_random(n_train: int, spec: RetrainedSpec) -> _Subsets:
     return _from_0([np.ones(n_train, dtype=bool), *masks], _seeds(spec))
 
 
-def _without_top(
-    train: Split,
-    spec: RetrainedSpec,
-    scores: Path,
-    scores_spec: ScoresSpec,
-    target_ids: Sequence[Any],
-) -> _Subsets:
+def _by_scores(asked: _Asked) -> _Subsets:
+    (scores,), target_ids = asked.named_by, asked.naming["target_ids"]
     with open_artifact(scores, SCORES) as file:
-        check_made_for(file, scores_spec, SCORES.rule)
-        check_same("training samples", train.ids, file.index("scores"), scores, SCORES.rule)
+        check_made_for(file, parse_spec(ScoresSpec, asked.naming["scores_spec"]), SCORES.rule)
+        check_same("training samples", asked.train.ids, file.index("scores"), scores, SCORES.rule)
         values, columns = file.matrix("scores"), file.columns("scores")
         column = {target: i for i, target in enumerate(columns)}
-        of_targets = {target: values[:, column[target]] for target in target_ids}
-        more = {"scores": file.content_hash, "targets": list(target_ids)}
-    return _without_each(len(train.ids), spec, of_targets, more)
+        of_targets = [values[:, column[target]] for target in target_ids]
+        return _without_top(asked, of_targets, scores=file.content_hash)
 
 
-def _without_each(
-    n_train: int, spec: RetrainedSpec, scores: Mapping[Any, np.ndarray], more: dict[str, Any]
-) -> _Subsets:
-    """Return subsets without what helps a target most, by its scores, shape (n,)."""
-    rows = {target: helpful_rows(own) for target, own in scores.items()}
-    masks = [
-        _without(n_train, rows[target], size)
-        for target, size in top_removals(list(scores), spec.n_removed)
+def _by_words(asked: _Asked) -> _Subsets:
+    index = Bm25.of(asked.study.words(asked.train))
+    targets = asked.study.split("target", asked.naming["target_ids"])
+    of_targets = [index.scores(words) for words in asked.study.words(targets)]
+    return _without_top(asked, of_targets, digest=asked.naming["digest"])
+
+
+def _by_embeddings(asked: _Asked) -> _Subsets:
+    about, target_ids = asked.naming, asked.naming["target_ids"]
+    spec = parse_spec(FeaturesSpec, about["embeddings_spec"])
+    files = read_embeddings(asked.named_by, spec, about["checkpoints"], asked.train.ids, target_ids)
+    cosines = [
+        unit_rows(read(0, asked.n_train)) @ unit_rows(of_targets).T for read, of_targets in files
     ]
-    return _from_0(masks, _seeds(spec), more)
+    hashes = content_hashes(asked.named_by, EMBEDDINGS)
+    return _without_top(asked, np.mean(cosines, axis=0).T, embeddings=hashes)
 
 
-def _by_list(
-    n_train: int,
-    rows: np.ndarray,
-    spec: RetrainedSpec,
-    kind: str,
-    fractions: Sequence[float],
-    draw: int,
-) -> _Subsets:
-    is_kept = kind in _KEPT
-    sizes = sizes_of(list(fractions), n_train, len(rows), rounds_up=is_kept)
+def _without_top(asked: _Asked, of_targets: Iterable[np.ndarray], **more: Any) -> _Subsets:
+    """Return subsets without what helps a target most, by its scores, shape (n,)."""
+    target_ids = asked.naming["target_ids"]
+    rows = dict(zip(target_ids, map(helpful_rows, of_targets), strict=True))
+    masks = [
+        _without(asked.n_train, rows[target], size)
+        for target, size in top_removals(target_ids, asked.spec.n_removed)
+    ]
+    return _from_0(masks, _seeds(asked.spec), more | {"targets": list(target_ids)})
+
+
+def _by_list(asked: _Asked) -> _Subsets:
+    (listed,), kind, n_train, draw = asked.named_by, asked.naming["kind"], asked.n_train, asked.draw
+    rows = listed_rows(listed, asked.train.ids)
+    sizes = sizes_of(asked.naming["fractions"], n_train, len(rows), rounds_up=kind in _KEPT)
     masks = [_without(n_train, rows, size) for size in sizes]
-    masks += [random_removal(n_train, size, draw, spec.seed) for size in sizes]
-    masks = [~mask for mask in masks] if is_kept else masks
-    seeds = [training_seed(spec.seed, 0, draw)]
-    more = {"list": kind, "draw": draw, "sizes": sizes}
+    masks += [random_removal(n_train, size, draw, asked.spec.seed) for size in sizes]
+    masks = [~mask for mask in masks] if kind in _KEPT else masks
+    seeds = [training_seed(asked.spec.seed, 0, draw)]
+    more = {"list": kind, "draw": draw, "sizes": sizes, "listed": file_digest(listed)}
     return _from_0([np.ones(n_train, dtype=bool), *masks], seeds, more)
+
+
+# What ``spec.subsets`` may be.
+_KINDS: dict[str, Callable[[_Asked], _Subsets]] = {
+    "random": _random,
+    "random removals": _without_random,
+    "top removals": _by_scores,
+    "top by bm25": _by_words,
+    "top by embedding_cosine": _by_embeddings,
+    "list": _by_list,
+}
 
 
 def _from_0(

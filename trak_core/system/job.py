@@ -355,6 +355,7 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
+_SPECS: tuple[type[Any], ...] = (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 # What stages import only when they come to it.
 _TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
 _KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
@@ -396,7 +397,7 @@ def convert_param(value: Any, hint: Any) -> Any:
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
+    for spec in _SPECS:
         if spec in kinds:
             return parse_spec(spec, value)
     if Path in kinds:

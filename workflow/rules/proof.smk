@@ -1,6 +1,6 @@
 rule retrain_list:
     input:
-        listed="<results>/lists/{kind}.csv",
+        named_by=["<results>/lists/{kind}.csv"],
     output:
         retrained="<results>/retrained/lists/{kind}/{draw}.h5",
     log:
@@ -20,7 +20,10 @@ rule retrain_list:
         code=code_of("retrain"),
         study_file=config["study"],
         spec=specs.list_retraining.as_dict(),
-        fractions=lambda wildcards: specs.proofs[wildcards.kind]["fractions"],
+        naming=lambda wildcards: {
+            "fractions": specs.proofs[wildcards.kind]["fractions"],
+            "kind": wildcards.kind,
+        },
     message:
         "Retraining by the list {wildcards.kind}, draw {wildcards.draw}"
     script:

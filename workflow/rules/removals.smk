@@ -26,7 +26,7 @@ rule retrain_without_random:
 
 use rule retrain_without_random as retrain_without_top with:
     input:
-        scores="<results>/scores/{experiment}.h5",
+        named_by=["<results>/scores/{experiment}.h5"],
     output:
         retrained="<results>/retrained/{experiment}/{group}.h5",
     log:
@@ -37,15 +37,17 @@ use rule retrain_without_random as retrain_without_top with:
         group=r"\d+",
     params:
         spec=specs.top_removals.as_dict(),
-        scores_spec=scores_spec,
-        target_ids=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
+        naming=lambda wildcards: {
+            "scores_spec": scores_spec(wildcards),
+            "target_ids": specs.removal_groups()[int(wildcards.group) - 1],
+        },
     message:
         "Retraining without the most helpful samples, targets of group {wildcards.group}"
 
 
 use rule retrain_without_random as retrain_without_baseline with:
     input:
-        embeddings=lambda wildcards: (
+        named_by=lambda wildcards: (
             of_ends("embeddings/{c}.h5")
             if wildcards.baseline == "embedding_cosine"
             else []
@@ -63,11 +65,12 @@ use rule retrain_without_random as retrain_without_baseline with:
         spec=lambda wildcards: (
             specs.top_removals.as_dict() | {"subsets": f"top by {wildcards.baseline}"}
         ),
-        baseline=lambda wildcards: wildcards.baseline,
-        digest=lambda wildcards: removals_digest(wildcards.baseline),
-        embeddings_spec=specs.embeddings.as_dict(),
-        checkpoints=specs.self_influence.ends,
-        target_ids=lambda wildcards: specs.removal_groups()[int(wildcards.group) - 1],
+        naming=lambda wildcards: {
+            "checkpoints": specs.self_influence.ends,
+            "digest": removals_digest(wildcards.baseline),
+            "embeddings_spec": specs.embeddings.as_dict(),
+            "target_ids": specs.removal_groups()[int(wildcards.group) - 1],
+        },
     message:
         "Retraining without the first samples of {wildcards.baseline}, targets of group {wildcards.group}"
 

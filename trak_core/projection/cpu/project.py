@@ -20,9 +20,13 @@ import numpy as np
 from numba.core.registry import cpu_target
 
 from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
-from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
-from trak_core.projection.cpu.sketches import sides_of, sjlt_slice_cpu, tensor_sketch_slice_cpu
+from trak_core.projection.cpu.sketches import (
+    hadamard_slice_cpu,
+    sides_of,
+    sjlt_slice_cpu,
+    tensor_sketch_slice_cpu,
+)
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")

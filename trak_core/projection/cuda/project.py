@@ -102,15 +102,16 @@ def choose(
         InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
     """
     # Only now: kernels need what ``require_numba_cuda`` looks for.
-    from trak_core.projection.cuda import hadamard, portable, project_slices, sjlt, tensor_core
+    from trak_core.projection.cuda import dense, project_slices, sketches
 
     capability = capability_of(device)
-    n_planes = 1
+    n_planes = alignment = 1
     match spec.kind:
         case ProjectionKind.RADEMACHER if capability >= _TENSOR_CORES:
-            module, n_planes = tensor_core, 2 if dtype is torch.float32 else 1
+            name, variant = "tensor_core", dense.tensor_core_variant
+            n_planes, alignment = 2 if dtype is torch.float32 else 1, dense.ALIGNMENT
         case ProjectionKind.RADEMACHER | ProjectionKind.NORMAL:
-            module = portable
+            name, variant = "portable", dense.portable_variant
         case ProjectionKind.HADAMARD:
             if spec.proj_dim > project_slices.SLICE:
                 raise InputError(
@@ -118,9 +119,9 @@ def choose(
                     f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
                     code="projection.gpu_proj_dim",
                 )
-            module = hadamard
+            name, variant = "hadamard", sketches.hadamard_variant
         case ProjectionKind.SJLT:
-            module = sjlt
+            name, variant = "sjlt", sketches.sjlt_variant
         case kind:
             raise InputError(
                 "The projection's kind must be one that has a kernel for GPUs. Found "
@@ -129,11 +130,11 @@ def choose(
             )
     bfloat16 = dtype is torch.bfloat16 or n_planes == 2
     return project_slices.Method(
-        name=module.__name__.rpartition(".")[2],
-        variant=partial(module.variant, spec, bfloat16),
+        name=name,
+        variant=partial(variant, spec, bfloat16),
         dtype=torch.bfloat16 if n_planes == 2 else dtype,
         n_planes=n_planes,
-        alignment=module.ALIGNMENT,
+        alignment=alignment,
     )
 
 
