@@ -3,8 +3,9 @@
     python benchmarks/scale.py --checkpoints 200 --experiments 10 --shards 4
 
 Every split is cut into the shards. The first dry run runs the preflight, in which a process imports
-torch, the second finds that on record. Prints jobs, seconds by the
-clock and of the processor, which don't depend on what else runs, and peak resident memory.
+torch, the second finds that on record. With `--batch 1/10` both plan a tenth of the experiments.
+Prints jobs, seconds by the clock and of the processor, which depend less on what else runs, and
+peak memory.
 """
 
 import argparse
@@ -59,13 +60,13 @@ def _processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def dry_run(folder: Path) -> tuple[int, float, float]:
+def dry_run(folder: Path, *arguments: str) -> tuple[int, float, float]:
     """Return how many jobs a dry run plans, its seconds, and those of the processor."""
     start, used = time.perf_counter(), _processor_seconds()
     result = subprocess.run(
         (
             *(sys.executable, "-m", "snakemake", "--dry-run", "--configfile", "study.yaml"),
-            *("--snakefile", str(_REPOSITORY / "Snakefile")),
+            *("--snakefile", str(_REPOSITORY / "Snakefile"), *arguments),
         ),
         cwd=folder,
         capture_output=True,
@@ -87,12 +88,15 @@ def main() -> None:
     parser.add_argument("--experiments", type=int, default=10)
     parser.add_argument("--shards", type=int, default=4, help="of every split")
     parser.add_argument("--targets", type=int, default=20, help="of every experiment")
-    options = parser.parse_args()
+    parser.add_argument("--batch", help="of the experiments, such as 1/10; all without it")
+    options = vars(parser.parse_args())
+    batch = options.pop("batch")
+    part = ("scores", "--batch", f"scores={batch}") if batch else ()
     print(f"{'dry run':<10}{'jobs':>8}{'seconds':>9}{'processor':>11}{'peak MiB':>10}")
     with tempfile.TemporaryDirectory() as temporary:
-        make_study(Path(temporary), **vars(options))
+        make_study(Path(temporary), **options)
         for name in ("first", "second"):
-            jobs, seconds, used = dry_run(Path(temporary))
+            jobs, seconds, used = dry_run(Path(temporary), *part)
             peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
             print(f"{name:<10}{jobs:>8}{seconds:>9.1f}{used:>11.1f}{peak:>10.0f}", flush=True)
 

@@ -16,7 +16,7 @@ from refused import refused
 
 from trak_core.studies.image_folder import image_folder
 from trak_core.studies.language_model import language_model
-from trak_core.studies.ready_study import decoded_tokens, field, ids_of, needed, read_rows
+from trak_core.studies.ready_study import _READERS, decoded_tokens, field, ids_of, needed, read_rows
 from trak_core.studies.tabular import tabular
 from trak_core.studies.text_classification import text_classification
 
@@ -355,7 +355,12 @@ def test_rows_of_a_table(tmp_path):
         tabular(file, "kind", net, **given).target_data()[0]
 
 
-def test_files_that_hold_no_rows(tmp_path):
+def _read_damaged(path):
+    # As pyarrow fails on some of 500 damaged files, which pandas then doesn't catch.
+    raise KeyError("numpy_type\nof a column")
+
+
+def test_files_that_hold_no_rows(tmp_path, monkeypatch):
     for name, text in {"a.txt": "x", "b.jsonl": "{", "c.jsonl": "", "d.jsonl": "3"}.items():
         (tmp_path / name).write_text(text)
         with refused("studies.rows", tmp_path / name):
@@ -365,6 +370,14 @@ def test_files_that_hold_no_rows(tmp_path):
     words = re.compile(r"Error tokenizing data\. .* saw 3(?=\.$)")
     with refused("studies.rows", tmp_path / "a.csv", words):
         read_rows(str(tmp_path / "a.csv"))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    # Whatever pyarrow says of it, or pandas where there is none, stands in one line.
+    one_line = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")
+    with refused("studies.rows", tmp_path / "a.parquet", one_line):
+        read_rows(str(tmp_path / "a.parquet"))
+    monkeypatch.setitem(_READERS, ".parquet", _read_damaged)
+    with refused("studies.rows", tmp_path / "a.parquet", re.compile(r"'numpy_type.*of a column'")):
+        read_rows(str(tmp_path / "a.parquet"))
     lines = {
         '{"a": 1, "b": 2, "a": 3}': "the field 'a' stands twice",
         '{"a": NaN}': "NaN is no finite number",

@@ -84,6 +84,8 @@ def test_results_without_snakemakes_records_count_as_finished(study):
     for average in study.path("results/scores").glob("*.h5"):
         average.unlink()
     assert study.would_run() == scoring(1, 2)
+    # Experiment by experiment, where all would take long to plan.
+    assert study.would_run("scores", "--batch", "scores=1/2") == scoring(1, 1)
 
 
 def test_new_targets_need_no_training_data(study, monkeypatch):

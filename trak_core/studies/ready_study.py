@@ -178,10 +178,11 @@ def read_rows(path: str) -> list[dict[str, Any]]:
             raise ValueError(f"its ending is {file.suffix or 'none'}")
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if not rows else "a line is not a JSON object")
-    except (ValueError, OSError, ImportError) as error:
+    except Exception as error:  # a damaged .parquet's are of any kind, and of several lines
+        words = " ".join(str(error).split()).removesuffix(".")
         raise InputError(
             f"{path}: rows must be .jsonl (a JSON object a line), .csv, .tsv or .parquet. Reading "
-            f"it failed: {str(error).strip()}.",
+            f"it failed: {words}.",
             code="studies.rows",
         ) from error
     return rows

@@ -1,7 +1,7 @@
 rule compute_features:
     input:
         checkpoint=checkpoint_input,
-        selected=selected_targets,
+        selected=selected_targets if specs.conditions else [],
     output:
         features="<results>/features/{checkpoint}/{split}.h5",
     log:
@@ -25,7 +25,7 @@ rule compute_features:
         signature=checkpoint_signature,
         spec=features_spec,
         targets=split_targets,
-        question=split_question,
+        question=split_question if specs.questions else None,
         study_file=config["study"],
     message:
         "Projecting gradients of {wildcards.split} under checkpoint {wildcards.checkpoint}"
