@@ -42,9 +42,9 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.collect_gradients import Digest
-from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, SEQUENCE_TO_SEQUENCE
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.supervised import CLASSIFICATION
 
 N_SAMPLES, N_TOKENS, N_WORDS = 4, 11, 96
 LARGE = 10_000_000  # parameters

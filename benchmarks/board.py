@@ -40,7 +40,7 @@ from board_scores import DEFAULT, OURS, all_scores
 from board_study import DROPS, SIZES, Board, Size, Training, board, save, train, trainings, written
 from machine import environment, write_csv
 
-from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
 
 _PACKAGES = "kronfluence", "bergson", "dattri", "logix"
 _LEAST, _FEWEST = 0.8, 4

@@ -33,8 +33,7 @@ import numpy as np
 from trak_core.artifacts import FEATURES, SCORES, create, open_artifact
 from trak_core.provenance import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
-from trak_core.system.dispatch import stage_of
-from trak_core.system.job import keep_freed
+from trak_core.system.job import keep_freed, stage_of
 
 _ROWS = 8192
 _TOP = 20

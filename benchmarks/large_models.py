@@ -49,9 +49,9 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.features import Features
-from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import project
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 from trak_core.system.job import keep_freed

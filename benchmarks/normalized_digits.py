@@ -17,7 +17,7 @@ import numpy as np
 from machine import environment
 
 from trak_core.artifacts import FEATURES, open_artifact, read_frame
-from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
 
 _POWER, _DAMPING = 0.75, 2.0
 _WAYS = "as it is", "before", "after", "under the inverse"

@@ -26,8 +26,7 @@ from planted_products import along, seconds_by_words
 from planted_ways import Scored, ways
 from torch.utils.data import Subset
 
-from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
-from trak_core.evaluation.lds import GroundTruth
+from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import read_ground_truth

@@ -17,10 +17,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
 from machine import environment
+
+from trak_core.system.job import stage_module
 
 _REPOSITORY = Path(__file__).parents[1]
 _ROUNDS = 5
@@ -45,6 +48,13 @@ def _run(config: str, results: Path, *more: str) -> tuple[float, dict[str, float
     began = time.perf_counter()
     subprocess.run([*command, "--config", f"results={results}", "--quiet"], check=True)
     return time.perf_counter() - began, _seconds(results)
+
+
+def _module(rule: str) -> str:
+    """Return the module of a rule's stage, whose name a rule's begins with."""
+    words = rule.split("_")
+    names = (stage_module("_".join(words[:n])) for n in range(len(words), 0, -1))
+    return next(name for name in names if find_spec(name))
 
 
 def _process(code: str, *arguments: str) -> float:
@@ -72,10 +82,8 @@ def main() -> None:
     print(f"whole run: {forked:.1f} s forked, {alone:.1f} s by themselves; one job at a time")
     print(f"loading the study: {loaded:.2f} s beside torch")
     print("| rule | forked, s | by itself, s | stage's imports, s |\n|---|---|---|---|")
-    stages = [path.stem for path in (_REPOSITORY / "trak_core/stages").glob("[a-z]*.py")]
     for rule, seconds in by_itself.items():
-        (stage,) = [one for one in stages if rule.startswith(one)]
-        imports = _process(f"import trak_core.stages.{stage}") - bare
+        imports = _process(f"import {_module(rule)}") - bare
         print(f"| {rule} | {of_forks[rule]:.2f} | {seconds:.2f} | {imports:.2f} |", flush=True)
 
 

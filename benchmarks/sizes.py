@@ -18,8 +18,7 @@ from pathlib import Path
 
 from trak_core.provenance import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
-from trak_core.system.dispatch import stage_of
-from trak_core.system.job import keep_freed
+from trak_core.system.job import keep_freed, stage_of
 
 # The default study's network on as many images as asked for, of uniform noise.
 _STUDY = """

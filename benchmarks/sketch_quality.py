@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from trak_core.gradients import Batch, as_batch, formed_gradients, gradients_at_once
 from trak_core.gradients import select_parameters as selected
 from trak_core.model.features import Features
-from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 
 N_TRAIN, N_TARGETS, LENGTH, DAMPING = 300, 30, 64, 2.0

@@ -27,8 +27,7 @@ from machine import environment, write_csv
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.complete_config import usual_power, usual_weighting
 from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
-from trak_core.evaluation.correlations import bootstrap, percentiles, rank_correlations
-from trak_core.evaluation.lds import GroundTruth
+from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
 from trak_core.stages.compute_features import compute_features

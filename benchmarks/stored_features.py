@@ -28,11 +28,11 @@ import numpy as np
 from machine import environment
 
 from trak_core.artifacts import FEATURES, SCORES, create, open_artifact
-from trak_core.evaluation.correlations import rank_correlations
+from trak_core.evaluation.lds import rank_correlations
 from trak_core.model.features import stored_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.spec import ScoresSpec
-from trak_core.system.dispatch import stage_of
+from trak_core.system.job import stage_of
 
 _TOP = 20
 _VECTORS = ("sample_ids", "labels", "outputs", "predictions", "loss_weights", "curvature")

@@ -38,14 +38,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import ConcatDataset, Subset
 
 from trak_core.config.job_specs import specs_of
-from trak_core.evaluation.correlations import auc
+from trak_core.evaluation.lds import auc
 from trak_core.evaluation.retrained_lists import mean_interval
 from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_normal_matrix import compute_normal_matrix
-from trak_core.stages.compute_scores import compute_scores
-from trak_core.stages.compute_self_influence import compute_self_influence
+from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.sum_groups import sum_groups
 from trak_core.stages.train_checkpoint import train_checkpoint
 from trak_core.stages.write_list import write_list

@@ -1,6 +1,5 @@
 """Every rule of the workflow: what it reads and writes, and what runs it again."""
 
-import importlib
 import json
 import re
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any
 import yaml
 
 from generate.rule_graph import drawn
+from trak_core.system.job import stage_module, stage_of
 
 REPOSITORY = Path(__file__).parents[2]
 # What runs a rule again beside its files and its code. A param that is new must get its words here.
@@ -105,8 +105,7 @@ def rule_sections() -> str:
     parts = []
     for name in sorted(rules):
         rule = rules[name]
-        module = importlib.import_module(f"trak_core.stages.{rule['stage']}")
-        summary = (getattr(module, rule["stage"]).__doc__ or "").partition("\n\n")[0]
+        summary = (stage_of(rule["stage"]).__doc__ or "").partition("\n\n")[0]
         reads = [f"[`{other}`](#{other})" for other in rule["reads"]]
         again = [PARAMS[param] for param in rule["params"] if param != "code"]
         again += ["what it reads", "the code that its stage reaches"]
@@ -114,7 +113,7 @@ def rule_sections() -> str:
             f"## `{name}`\n\n{' '.join(summary.split())}\n",
             f"- writes {', '.join(f'`{_pattern(path)}`' for path in rule['writes'])}",
             f"- reads files of {', '.join(reads)}" if reads else "- reads no other rule's files",
-            f"- stage: `trak_core.stages.{rule['stage']}`",
+            f"- stage: `{rule['stage']}` of `{stage_module(rule['stage'])}`",
             f"- runs again with a change of {'; '.join(again)}",
         ]
         parts.append("\n".join(lines) + "\n")

@@ -29,7 +29,7 @@ from trak_core.gradients.recomputation import Recomputation
 from trak_core.gramian import train_gramian
 from trak_core.model.inner_products import _room
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import FeaturesSpec
 from trak_core.stages.compute_features import compute_features
 

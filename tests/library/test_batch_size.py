@@ -15,7 +15,7 @@ from trak_core.gradients.batch_size import (
     samples_that_fit,
 )
 from trak_core.gradients.per_sample import select_parameters
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 
 CPU = torch.device("cpu")
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from trak_core.gradients import as_batch
 from trak_core.gradients.checks import check_labels, count_classes
-from trak_core.model_outputs.classification import CLASSIFICATION, SEGMENTATION
 from trak_core.model_outputs.clip import contrast
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION, SEGMENTATION
 
 CPU = torch.device("cpu")
 

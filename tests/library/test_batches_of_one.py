@@ -24,8 +24,8 @@ from trak_core.gradients import (
 )
 from trak_core.gramian import train_gramian
 from trak_core.model.features import Features
-from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.spec import ProjectionSpec, matrix_shape
 
 METHODS = [gradients_at_once, gradients_one_by_one, gradients_with_copies]

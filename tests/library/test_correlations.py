@@ -5,7 +5,7 @@ import pytest
 from refused import refused
 from scipy.stats import spearmanr
 
-from trak_core.evaluation.correlations import (
+from trak_core.evaluation.lds import (
     auc,
     bootstrap,
     noise_ceiling,

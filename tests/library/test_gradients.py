@@ -27,8 +27,7 @@ from trak_core.gradients.choose_method import (
 )
 from trak_core.gradients.collect_gradients import Formed
 from trak_core.gradients.per_sample import n_params, select_parameters
-from trak_core.model_outputs.classification import CLASSIFICATION
-from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION
 
 CPU = torch.device("cpu")
 METHODS = [gradients_at_once, gradients_one_by_one]
@@ -442,7 +441,7 @@ import sys, torch
 from torch import nn
 from trak_core.gradients import gradient_method, gradients_at_once, formed_gradients
 from trak_core.gradients import select_parameters
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
 batch = torch.randn(3, 1, 4, 4), torch.tensor([0, 1, 2])
 what = model, select_parameters(model, None), CLASSIFICATION, batch

@@ -12,13 +12,6 @@ from torch import nn
 from torch.func import grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
-from trak_core.model_outputs.classification import (
-    CLASSIFICATION,
-    MULTI_LABEL,
-    SEGMENTATION,
-    margin,
-    mean_pixel_margin,
-)
 from trak_core.model_outputs.clip import contrast, drawn_pairs, pair_margins
 from trak_core.model_outputs.language_modelling import (
     LANGUAGE_MODELLING,
@@ -28,7 +21,15 @@ from trak_core.model_outputs.language_modelling import (
     sequence_log_odds,
 )
 from trak_core.model_outputs.model_output import IGNORED, over_samples, read_logits
-from trak_core.model_outputs.regression import LOSS, REGRESSION
+from trak_core.model_outputs.supervised import (
+    CLASSIFICATION,
+    LOSS,
+    MULTI_LABEL,
+    REGRESSION,
+    SEGMENTATION,
+    margin,
+    mean_pixel_margin,
+)
 from trak_core.model_outputs.table import TABLE
 
 LOGITS = torch.tensor([[0.3, -1.2, 2.0], [5.0, 5.0, 5.0], [-3.0, 0.0, 3.0]], dtype=torch.float64)

@@ -14,7 +14,7 @@ from trak_core import provenance
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.cpu import project
-from trak_core.projection.cuda import choose_kernel
+from trak_core.projection.cuda import project as project_cuda
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import EXACT, ProjectionKind, ProjectionSpec
 
@@ -90,10 +90,10 @@ def test_each_kind_has_a_definition_and_a_kernel(kind):
 
 
 def test_a_kind_without_a_kernel_for_gpus_is_refused(monkeypatch):
-    monkeypatch.setattr(choose_kernel, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(project_cuda, "capability_of", lambda _: (9, 0))
     spec = ProjectionSpec(kind="identity", n_params=8, proj_dim=8, seed=0, stream=0)
     with refused("projection.gpu_kind", "identity"):
-        choose_kernel.choose(spec, torch.float32, torch.device("cpu"))
+        project_cuda.choose(spec, torch.float32, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

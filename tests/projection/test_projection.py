@@ -277,7 +277,7 @@ def test_compiled_code_is_found_by_the_next_process_and_not_after_a_change(tmp_p
     """A change in a module that a kernel takes a function from counts as well."""
     program = """
 import numpy as np
-from trak_core.projection.cpu.sjlt import sjlt_slice_cpu as kernel
+from trak_core.projection.cpu.sketches import sjlt_slice_cpu as kernel
 key = np.uint32(0), np.uint32(0), np.uint32(0)
 kernel(np.ones((1, 5), np.float32), 0, 5, 0, key, 4, np.ones((1, 8), np.float32))
 print(sum(kernel.stats.cache_hits.values()), sum(kernel.stats.cache_misses.values()))

@@ -11,10 +11,8 @@ from numba import config
 from refused import refused
 
 from trak_core.projection import project
-from trak_core.projection.cpu.normal import normal_entry
+from trak_core.projection.cpu.dense import normal_entry
 from trak_core.projection.cuda import (
-    availability,
-    choose_kernel,
     device_functions,
     hadamard,
     portable,
@@ -60,7 +58,7 @@ def small_and_poisoned(monkeypatch):
     monkeypatch.setattr(hadamard, "INNER", 128)
     monkeypatch.setattr(hadamard, "FLUSH", 4)
     monkeypatch.setattr(sjlt, "MOST_COLUMNS", 8)
-    monkeypatch.setattr(choose_kernel, "require_right_matrix", lambda *_: None)
+    monkeypatch.setattr(project_module, "require_right_matrix", lambda *_: None)
     if not HAS_GPU:
         from simulator import run_one_thread_at_a_time
 
@@ -86,10 +84,10 @@ def use(monkeypatch):
         if HAS_GPU and has_tensor_cores and torch.cuda.get_device_capability() < (8, 0):
             pytest.skip("runs where the GPU has compute capability 8.0")
         capability = (8, 0) if has_tensor_cores else (7, 5)
-        monkeypatch.setattr(choose_kernel, "capability_of", lambda _: capability)
+        monkeypatch.setattr(project_module, "capability_of", lambda _: capability)
         fields = {**fields, **changes}
         spec = ProjectionSpec(n_params=n_params, seed=seed, stream=stream, **fields)
-        assert choose_kernel.choose(spec, torch.float32, DEVICE).name == kernel
+        assert project_module.choose(spec, torch.float32, DEVICE).name == kernel
         return spec
 
     return use_case
@@ -332,9 +330,9 @@ def test_runs_cover_every_slice_once():
     ],
 )
 def test_kind_and_capability_choose_the_kernel(kind, dtype, capability, name, monkeypatch):
-    monkeypatch.setattr(choose_kernel, "capability_of", lambda _: capability)
+    monkeypatch.setattr(project_module, "capability_of", lambda _: capability)
     spec = ProjectionSpec(kind=kind, n_params=9, proj_dim=4, seed=0, stream=0)
-    method = choose_kernel.choose(spec, dtype, DEVICE)
+    method = project_module.choose(spec, dtype, DEVICE)
     assert method.name == name
     assert (method.n_planes == 2) == (name == "tensor_core" and dtype is torch.float32)
 
@@ -347,32 +345,32 @@ WHERE = re.compile(r"(?<=Found on ).* wrong of .* coordinate .*(?= Project on th
 class TestSelfTest:
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch):
-        monkeypatch.setattr(choose_kernel, "_passed", set())
-        monkeypatch.setattr(choose_kernel, "COLUMNS", 35)
-        monkeypatch.setattr(choose_kernel, "STEP", 23)
+        monkeypatch.setattr(project_module, "_passed", set())
+        monkeypatch.setattr(project_module, "COLUMNS", 35)
+        monkeypatch.setattr(project_module, "STEP", 23)
 
     # From before the fixture that spares the other tests the self-test.
-    run = staticmethod(choose_kernel.require_right_matrix)
+    run = staticmethod(project_module.require_right_matrix)
 
     def check(self, spec, dtype, n_samples):
-        method = choose_kernel.choose(spec, dtype, DEVICE)
+        method = project_module.choose(spec, dtype, DEVICE)
         self.run(method, spec, dtype, DEVICE, n_samples)
 
     @pytest.mark.parametrize(("name", "dtype"), list(zip(CASES, DTYPES * 3, strict=False)), ids=str)
     def test_right_kernels_pass_once(self, name, dtype, use, monkeypatch):
         spec = use(name, 100)
         self.check(spec, dtype, 3)
-        monkeypatch.setattr(choose_kernel, "projection_matrix", None)  # not called again
+        monkeypatch.setattr(project_module, "projection_matrix", None)  # not called again
         self.check(spec, dtype, 3)
 
     def test_each_variant_is_tested(self, use):
         for n_samples in (2, 3):
             self.check(use("portable-normal", 100), torch.float32, n_samples)
-        assert len(choose_kernel._passed) == 2
+        assert len(project_module._passed) == 2
 
     def test_comes_before_the_first_projection(self, use, monkeypatch):
-        monkeypatch.setattr(choose_kernel, "require_right_matrix", self.run)
-        monkeypatch.setattr(choose_kernel, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
+        monkeypatch.setattr(project_module, "require_right_matrix", self.run)
+        monkeypatch.setattr(project_module, "projection_matrix", lambda spec, *_: np.ones((1, 35)))
         with refused("projection.kernel_differs", "kernel portable", WHERE):
             projected(torch.ones((1, 100)), use("portable-rademacher", 100), 0)
 
@@ -401,9 +399,8 @@ class TestSelfTest:
 
 def test_what_a_machine_lacks_is_named(monkeypatch):
     """A package, then a driver, then its libraries, then a GPU that is not too old."""
-    monkeypatch.setattr(availability, "is_simulated", lambda: False)
-    require = availability.require_numba_cuda.__wrapped__
-    monkeypatch.setattr(availability, "require_numba_cuda", require)
+    monkeypatch.setattr(project_module, "is_simulated", lambda: False)
+    require = project_module.require_numba_cuda.__wrapped__
     monkeypatch.setattr(project_module, "require_numba_cuda", require)
     spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
 
@@ -426,13 +423,13 @@ def test_what_a_machine_lacks_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
     with refused("projection.capability", "7.0", "6.1 (P40)"):
-        availability.capability_of(torch.device("cuda", 0))
+        project_module.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")
 def test_the_simulator_takes_no_gpu():
     with refused("projection.simulated"):
-        availability.capability_of(torch.device("cuda", 0))
+        project_module.capability_of(torch.device("cuda", 0))
 
 
 def test_hadamard_says_its_limit(use, monkeypatch):

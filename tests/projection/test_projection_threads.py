@@ -11,8 +11,8 @@ import pytest
 from projections import KINDS, real_gradients, spec_of
 
 from trak_core.projection import project
+from trak_core.projection.cpu import dense
 from trak_core.projection.cpu import project as slicing
-from trak_core.projection.cpu import rademacher
 from trak_core.projection.cpu.project import slice_length
 
 
@@ -65,7 +65,7 @@ def test_two_tiles_at_once_change_no_bit(monkeypatch):
     for n_samples in (1, 8, 9, 16, 17, 35):
         results = []
         for in_pairs in (False, True):
-            monkeypatch.setattr(rademacher, "holds_two_tiles", lambda pairs=in_pairs: pairs)
+            monkeypatch.setattr(dense, "holds_two_tiles", lambda pairs=in_pairs: pairs)
             results.append(project(real_gradients(n_samples, 701), spec, offset=77))
         np.testing.assert_array_equal(*results)
 

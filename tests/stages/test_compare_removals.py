@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from trak_core.artifacts import ArtifactError
 from trak_core.evaluation.retrained_lists import mean_interval
 from trak_core.stages.compare_removals import compare_removals
-from trak_core.stages.compute_embeddings import compute_embeddings
+from trak_core.stages.compute_outputs import compute_embeddings
 from trak_core.stages.retrain import retrain
 from trak_core.study.retraining_draws import training_seed
 

@@ -37,7 +37,7 @@ from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_outputs import model_output, outputs_and_predictions
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.model_output import ModelOutput, over_samples, own_output
-from trak_core.model_outputs.regression import REGRESSION
+from trak_core.model_outputs.supervised import REGRESSION
 from trak_core.model_outputs.table import TABLE, output_name
 from trak_core.queries.answer import said_of
 from trak_core.spec import FeaturesSpec

@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 from trak_core.artifacts import ArtifactError
 from trak_core.spec import RetrainedSpec
-from trak_core.stages.prove_list import prove_list
+from trak_core.stages.compare_removals import prove_list
 from trak_core.stages.retrain import listed_rows, retrain
 from trak_core.study.retraining_draws import random_removal, training_seed
 from trak_core.system.files import write_csv

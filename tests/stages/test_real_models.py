@@ -19,7 +19,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.model.sample_outputs import model_output
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection.reference import projection_matrix
 from trak_core.spec import NormalSpec, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages.compute_features import compute_features

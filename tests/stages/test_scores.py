@@ -17,10 +17,10 @@ from trained_cases import assert_close
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
-from trak_core.model.device import find_device
 from trak_core.model.features import batch_features, projecting_device, stored_rows
+from trak_core.model.loaded_model import find_device
 from trak_core.model.sample_outputs import warn_of_saturation
-from trak_core.projection.cuda import availability
+from trak_core.projection.cuda import project as project_cuda
 
 # Each setting with one of the studies: scoring sees no more of a study than its arrays. Every value
 # of a setting is there with both.
@@ -376,9 +376,9 @@ def test_a_missing_gpu_is_an_error_and_no_other_device_takes_its_place(monkeypat
 
 def test_a_missing_numba_cuda_is_found_before_any_gradient(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(availability, "is_simulated", lambda: False)
+    monkeypatch.setattr(project_cuda, "is_simulated", lambda: False)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    availability.require_numba_cuda.cache_clear()
+    project_cuda.require_numba_cuda.cache_clear()
     with pytest.raises(InputError, match="needs the package numba-cuda"):
         projecting_device("cuda")
 

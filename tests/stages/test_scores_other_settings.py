@@ -6,8 +6,7 @@ from pipeline import averaged, changed, scores_spec
 from trak_core.errors import InputError
 from trak_core.provenance import content_digest
 from trak_core.spec import EXACT
-from trak_core.stages.compute_exact_scores import compute_exact_scores
-from trak_core.stages.compute_scores import compute_scores
+from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 
 RADEMACHER = {"kind": "rademacher", "proj_dim": 33, "seed": 0}
 WAYS = {

@@ -22,10 +22,9 @@ from trak_core.spec import EXACT, ProjectionSpec, matrix_shape, stream_of
 from trak_core.stages import compute_features as features_stage
 from trak_core.stages import compute_outputs as outputs_stage
 from trak_core.stages.compute_distortion import compute_distortion
-from trak_core.stages.compute_embeddings import compute_embeddings
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.compute_gramian import compute_gramian
-from trak_core.stages.compute_outputs import compute_outputs
+from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 from trak_core.stages.join_shards import join_shards
 from trak_core.stages.preflight_study import preflight_study
 from trak_core.study.split import Split
@@ -238,7 +237,7 @@ def test_distortion(case, memory_mb, tmp_path):
 
 
 def test_embeddings_are_means_over_a_text_s_own_tokens(tmp_path, monkeypatch):
-    monkeypatch.setattr("trak_core.stages.compute_embeddings._WINDOW", 7)
+    monkeypatch.setattr("trak_core.stages.compute_outputs._WINDOW", 7)
     case = Case("Llama", tmp_path)
     settings = case.common(batch_size=4)
     del settings["memory_mb"]

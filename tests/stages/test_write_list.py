@@ -13,11 +13,9 @@ from reported import CODES, DRAW, HOSTILE, STUDY, TARGETS, check_alone, study_wi
 from trak_core.artifacts import ArtifactError
 from trak_core.scoring.lists import few_targets
 from trak_core.stages.compute_features import compute_features
-from trak_core.stages.compute_scores import compute_scores
-from trak_core.stages.compute_self_influence import compute_self_influence
-from trak_core.stages.find_duplicates import find_duplicates
+from trak_core.stages.compute_scores import compute_scores, compute_self_influence
 from trak_core.stages.show_list import show_list
-from trak_core.stages.write_list import write_list
+from trak_core.stages.write_list import find_duplicates, write_list
 from trak_core.study.sample_columns import with_class_names
 from trak_core.system.files import write_csv
 

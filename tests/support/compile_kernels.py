@@ -19,7 +19,8 @@ from numba.cuda import dispatcher
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.typing.typeof import Purpose, typeof
 
-from trak_core.projection.cuda import choose_kernel, project_slices
+from trak_core.projection.cuda import project as project_cuda
+from trak_core.projection.cuda import project_slices
 from trak_core.spec import ProjectionSpec
 
 # By CUDA's version: the compiler and what it takes mathematical functions from, and the linker.
@@ -160,11 +161,11 @@ def compile_all(folder: Path, cases: list, targets: list[str]) -> None:
     for kernel_name, kind, proj_dim, rows, dtype in cases:
         # The portable kernel is for GPUs whose tensor cores don't know m16n8k16.
         assumed = (7, 5) if kernel_name == "portable" else (8, 0)
-        choose_kernel.capability_of = lambda _, assumed=assumed: assumed
+        project_cuda.capability_of = lambda _, assumed=assumed: assumed
         label = f"{kind}-{proj_dim}-{rows}-{str(dtype).removeprefix('torch.')}"
         spec = ProjectionSpec(kind=kind, n_params=300, proj_dim=proj_dim, seed=0, stream=0)
         gradients, out = torch.zeros((rows, 300), dtype=dtype), torch.zeros((rows, proj_dim))
-        method = choose_kernel.choose(spec, dtype, out.device)
+        method = project_cuda.choose(spec, dtype, out.device)
         if method.name != kernel_name:
             raise ValueError(f"{label} is projected by {method.name}")
         project_slices.project_slices([gradients], spec, 0, out, method)

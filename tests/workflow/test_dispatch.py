@@ -1,5 +1,6 @@
 """What a rule names is what its stage takes: the jobs of configs that use everything, none run."""
 
+import ast
 import inspect
 import json
 import os
@@ -15,9 +16,15 @@ from workspace import REPOSITORY, forked_python
 
 from trak_core.provenance import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
-from trak_core.system.dispatch import convert_param, describe_job, run, stage_of
+from trak_core.system.job import convert_param, describe_job, run, stage_module, stage_of
 
-STAGES = {p.stem for p in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")} - {"preflight_study"}
+# A stage is a function that takes nothing but keywords.
+STAGES = {
+    node.name
+    for path in (REPOSITORY / "trak_core/stages").glob("[a-z]*.py")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.args.kwonlyargs and not node.args.args
+} - {"preflight_study"}
 # Params that decide whether a job runs again; of these a stage takes `code` alone, if it writes it.
 TRIGGERS = {"code", "signature", "digest"}
 EXACT = {
@@ -101,7 +108,7 @@ def test_every_job_has_the_environment_that_the_config_names(jobs):
 
 COMPILER = """
 import pkgutil, sys
-from trak_core.system.dispatch import imports_of
+from trak_core.system.job import imports_of
 for name in imports_of(["compute_features"]):
     found = pkgutil.resolve_name(name.removesuffix("()"))
     if name.endswith("()"):
@@ -158,7 +165,7 @@ def test_everything_reaches_the_stage_as_what_it_takes(jobs):
 def test_the_code_of_a_job_is_that_of_its_stage(jobs):
     for rule, job in jobs.items():
         name = stage(job).__name__
-        assert job["params"]["code"] == f"{name} {code_digest(f'trak_core.stages.{name}')}", rule
+        assert job["params"]["code"] == f"{name} {code_digest(stage_module(name))}", rule
 
 
 def test_a_name_that_the_stage_does_not_take():

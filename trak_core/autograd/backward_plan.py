@@ -1,7 +1,7 @@
 """Plan how far one backward pass can tell samples apart, and where it takes their gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
-sample, see ``sample_layouts``) or *shared*: a parameter, a function of parameters alone, or what
+sample, see ``graph.py``) or *shared*: a parameter, a function of parameters alone, or what
 several samples lead to. One backward pass serves all samples as far as tensors are split. An edge
 from a split output to a shared input is a *crossing*: there the gradient of each sample is formed,
 or its inner products by a closed form.
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trak_core.autograd.graph import Edge, Graph, Node, name_of, shape_of
+from trak_core.autograd.graph import Edge, Graph, Layout, Node, joined, name_of, settled, shape_of
 from trak_core.autograd.layout_rules import input_layouts
-from trak_core.autograd.sample_layouts import Layout, joined, settled
 
 # Operations that only move entries. Inner products of gradients don't see them.
 MOVES = {

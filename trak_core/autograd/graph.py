@@ -1,7 +1,17 @@
-"""Read autograd's graph between outputs and parameters."""
+"""Read autograd's graph between outputs and parameters, and say which sample its entries belong to.
+
+A layout of stride s says that the entry at row-major position i belongs to sample (i // s) % B. One
+with owners, n numbers, says that it belongs to sample owners[(i // s) % n], or to none where that
+is -1, because nothing that is differentiated depends on it. A reshape keeps a layout, because it
+keeps positions; everything else is arithmetic on the dimension it lies in. ``None`` stands for a
+tensor that all samples share, or whose layout is unknown. Then no entry is attributed to one sample
+alone, which costs time but is never wrong.
+
+Layouts come from rules (``layout_rules.py``), or by trial: ``probed_layouts``.
+"""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,3 +115,198 @@ def _used(node: Node) -> list[Edge]:
         for i, (used, number) in enumerate(node.next_functions)
         if used is not None and math.prod(shape_of(used, number))
     ]
+
+
+# Owners of two layouts are compared block by block, up to so many.
+_MOST_BLOCKS = 2**24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Which sample an entry belongs to.
+
+    Attributes:
+        stride: Consecutive entries with one owner.
+        n_samples: B.
+        owners: Shape (n,), on the CPU; None if all samples take turns.
+    """
+
+    stride: int
+    n_samples: int
+    owners: Tensor | None = None
+
+    @property
+    def period(self) -> int:
+        """Number of blocks of ``stride`` entries until the owners repeat."""
+        return self.n_samples if self.owners is None else len(self.owners)
+
+    @property
+    def in_turn(self) -> Tensor:
+        """The owners of one period, shape (period,)."""
+        return torch.arange(self.n_samples) if self.owners is None else self.owners
+
+    def of_blocks(self, stride: int, n_blocks: int) -> Tensor:
+        """Return the owners of the first blocks of ``stride`` entries, which divides the layout's.
+
+        Shape (n_blocks,).
+        """
+        each = self.in_turn.repeat_interleave(self.stride // stride)
+        return each.repeat(-(-n_blocks // len(each)))[:n_blocks]
+
+
+def strides(shape: Sequence[int]) -> list[int]:
+    """Return the row-major strides of a shape, in entries."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+
+
+def stride_at(shape: Sequence[int], dim: int, width: int, period: int) -> int | None:
+    """Return the stride of a layout in a tensor whose dimension ``dim`` is (outer, period, width).
+
+    ``width`` is the number of consecutive places of one owner. It is None where sizes don't fit.
+    """
+    if not 0 <= dim < len(shape) or shape[dim] % (period * width) or not shape[dim]:
+        return None
+    return width * math.prod(shape[dim + 1 :])
+
+
+def locate(shape: Sequence[int], layout: Layout) -> tuple[int, int] | None:
+    """Return dimension and width as ``stride_at`` takes them; None if owners span dimensions.
+
+    All that there is belongs to a single sample.
+    """
+    if layout.n_samples == 1:
+        return 0, 1
+    for dim, stride in enumerate(strides(shape)):
+        if stride <= layout.stride and layout.stride * layout.period <= stride * shape[dim]:
+            width = layout.stride // stride
+            if layout.stride % stride or shape[dim] % (width * layout.period):
+                return None
+            return dim, width
+    return None
+
+
+def joined(a: Layout | None, b: Layout | None) -> Layout | None:
+    """Return a layout that agrees with two of one tensor, by different users of it.
+
+    None if they give an entry to different samples, because no entry below belongs to one alone.
+    """
+    if a is None or b is None:
+        return None
+    if a.owners is None and b.owners is None:
+        return a if a.stride == b.stride else None
+    stride = math.gcd(a.stride, b.stride)
+    n = math.lcm(a.stride * a.period, b.stride * b.period) // stride
+    if n > _MOST_BLOCKS:
+        return None
+    first, second = a.of_blocks(stride, n), b.of_blocks(stride, n)
+    if bool(((first != second) & (first >= 0) & (second >= 0)).any()):
+        return None
+    return Layout(stride, a.n_samples, torch.where(first >= 0, first, second))
+
+
+def settled(layout: Layout | None) -> Layout | None:
+    """Return the same layout in short, if samples take turns; else the layout itself."""
+    if layout is None or layout.owners is None or bool((layout.owners < 0).any()):
+        return layout
+    return guessed(layout)
+
+
+def guessed(layout: Layout) -> Layout:
+    """Return a layout in which samples take turns, if one agrees where an entry has an owner.
+
+    Else the layout itself. Gradients are zero where it has none, so that a guess there is never
+    wrong; but it may contradict another user of the tensor.
+    """
+    if layout.owners is None:
+        return layout
+    n, b = len(layout.owners), layout.n_samples
+    for width in range(n // b, 0, -1):
+        if n % (width * b) == 0:
+            blocks = layout.owners.view(-1, b, width)
+            if bool(((blocks < 0) | (blocks == torch.arange(b)[:, None])).all()):
+                return Layout(layout.stride * width, b)
+    return layout
+
+
+def layout_of(owners: Tensor, stride: int, n_samples: int) -> Layout | None:
+    """Return the layout of a tensor from the owners of its blocks of ``stride`` entries.
+
+    ``owners``, on the CPU, has the dimensions before those blocks. The layout repeats itself over
+    the outer ones if it can.
+    """
+    while owners.ndim > 1:
+        repeats = bool((owners == owners[:1]).all())
+        owners = owners[0] if repeats else owners.flatten(0, 1)
+    return Layout(stride, n_samples, owners.reshape(-1))
+
+
+def from_entries(owners: Tensor, n_samples: int) -> Layout | None:
+    """Return the layout of a tensor from the owner of each entry, -1 where it has none."""
+    if not owners.ndim:
+        return None
+    for dim, stride in enumerate(strides(owners.shape)):
+        blocks = owners.reshape(*owners.shape[: dim + 1], stride)
+        largest = blocks.amax(-1)
+        if bool(((blocks < 0) | (blocks == largest.unsqueeze(-1))).all()):
+            return layout_of(largest, stride, n_samples)
+    return None
+
+
+def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout | None]:
+    """Return the layouts of an operation's inputs, from those of its outputs, by derivatives.
+
+    Samples have numbers. For each bit there are two probes: random gradients of the samples with
+    that bit, and of those without. An entry of an input belongs to sample b if it moves in exactly
+    the probes in which b is, so that an operation that mixes samples is never taken for one that
+    doesn't. An entry that never moves depends on nobody: the operation's derivative is zero there.
+
+    Args:
+        edges: All those of one operation, one at least.
+        layouts: By number, those of the outputs that are used.
+
+    Returns:
+        One for each edge; None where an entry moves with several samples.
+    """
+    user = edges[0].user
+    n_samples = next(iter(layouts.values())).n_samples
+    owners = {edge.index: torch.zeros(shape_of(edge.node, edge.number)).long() for edge in edges}
+    moves = {index: torch.zeros_like(own, dtype=torch.bool) for index, own in owners.items()}
+    shared: set[int] = set()
+    for bit in range((n_samples - 1).bit_length()):
+        with_bit = (torch.arange(n_samples) >> bit) % 2 == 1
+        first, second = (_moved(user, layouts, which, owners) for which in (with_bit, ~with_bit))
+        for index, own in owners.items():
+            own += first[index].long() << bit
+            moves[index] |= first[index] | second[index]
+            if bool((first[index] & second[index]).any()):
+                shared.add(index)
+    return [
+        None if i in shared else from_entries(torch.where(moves[i], owners[i], -1), n_samples)
+        for i in (edge.index for edge in edges)
+    ]
+
+
+def _moved(
+    user: Node, layouts: dict[int, Layout], which: Tensor, inputs: dict[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return which entries of inputs move with the samples for which ``which`` is true."""
+    generator = torch.Generator().manual_seed(0)
+    gradients: dict[int, Tensor] = {}
+    for number, layout in layouts.items():
+        about = user._input_metadata[number]
+        n_entries = math.prod(about.shape)
+        own = layout.of_blocks(layout.stride, n_entries // layout.stride)
+        chosen = (which[own] & (own >= 0)).repeat_interleave(layout.stride)
+        random = 1 + torch.rand(n_entries, generator=generator)
+        gradient = torch.where(chosen, random, 0).view(shape_of(user, number))
+        gradients[number] = gradient.to(about.device, about.dtype)
+    with torch.no_grad():
+        answers = differentiate(user, gradients)
+    moved = {}
+    for index, like in inputs.items():
+        answer = answers[index]
+        if answer is None:
+            moved[index] = torch.zeros_like(like, dtype=torch.bool)
+        else:
+            moved[index] = (answer.sum_to_size(like.shape) != 0).cpu()
+    return moved

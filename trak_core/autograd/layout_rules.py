@@ -13,14 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trak_core.autograd.graph import Edge, Node, is_function, leaf_of, name_of, shape_of
-from trak_core.autograd.sample_layouts import (
+from trak_core.autograd.graph import (
+    Edge,
     Layout,
+    Node,
     guessed,
+    is_function,
     joined,
     layout_of,
+    leaf_of,
     locate,
+    name_of,
     probed_layouts,
+    shape_of,
     stride_at,
 )
 

@@ -13,8 +13,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from trak_core.autograd.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
 from trak_core.autograd.closed_forms import closed_form, has_form
 from trak_core.autograd.gradient_terms import Consumer, Contribution, Dense, transposed
-from trak_core.autograd.graph import Edge, Node, differentiate, leaf_of, name_of, shape_of, trace
-from trak_core.autograd.sample_layouts import Layout, stride_at
+from trak_core.autograd.graph import (
+    Edge,
+    Layout,
+    Node,
+    differentiate,
+    leaf_of,
+    name_of,
+    shape_of,
+    stride_at,
+    trace,
+)
 
 # Takes gradients with the rows in front, (rows, *shape), None where there are none.
 Watcher = Callable[[list[Tensor | None]], None]

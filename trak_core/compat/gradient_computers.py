@@ -38,8 +38,8 @@ from trak_core.gradients import (
     in_evaluation_mode,
 )
 from trak_core.model.features import Features
-from trak_core.model_outputs.classification import CLASSIFICATION
 from trak_core.model_outputs.model_output import ModelOutput
+from trak_core.model_outputs.supervised import CLASSIFICATION
 from trak_core.projection import NotFiniteError
 from trak_core.spec import ProjectionSpec
 

@@ -14,9 +14,9 @@ from torch.func import functional_call
 
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels
-from trak_core.model_outputs.classification import CLASSIFICATION, margin
 from trak_core.model_outputs.clip import drawn_pairs, pair_margins
 from trak_core.model_outputs.model_output import read_logits
+from trak_core.model_outputs.supervised import CLASSIFICATION, margin
 
 Weights = Mapping[str, Tensor] | None
 

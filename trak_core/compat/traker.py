@@ -47,7 +47,7 @@ from trak_core.compat.score_computers import (
 )
 from trak_core.errors import InputError
 from trak_core.gradients import check_labels, check_samples_apart, count_classes, in_chunks
-from trak_core.model_outputs.classification import CLASSIFICATION
+from trak_core.model_outputs.supervised import CLASSIFICATION
 
 _NOTHING_LOADED = "no ckpt loaded"
 # A model id is the stream of the projection.

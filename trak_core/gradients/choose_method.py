@@ -12,8 +12,7 @@ from trak_core.autograd.gradient_terms import Dense
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.errors import InputError, is_out_of_memory
-from trak_core.gradients.collect_gradients import Digest, Formed, SampleConsumer
-from trak_core.gradients.finite_differences import Twin
+from trak_core.gradients.collect_gradients import Digest, Formed, SampleConsumer, Twin
 from trak_core.gradients.model_inputs import (
     Batch,
     Samples,

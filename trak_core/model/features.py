@@ -12,7 +12,7 @@ from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer
 from trak_core.autograd.token_margins import MarginFactors
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
-from trak_core.model.device import find_device, takes_cuda
+from trak_core.model.loaded_model import find_device, takes_cuda
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape
@@ -244,7 +244,7 @@ def projecting_device(name: str) -> torch.device:
     """Return the device that a config names, after a check that projection works on it."""
     if takes_cuda(name):
         # Imported here because only CUDA needs it; checked before the wait for a GPU.
-        from trak_core.projection.cuda.availability import require_numba_cuda
+        from trak_core.projection.cuda.project import require_numba_cuda
 
         require_numba_cuda()
     return find_device(name)

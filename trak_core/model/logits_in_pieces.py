@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from trak_core.autograd.token_margins import Head, margins_of_tokens
 from trak_core.gradients.model_inputs import without_virtual_tokens
-from trak_core.model_outputs.classification import margin
 from trak_core.model_outputs.language_modelling import of_margins
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput
+from trak_core.model_outputs.supervised import margin
 
 # Functions of each entry by itself: what models do to logits, as scaling and soft capping.
 _OF_ENTRIES = {"mul", "__mul__", "__rmul__", "div", "__div__", "__truediv__", "true_divide"}

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from trak_core.model_outputs.classification import log_odds_of_all, margin
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
+from trak_core.model_outputs.supervised import log_odds_of_all, margin
 
 
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:

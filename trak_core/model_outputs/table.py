@@ -54,7 +54,7 @@ class About:
 
 
 def _classification() -> "ModelOutput":
-    from trak_core.model_outputs.classification import CLASSIFICATION
+    from trak_core.model_outputs.supervised import CLASSIFICATION
 
     return CLASSIFICATION
 
@@ -78,19 +78,19 @@ def _sequence_to_sequence() -> "ModelOutput":
 
 
 def _regression() -> "ModelOutput":
-    from trak_core.model_outputs.regression import REGRESSION
+    from trak_core.model_outputs.supervised import REGRESSION
 
     return REGRESSION
 
 
 def _segmentation() -> "ModelOutput":
-    from trak_core.model_outputs.classification import SEGMENTATION
+    from trak_core.model_outputs.supervised import SEGMENTATION
 
     return SEGMENTATION
 
 
 def _multi_label() -> "ModelOutput":
-    from trak_core.model_outputs.classification import MULTI_LABEL
+    from trak_core.model_outputs.supervised import MULTI_LABEL
 
     return MULTI_LABEL
 
@@ -102,7 +102,7 @@ def _token_log_odds() -> "ModelOutput":
 
 
 def _loss() -> "ModelOutput":
-    from trak_core.model_outputs.regression import LOSS
+    from trak_core.model_outputs.supervised import LOSS
 
     return LOSS
 

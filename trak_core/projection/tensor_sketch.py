@@ -24,7 +24,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.tensor_sketch import add_squares_cpu, fill_pairs_cpu, sides_of
+from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, sides_of
 from trak_core.spec import ProjectionSpec
 
 # Entries of a piece of count sketches: 2 MiB of float32, a core's own cache.

@@ -38,7 +38,7 @@ class ProjectionKind(StrEnum):
 
     A new kind is a row here, its definition in ``projection/reference.py``, a module
     ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/project.py``, and its name in the
-    config's schema. ``projection/cuda/choose_kernel.py`` refuses it until there is a kernel for
+    config's schema. ``projection/cuda/project.py`` refuses it until there is a kernel for
     GPUs. ``tests/library/test_registries.py`` says what is missing.
     """
 

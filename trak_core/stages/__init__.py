@@ -1,4 +1,6 @@
-"""Runs the jobs of the workflow: one module a rule, with the rule's name.
+"""Runs the jobs of the workflow: one function a rule, with the rule's name.
+
+Most lie in a module of that name; ``system/job.py`` knows the others.
 
 A stage reads files, refuses what does not belong together, computes by pure functions, and writes
 its first path: the whole artifact or nothing. It takes keywords, the names that its rule has. These

@@ -1,4 +1,4 @@
-"""Compute what the model says of all possible targets under one checkpoint."""
+"""Run the model on samples under one checkpoint: what it says of targets, or how it embeds all."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from trak_core.artifacts import OUTPUTS, create
+from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create
 from trak_core.gradients import (
     Room,
     budget_bytes,
@@ -16,10 +16,11 @@ from trak_core.gradients import (
     in_chunks,
     in_evaluation_mode,
 )
-from trak_core.model.device import device_name, find_device
-from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.loaded_model import LoadedModel, device_name, find_device
+from trak_core.model.sample_order import OrderedSamples
+from trak_core.model.sample_outputs import embed_samples
 from trak_core.model_outputs.model_output import over_samples
-from trak_core.spec import FeaturesSpec
+from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.system.progress import software, with_progress
 
 
@@ -74,3 +75,43 @@ def compute_outputs(
         writer.vector("labels", labels.numpy())
         writer.vector("outputs", values.float().numpy())
         writer.vector("predictions", predictions.numpy())
+
+
+# Samples whose embeddings are kept where texts are ordered by length among themselves.
+_WINDOW = 1024
+
+
+def compute_embeddings(
+    *,
+    embeddings: Path,
+    checkpoint: Path,
+    study_file: Path,
+    spec: FeaturesSpec,
+    code: str,
+    device: str,
+    batch_size: int,
+    threads: int,
+) -> None:
+    """Write what enters the model's last linear layer, for every sample of both pools.
+
+    The frames ``train`` and ``targets`` have shape (samples, width).
+    """
+    torch.set_num_threads(threads)
+    loaded = LoadedModel.load(study_file, checkpoint, spec, find_device(device))
+    file_spec = loaded.file_spec(spec, spec.projection)
+    provenance = software(code, device_name(loaded.device), "torch", "numpy")
+    with create(embeddings, EMBEDDINGS, file_spec, provenance) as writer:
+        for key, name in (("train", TRAIN), ("targets", "targets")):
+            split = loaded.study.split(name, None)
+            (samples,) = loaded.ordered(split, window=_WINDOW)
+
+            def computed(first: int, last: int, samples: OrderedSamples = samples) -> list[Tensor]:
+                return [embed_samples(loaded.model, loaded.batch(samples, first, last)).cpu()]
+
+            values = None
+            blocks = in_chunks(computed, len(samples), samples.batches_of(batch_size))
+            taken = with_progress(blocks, len(samples), "samples")
+            for start, stop, (rows,) in samples.in_order(taken):
+                if values is None:
+                    values = writer.matrix(key, split.ids, range(rows.shape[1]))
+                values[start:stop] = rows.numpy()

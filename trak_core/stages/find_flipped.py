@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact
-from trak_core.evaluation.correlations import auc
+from trak_core.evaluation.lds import auc
 from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import self_influences
 from trak_core.study.retraining_draws import flipped_samples

@@ -1,11 +1,14 @@
-"""Run a job's work with a log, one message for an error that can be mended, and a clean stop.
+"""Run a job: from its rule to its stage, with a log, one message for an error, and a clean stop.
 
-Standard library only.
+What a rule names is what its stage takes; nothing else knows Snakemake's objects. The param
+``code`` says which stage: a workflow that uses this one as a module may rename its rules.
 """
 
 import atexit
 import contextlib
 import ctypes
+import importlib
+import inspect
 import logging
 import os
 import signal
@@ -13,14 +16,16 @@ import site
 import sys
 import sysconfig
 import threading
+import typing
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
+from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
 # glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
 # taken from the heap, of which glibc allows no more.
@@ -346,3 +351,103 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
     finally:
         ended.set()
         end_insisting()
+
+
+# Params that decide whether a job runs again, whether or not its stage takes them.
+_TRIGGERS = {"code", "signature", "digest"}
+# What stages import only when they come to it.
+_TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
+_KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
+_LATER = {
+    "average_scores": _TABLES,
+    "compute_exact_scores": _TABLES,
+    "compute_features": _KERNELS,
+    "compute_self_influence": _TABLES,
+    "draw_influences": (*_TABLES, *_FIGURES),
+    "retrain": ("pandas",),
+    "select_targets": _TABLES,
+    "show_list": _FIGURES,
+    "write_report": (*_TABLES, *_FIGURES),
+}
+
+
+# Stages that lie in the module of another, because the two do one thing in two ways.
+_LIES_WITH = {
+    "compute_embeddings": "compute_outputs",
+    "compute_exact_scores": "compute_scores",
+    "compute_self_influence": "compute_scores",
+    "find_duplicates": "write_list",
+    "prove_list": "compare_removals",
+}
+
+
+def stage_module(name: str) -> str:
+    """Return the dotted name of the module that a stage lies in: most have one of their own."""
+    return f"trak_core.stages.{_LIES_WITH.get(name, name)}"
+
+
+def stage_of(name: str) -> Callable[..., None]:
+    """Return a stage, by its name."""
+    return getattr(importlib.import_module(stage_module(name)), name)
+
+
+def convert_param(value: Any, hint: Any) -> Any:
+    """Return what Snakemake passes (texts, plain values) as what a stage takes, by its type."""
+    kinds = (hint, *typing.get_args(hint))
+    if value is None:
+        return None
+    for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
+        if spec in kinds:
+            return parse_spec(spec, value)
+    if Path in kinds:
+        return Path(value) if isinstance(value, str) else [Path(path) for path in value]
+    return int(value) if hint is int else value
+
+
+def describe_job(job: Any) -> dict[str, Any]:
+    """Return what Snakemake's object of a script says of a job, ready for JSON.
+
+    ``own`` holds the names of the rule's own files and params among all that is ``named``.
+    """
+    named: dict[str, Any] = {"threads": job.threads}
+    # What a rule says of its files counts most: a wildcard is named `checkpoint` as well.
+    for group in (job.wildcards, job.resources, job.params, job.input, job.output):
+        named.update(group.items())
+    own = [name for group in (job.params, job.input, job.output) for name in dict(group.items())]
+    minutes = job.config["compute"].get("minutes")
+    return {"rule": job.rule, "log": job.log[0], "minutes": minutes, "named": named, "own": own}
+
+
+def imports_of(stages: Iterable[str]) -> list[str]:
+    """Return the modules that jobs of some stages import, those that they come to later too.
+
+    A name that ends with ``()`` is that of a function to call.
+    """
+    named = list(stages)
+    later = [module for stage in named for module in _LATER.get(stage, ())]
+    return list(dict.fromkeys([*map(stage_module, named), *later]))
+
+
+def imports_of_job(job: Mapping[str, Any]) -> list[str]:
+    """Return the same of one job, from ``describe_job``."""
+    return imports_of([job["named"]["code"].split()[0]])
+
+
+def run_logged(job: Mapping[str, Any]) -> None:
+    """Run a job, from ``describe_job``, with all that it prints in its log."""
+    with logged_to(job["log"], job["minutes"]):
+        run(job)
+
+
+def run(job: Mapping[str, Any]) -> None:
+    """Call a job's stage with what its rule names, which must be what the stage takes."""
+    named = dict(job["named"])
+    name, named["code"] = named["code"].split()
+    stage = stage_of(name)
+    parameters = inspect.signature(stage).parameters
+    unknown = set(job["own"]) - parameters.keys() - _TRIGGERS
+    if unknown:
+        raise TypeError(f"rule {job['rule']} names {', '.join(sorted(unknown))}, not its stage's")
+    hints = typing.get_type_hints(stage)
+    taken = [name for name in parameters if name in named]
+    stage(**{name: convert_param(named[name], hints[name]) for name in taken})

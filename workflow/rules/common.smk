@@ -30,7 +30,7 @@ from trak_core.config.read_config import (
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
 from trak_core.provenance import mentions, stat_signature
-from trak_core.system.dispatch import imports_of
+from trak_core.system.job import imports_of, stage_module
 from trak_core.system.files import code_digests, hold_results
 from trak_core.system.fork_client import can_fork, offer_forks, start_fork_server
 from trak_core.system.job import explain_interrupts
@@ -138,7 +138,7 @@ stages_run = set()
 def code_of(stage):
     """The stage, by which its job is run, and a hash of the code that it reaches."""
     stages_run.add(stage)
-    return f"{stage} {code_digests(results).of(f'trak_core.stages.{stage}')}"
+    return f"{stage} {code_digests(results).of(stage_module(stage))}"
 
 
 def job_mb(wildcards, attempt):

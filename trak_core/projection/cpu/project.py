@@ -19,12 +19,10 @@ from typing import TypeVar
 import numpy as np
 from numba.core.registry import cpu_target
 
+from trak_core.projection.cpu.dense import normal_slice_cpu, rademacher_slice_cpu
 from trak_core.projection.cpu.hadamard import hadamard_slice_cpu
-from trak_core.projection.cpu.normal import normal_slice_cpu
-from trak_core.projection.cpu.rademacher import rademacher_slice_cpu
 from trak_core.projection.cpu.simd_lanes import LANES
-from trak_core.projection.cpu.sjlt import sjlt_slice_cpu
-from trak_core.projection.cpu.tensor_sketch import sides_of, tensor_sketch_slice_cpu
+from trak_core.projection.cpu.sketches import sides_of, sjlt_slice_cpu, tensor_sketch_slice_cpu
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 T = TypeVar("T")

@@ -1,14 +1,215 @@
 """Project on a GPU, once kernels can run there and are known to make the right matrix."""
 
+import importlib.util
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numba import config
 from torch import Tensor
 
-from trak_core.projection.cuda.availability import is_simulated, require_numba_cuda
-from trak_core.spec import ProjectionSpec
+from trak_core.errors import InputError
+from trak_core.projection.reference import projection_matrix
+from trak_core.spec import ProjectionKind, ProjectionSpec
+
+if TYPE_CHECKING:
+    from trak_core.projection.cuda import project_slices
+
+LEAST_CAPABILITY = (7, 0)
+INSTEAD = "Or project on the CPU."
+
+
+def is_simulated() -> bool:
+    """Return whether numba stands in for the GPU in Python (NUMBA_ENABLE_CUDASIM=1)."""
+    return bool(config.ENABLE_CUDASIM)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@cache
+def require_numba_cuda() -> None:
+    """Raise an error that explains unless kernels can be compiled and started here.
+
+    Raises:
+        InputError: If numba-cuda is missing, or does not find the driver or its compiler.
+    """
+    if is_simulated():
+        return
+    # A numba without it has a CUDA target of its own, no longer maintained and never tried here.
+    if importlib.util.find_spec("numba_cuda") is None:
+        raise InputError(
+            "Projecting on a GPU needs the package numba-cuda. Found it not installed. "
+            f"Run `pip install 'trak-core[cuda]'`. {INSTEAD}",
+            code="projection.no_numba_cuda",
+        )
+    from numba import cuda
+
+    try:
+        available = cuda.is_available()
+        reason = "" if available else str(cuda.cuda_error() or "no GPU or no compiler")
+    except Exception as error:  # whatever the search for libraries ends with
+        available, reason = False, f"{type(error).__name__}: {error}"
+    if not available:
+        raise InputError(
+            "Projecting on a GPU needs a CUDA driver, and a compiler that numba-cuda finds. "
+            f"Found: {reason}. Check `nvidia-smi`, and install numba-cuda[cu13], or [cu12] for a "
+            f"driver of CUDA 12, or set CUDA_HOME to a CUDA toolkit. {INSTEAD}",
+            code="projection.no_cuda",
+        )
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU; the simulator stands for one without tensor cores.
+
+    Raises:
+        InputError: If kernels are simulated and the device is a GPU, or if the GPU is too old.
+    """
+    if is_simulated():
+        if device.type == "cuda":
+            raise InputError(
+                "Projecting on a GPU needs its compiled kernels. Found numba's CUDA simulator "
+                "switched on: unset NUMBA_ENABLE_CUDASIM.",
+                code="projection.simulated",
+            )
+        return LEAST_CAPABILITY
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, found = ("{}.{}".format(*c) for c in (LEAST_CAPABILITY, capability))
+        raise InputError(
+            f"Projecting on a GPU needs compute capability {least} or later. Found {found} "
+            f"({name_of(device)}). {INSTEAD}",
+            code="projection.capability",
+        )
+    return capability
+
+
+def name_of(device: torch.device) -> str:
+    """Return what to call a device in a message."""
+    return "numba's simulator" if is_simulated() else torch.cuda.get_device_name(device)
+
+
+_TENSOR_CORES = (8, 0)  # the first capability that multiplies m16n8k16, and copies on its own
+
+
+def choose(
+    spec: ProjectionSpec, dtype: torch.dtype, device: torch.device
+) -> "project_slices.Method":
+    """Return the one method that projects gradients of a dtype on a device; there is no other try.
+
+    Raises:
+        InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
+    """
+    # Only now: kernels need what ``require_numba_cuda`` looks for.
+    from trak_core.projection.cuda import hadamard, portable, project_slices, sjlt, tensor_core
+
+    capability = capability_of(device)
+    n_planes = 1
+    match spec.kind:
+        case ProjectionKind.RADEMACHER if capability >= _TENSOR_CORES:
+            module, n_planes = tensor_core, 2 if dtype is torch.float32 else 1
+        case ProjectionKind.RADEMACHER | ProjectionKind.NORMAL:
+            module = portable
+        case ProjectionKind.HADAMARD:
+            if spec.proj_dim > project_slices.SLICE:
+                raise InputError(
+                    "The projection kind hadamard needs proj_dim at most "
+                    f"{project_slices.SLICE} on a GPU. Found {spec.proj_dim}. {INSTEAD}",
+                    code="projection.gpu_proj_dim",
+                )
+            module = hadamard
+        case ProjectionKind.SJLT:
+            module = sjlt
+        case kind:
+            raise InputError(
+                "The projection's kind must be one that has a kernel for GPUs. Found "
+                f"{kind}. {INSTEAD}",
+                code="projection.gpu_kind",
+            )
+    bfloat16 = dtype is torch.bfloat16 or n_planes == 2
+    return project_slices.Method(
+        name=module.__name__.rpartition(".")[2],
+        variant=partial(module.variant, spec, bfloat16),
+        dtype=torch.bfloat16 if n_planes == 2 else dtype,
+        n_planes=n_planes,
+        alignment=module.ALIGNMENT,
+    )
+
+
+# Rows, the coordinates from one to the next, and columns where the kind leaves a choice.
+ROWS, STEP, COLUMNS = 32, 11, 515
+_ENTRIES = 2**21  # at most
+
+_passed: set[tuple[Any, ...]] = set()
+
+
+def require_right_matrix(
+    method: "project_slices.Method",
+    spec: ProjectionSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    n_samples: int,
+) -> None:
+    """Compare the bits of R that a kernel makes with the definition, at its first use on a device.
+
+    Rows of zeros with a single one pick out single rows of R, at coordinates beyond 2^32, across
+    the edge of a slice and in all places of a block of 128.
+
+    Args:
+        method: What ``choose`` returned for the spec, dtype and device.
+        spec: The projection.
+        dtype: The dtype of the gradients.
+        device: Where they are.
+        n_samples: The gradients' rows; their number decides which variant of a kernel runs.
+
+    Raises:
+        InputError: If the kernel cannot be compiled or started, or if any entry differs.
+    """
+    from trak_core.projection.cuda import project_slices
+
+    kernel = method.variant(method.n_planes * n_samples).kernel
+    if (str(device), kernel) in _passed:
+        return
+    proj_dim = min(spec.proj_dim, COLUMNS) if spec.is_nested else spec.proj_dim
+    n_rows = min(n_samples, ROWS, max(1, _ENTRIES // proj_dim))
+    offset = 2**33 + 5 * project_slices.SLICE - STEP * n_rows // 2
+    small = replace(
+        spec,
+        proj_dim=proj_dim,
+        n_params=offset + STEP * n_rows,
+        seed=0x243F6A8885A308D3,
+        stream=0x13198A2E,
+    )
+    picks = STEP * np.arange(n_rows) + STEP // 2
+    gradients = torch.zeros((n_rows, STEP * n_rows), dtype=dtype)
+    gradients[range(n_rows), picks] = 1
+    out = torch.zeros((n_rows, proj_dim), dtype=torch.float32, device=device)
+    try:
+        small_method = choose(small, dtype, device)
+        project_slices.project_slices([gradients.to(device)], small, offset, out, small_method)
+        matrix = out.cpu().numpy()
+    except Exception as error:
+        raise InputError(
+            f"The kernel {method.name} must compile and run on {name_of(device)}. Found "
+            f"{type(error).__name__}: {error}. The compiler that numba-cuda finds and the driver "
+            f"must go together: compare `python -m numba -s` with `nvidia-smi`. {INSTEAD}",
+            code="projection.kernel_fails",
+        ) from error
+    expected = [projection_matrix(small, offset + int(g), 1)[0] for g in picks]
+    wrong = matrix != np.array(expected, np.float32)
+    if wrong.any():
+        row, column = np.argwhere(wrong)[0]
+        raise InputError(
+            f"The kernel {method.name} must make the matrix of the definition on every GPU. Found "
+            f"on {name_of(device)}, with {dtype} gradients, {wrong.sum()} wrong of {wrong.size} "
+            f"entries of the projection {spec.kind}, the first at coordinate "
+            f"{offset + picks[row]}, column {column}: {matrix[row, column]} for "
+            f"{expected[row][column]}. Project on the CPU, and please report this with the "
+            "versions of numba-cuda and of the driver.",
+            code="projection.kernel_differs",
+        )
+    _passed.add((str(device), kernel))
 
 
 @contextmanager
@@ -48,8 +249,7 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
             large for the kind, or if the kernel does not make the right matrix on this GPU.
     """
     require_numba_cuda()
-    # Only now: they need what was just looked for.
-    from trak_core.projection.cuda.choose_kernel import choose, require_right_matrix
+    # Only now: it needs what was just looked for.
     from trak_core.projection.cuda.project_slices import project_slices
 
     blocks = [block.detach() for block in blocks if block.shape[1]]
