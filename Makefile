@@ -1,5 +1,5 @@
 # Commands for a fresh machine with Python 3.11 or newer and pip: `make run`, `make check`,
-# `make test`, `make docs`. `make install` alone sets up what a run needs.
+# `make test`, `make docs`, `make release`. `make install` alone sets up what a run needs.
 # All make a virtual environment in .venv first, with the versions that the tests passed with.
 # `make run` installs what a run needs; the others add what tests and docs need.
 PYTHON ?= python3
@@ -8,7 +8,7 @@ CONFIG ?= config/config.yaml
 
 PYTEST = .venv/bin/python -m pytest --numprocesses $(CORES) --dist worksteal
 
-.PHONY: install run check test docs clean
+.PHONY: install run check test docs release clean
 
 install: .venv/can-run
 
@@ -27,6 +27,12 @@ docs: .venv/can-test
 	rm -rf build/site
 	.venv/bin/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env \
 		--conf-dir docs --doctree-dir build/doctrees . build/site
+
+# What a package index takes, in dist/: see "A release" in CONTRIBUTING.md.
+release: .venv/can-test
+	rm -rf dist
+	.venv/bin/python -m build --no-isolation --outdir dist
+	.venv/bin/python -m twine check --strict dist/*
 
 INSTALL = .venv/bin/python -m pip install --constraint constraints.txt --editable
 

@@ -18,6 +18,7 @@ from own_checkpoints import network
 from pages import blocks
 from workspace import REPOSITORY
 
+import trak_core
 from trak_core.projection import project
 from trak_core.provenance import code_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec
@@ -161,18 +162,27 @@ def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):
 
 
 @pytest.mark.skipif(not (REPOSITORY / ".git").exists(), reason="runs in a checkout of git")
-def test_the_source_distribution_is_the_repository(tmp_path):
-    """Without the network; what git doesn't know here is left out of the copy."""
+def test_a_release_is_the_repository_and_a_package_index_takes_it(wheel, tmp_path):
+    """As `make release` builds both; what git doesn't know here is left out of the copy."""
     tracked = run("git", "ls-files", cwd=REPOSITORY).splitlines()
     copy = tmp_path / "copy"
     for name in tracked:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(REPOSITORY / name, copy / name, follow_symlinks=False)
-    build = "from setuptools import build_meta; print(build_meta.build_sdist('out'))"
-    name = run(sys.executable, "-c", build, cwd=copy).splitlines()[-1]
-    with tarfile.open(copy / "out" / name) as archive:
+    (copy / ".venv").symlink_to(sys.prefix)
+    made_already = (f"--assume-old=.venv/{name}" for name in ("can-run", "can-test"))
+    run("make", *made_already, "release", cwd=copy)
+    made = {path.name.removeprefix("trak_core-"): path for path in (copy / "dist").iterdir()}
+    version = trak_core.__version__
+    assert set(made) == {f"{version}.tar.gz", f"{version}-py3-none-any.whl"}
+    with tarfile.open(made[f"{version}.tar.gz"]) as archive:
         held = {member.name.partition("/")[2] for member in archive.getmembers()}
     assert set(tracked) - held == set()
+    with (
+        zipfile.ZipFile(made[f"{version}-py3-none-any.whl"]) as ours,
+        zipfile.ZipFile(wheel) as known,
+    ):
+        assert ours.namelist() == known.namelist()
 
 
 def test_the_packages_page_leads_nowhere_that_is_not_there(wheel, tmp_path):

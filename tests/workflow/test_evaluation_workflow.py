@@ -4,7 +4,9 @@ import copy
 import re
 import shutil
 import subprocess
+import zipfile
 from functools import partial
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -70,6 +72,22 @@ def test_the_report_has_every_rule_that_ran(evaluated):
     assert {"retrain_without_baseline", "evaluate_scores", "draw_influences"} <= rules
     for rule in rules:
         assert page.row(rule)[0] == str(jobs.count(rule))
+
+
+def test_snakemakes_own_report_carries_pages_and_figures(study):
+    status, output = study.snakemake("all", "--report", "all.zip")
+    assert status == 0, output
+    with zipfile.ZipFile(study.path("all.zip")) as packed:
+        carried = {
+            Path(name).name: packed.read(name) for name in packed.namelist() if "/data/" in name
+        }
+    pages = {
+        **{"few.png": "figures", "few.html": "answers"},
+        **{"drop.html": "lists", "report.html": ""},
+    }
+    assert set(carried) == set(pages)
+    for name, folder in pages.items():
+        assert carried[name] == (study.path("results") / folder / name).read_bytes(), name
 
 
 FLIPPED = {

@@ -298,7 +298,13 @@ def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
 
 
 def _is_finite(values: Tensor) -> bool:
-    return all(bool(torch.isfinite(part).all()) for part in values.flatten().split(_PIECE))
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_floating_point():
+        return True
+    # The least and the greatest: nearly ten times as fast as torch.isfinite.
+    parts = values.flatten().split(_PIECE) if values.numel() else ()
+    return all(bool(torch.stack(part.aminmax()).isfinite().all()) for part in parts)
 
 
 def _refuse_not_finite(bad: Sequence[str], source: str) -> None:
@@ -349,7 +355,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
         model has with it, so that files made on different bases are never taken together.
     """
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if not is_adapter and _loads_plainly(model):
+    if not is_adapter and loads_plainly(model):
         files, index = _weight_files(checkpoint)
         if all(map(is_safetensors, files)):
             return {"sha256": _stream(model, files, index, str(checkpoint))}
@@ -366,7 +372,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
 
 
-def _loads_plainly(model: nn.Module) -> bool:
+def loads_plainly(model: nn.Module) -> bool:
     """Whether loading a model's weights is copying them, each to the tensor of its name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     own_way = type(model).load_state_dict is not nn.Module.load_state_dict

@@ -120,7 +120,7 @@ rule show_list:
             [list_scores(wildcards.kind)] if wildcards.kind == "suspects" else []
         ),
     output:
-        page="<results>/lists/{kind}.html",
+        page=report("<results>/lists/{kind}.html", category="lists"),
     log:
         "<results>/logs/show_list/{kind}.log",
     benchmark:

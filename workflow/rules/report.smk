@@ -15,7 +15,7 @@ rule write_report:
         self_influence=self_influence_files,
         proofs=proof_files,
     output:
-        report="<results>/report.html",
+        report=report("<results>/report.html", category="report"),
     log:
         "<results>/logs/write_report.log",
     conda:

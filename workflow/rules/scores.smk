@@ -139,8 +139,8 @@ rule draw_influences:
             else []
         ),
     output:
-        figure="<results>/figures/{experiment}.png",
-        answer="<results>/answers/{experiment}.html",
+        figure=report("<results>/figures/{experiment}.png", category="figures"),
+        answer=report("<results>/answers/{experiment}.html", category="answers"),
         texts="<results>/answers/{experiment}.h5",
     log:
         "<results>/logs/draw_influences/{experiment}.log",
