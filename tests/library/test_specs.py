@@ -302,7 +302,6 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     specs = made(model_output=output, checkpoints=checkpoints, scoring=scoring)
     spec = specs.scores("few")
     assert (spec.combine, spec.weighting, spec.loss_weight_power) == (combine, weighting, power)
-    assert spec.damping == 2
     assert spec.norm_power == (power if combine == "unit_average" else None)
     of_curvature = {"plain": None, "curvature": 1 if output == "regression" else power}
     assert spec.curvature_power == of_curvature[weighting]
@@ -311,27 +310,6 @@ def test_the_defaults_of_scoring(made, output, checkpoints, given, combine, weig
     article = "no" if output == "regression" else "a"
     said = f"{output}, whose loss weight is {article} probability"
     assert (said in specs.defaults) == ("loss_weight_power" not in given)
-
-
-@pytest.mark.parametrize(
-    ("output", "damping"),
-    [
-        ("image_classification", 2),
-        ("regression", 2),
-        ("text_classification", 2),
-        ("language_modelling", 0.3),
-        ("masked_language_modelling", 0.3),
-        ("token_log_odds", 0.3),
-        ("sequence_to_sequence", 0.3),
-    ],
-)
-def test_the_damping_of_texts_is_another(made, output, damping):
-    specs = made(model_output=output, scoring__damping=None)
-    assert specs.scores("few").damping == damping
-    assert f"damping is {damping}, the default of {output}" in specs.defaults
-    given = made(model_output=output, scoring__damping=1)
-    assert given.scores("few").damping == 1
-    assert "damping is" not in given.defaults
 
 
 def test_a_run_is_trained_once_for_all_of_its_times(made):

@@ -384,10 +384,6 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
         )
         reasons.append(f"combine is {scoring['combine']}, since {whence}")
     combine = scoring["combine"]
-    if "damping" not in scoring:
-        scoring["damping"] = about_output(model_output).damping
-        output = output_name(model_output)
-        reasons.append(f"damping is {scoring['damping']}, the default of {output}")
     usual = f"the default with {combine} of {output_name(model_output)}"
     if "weighting" not in scoring:
         scoring["weighting"] = str(usual_weighting(combine, model_output))

@@ -33,7 +33,6 @@ class About:
             the config says otherwise, where checkpoints come from along runs. Not where the loss is
             no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
             would count alone.
-        damping: Damping of the scores, unless the config says otherwise.
         needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
         is_own: Whether it is a function of the user's own, which ``load`` doesn't find.
     """
@@ -48,7 +47,6 @@ class About:
     labels_are_classes: bool = False
     weight_is_probability: bool
     weighs_by_curvature: bool = False
-    damping: float = 2
     needs_pairs: bool = False
     is_own: bool = False
 
@@ -136,7 +134,6 @@ _TOKENS = About(
     columns="label: how many tokens count; prediction: how many of them the model gets right",
     load=_language_modelling,
     weight_is_probability=True,
-    damping=0.3,
 )
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
