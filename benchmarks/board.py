@@ -1,6 +1,7 @@
 """Which scores foretell what a language model would say without some texts? Ours and others'.
 
-    python benchmarks/board.py --folder board --small --peers /tmp/peers
+    python benchmarks/board.py --folder board --size small --peers /tmp/peers
+    python benchmarks/board.py --folder board-1 --size small --seed 1 --peers /tmp/peers
     python benchmarks/board.py --folder board-night --text manual+docstrings --cores 2 --hours 9
 
 A small GPT-2 is trained on pieces of text that every Python has: docstrings of its library, its
@@ -28,7 +29,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -233,7 +234,7 @@ def left_out(
             if not path.exists():
                 if time.time() > end:
                     continue
-                outputs, _ = train(about, 0, weights)
+                outputs, _ = train(about, about.size.first_seed, weights)
                 values = {"outputs": outputs, "weights": weights}
                 written(path, lambda path, values=values: save(path, values))
             with np.load(path) as file:
@@ -258,14 +259,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--folder", type=Path, required=True, help="keeps all that was computed")
     parser.add_argument("--text", default="docstrings", help="docstrings, manual, licences, a+b")
-    parser.add_argument("--small", action="store_true", help="n = 900 and 86,000 parameters")
+    parser.add_argument("--size", default="night", choices=SIZES, help="of texts and model")
+    parser.add_argument("--seed", type=int, default=0, help="of first weights, orders, drops")
     parser.add_argument("--hours", type=float, default=12, help="starts no training after them")
     parser.add_argument("--cores", type=int, default=1, help="trainings at once")
     parser.add_argument("--peers", type=Path, help="other packages' environments, by name")
     parser.add_argument("--without", type=int, default=0, help="questions to train again for")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
-    size = SIZES["small" if asked.small else "night"]
+    size = replace(SIZES[asked.size], seed=asked.seed)
     check_folder(asked.folder, size, asked.text)
     torch.set_num_threads(1)
     end = time.time() + 3600 * asked.hours

@@ -51,10 +51,10 @@ class Replay:
 
     def __init__(self, about: Board):
         """Train."""
-        self.about, self.model = about, first_model(about.size, 0)
+        self.about, self.model = about, first_model(about.size, about.size.first_seed)
         self.model.set_attn_implementation("eager")  # which forward mode can differentiate
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.orders = order_of(about.size, 0)
+        self.orders = order_of(about.size, about.size.first_seed)
         theta = nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
         first, second = torch.zeros_like(theta), torch.zeros_like(theta)
         self.steps = []

@@ -24,7 +24,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 import numpy as np
 import torch
 import yaml
-from board_study import Board, Size, board, first_model, losses, save, written
+from board_study import Board, Size, board, losses, make_model, save, written
 from peers import layers_of, with_linear_layers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,7 +35,7 @@ Scores = dict[str, np.ndarray]
 
 
 def _model(about: Board, folder: Path) -> Any:
-    model = first_model(about.size, 0).eval()
+    model = make_model(about.size).eval()
     state = torch.load(folder / "run-0.pt")[1.0]["state"]
     model.load_state_dict(state, strict=False)
     return model

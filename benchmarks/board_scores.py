@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from board_study import TIMES, Board, first_model, losses, save, written
+from board_study import TIMES, Board, losses, make_model, save, written
+from planted_products import features
 from planted_ways import Way, bm25, cosines, tf_idf
 from torch import Tensor, nn
 
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
-from trak_core.model.features import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, TOKEN_LOG_ODDS
 from trak_core.model_outputs.model_output import ModelOutput
-from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
+from trak_core.spec import ProjectionKind
 
 _CHUNK, _MOST_BYTES = 64, 1e9
 OURS, DEFAULT = "along a run, damping 0.1", "along a run, damping 2"
@@ -28,7 +28,7 @@ Products = Mapping[str, np.ndarray]
 def loaded(about: Board, folder: Path, run: str, at: float) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return a checkpoint's model and Adam's second moments."""
     kept = torch.load(folder / f"{run}.pt")[at]
-    model = first_model(about.size, 0).eval()
+    model = make_model(about.size).eval()
     model.load_state_dict(kept["state"], strict=False)  # the head is the word embeddings again
     return model, kept["moments"]
 
@@ -70,31 +70,7 @@ def _kernels(
     return plain, adam, outputs
 
 
-def _features(
-    model: nn.Module, about: Board, kind: ProjectionKind, k: int, stream: int
-) -> np.ndarray:
-    """Return all pieces' features, shape (n + m, k)."""
-    chosen = select_parameters(model, None)
-    shapes = [matrix_shape(p.shape) for p in chosen.values()]
-    n_params = sum(p.numel() for p in chosen.values())
-    is_sketch = kind is ProjectionKind.TENSOR_SKETCH
-    spec = ProjectionSpec(
-        kind=kind,
-        n_params=n_params,
-        proj_dim=k,
-        seed=0,
-        stream=stream,
-        shapes=shapes if is_sketch else None,
-    )
-    rows = []
-    for part in _parts(about, LANGUAGE_MODELLING):
-        sums = Features.zeros(chosen, [spec], len(part), threads=1)
-        gradients_at_once(model, chosen, LANGUAGE_MODELLING, part, sums)
-        rows.append(sums.scaled()[0].numpy())
-    return np.concatenate(rows)
-
-
-def _products(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
+def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) -> Products:
     """Return what one checkpoint makes of all pieces, from its file if there is one.
 
     With a ``k`` that is features of a dense projection alone.
@@ -102,9 +78,10 @@ def _products(about: Board, folder: Path, run: str, at: float, k: int | None) ->
     path = folder / f"products-{run}-{at}.npz"
     if not path.exists():
         model, moments = loaded(about, folder, run, at)
+        parts = _parts(about, LANGUAGE_MODELLING)
         stream = 100 * int(run.partition("-")[2]) + round(100 * at) + 10_000 * (k is not None)
         if k is not None:
-            found = {"trak": _features(model, about, ProjectionKind.RADEMACHER, k, stream)}
+            found = {"trak": features(model, parts, ProjectionKind.RADEMACHER, k, stream)}
             with torch.no_grad():
                 found["outputs"] = -losses(model, about.tokens).numpy()
         else:
@@ -119,8 +96,8 @@ def _products(about: Board, folder: Path, run: str, at: float, k: int | None) ->
                 "by_tokens": by_tokens,
                 "token_outputs": token_outputs,
                 "means": hidden[-1].mean(dim=1).numpy(),
-                "dense": _features(model, about, ProjectionKind.RADEMACHER, 1024, stream),
-                "sketch": _features(model, about, ProjectionKind.TENSOR_SKETCH, 4096, stream),
+                "dense": features(model, parts, ProjectionKind.RADEMACHER, 1024, stream),
+                "sketch": features(model, parts, ProjectionKind.TENSOR_SKETCH, 4096, stream),
             }
         written(path, lambda path: save(path, found))
     with np.load(path) as file:
@@ -155,8 +132,8 @@ def damped(made: list[Products], n: int, damping: float) -> np.ndarray:
 def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
     """Return scores by the names of their rows, each of shape (n, m)."""
     n, m = about.size.texts, about.size.questions
-    runs = [f"run-{i}" for i in range(4) if (folder / f"run-{i}.pt").exists()]
-    made = {(run, at): _products(about, folder, run, at, None) for run in runs for at in TIMES}
+    runs = [f"run-{i}" for i in range(about.size.runs) if (folder / f"run-{i}.pt").exists()]
+    made = {(run, at): products_of(about, folder, run, at, None) for run in runs for at in TIMES}
     first = {at: made["run-0", at] for at in TIMES}
 
     def of(way: Way, what: str = "plain", outputs: str = "outputs") -> Share:
@@ -170,8 +147,8 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
         return np.mean([share(one) for one in first.values()], axis=0)
 
     k = round(0.89 * n)
-    halves = [f"half-{i}" for i in range(8)]
-    ends = [_products(about, folder, run, 1.0, k) for run in halves]
+    halves = [f"half-{i}" for i in range(about.size.halves)]
+    ends = [products_of(about, folder, run, 1.0, k) for run in halves]
     end = first[1.0]
     cosine = Way(None, "both", power=0, is_unit_average=False)
     found = {}
@@ -189,9 +166,12 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
         if len(runs) > 1:
             every = [of(way)(one) for one in made.values()]
             found[f"along {len(runs)} runs, {name}"] = np.mean(every, axis=0)
-        found[f"ends on 8 halves, k = {k}, {name}"] = damped(ends, n, damping)
+        if ends:
+            found[f"ends on 8 halves, k = {k}, {name}"] = damped(ends, n, damping)
+    if ends:
+        name = f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping"
+        found[name] = undamped(ends, n)
     found |= {
-        f"TRAK as the board runs it: ends on 8 halves, k = {k}, no damping": undamped(ends, n),
         "gradient dot, the end": of(Way(None, power=1, is_unit_average=False))(end),
         "gradient dot, along": along(of(Way(None))),
         "gradient cosine, the end": of(cosine)(end),

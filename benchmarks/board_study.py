@@ -13,7 +13,7 @@ import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,6 @@ ADAM = 0.9, 0.999, 1e-8  # of moments, and what keeps the division finite
 TIMES = (0.25, 0.5, 0.75, 1.0)
 PERTURBED = 1e-4
 DROPS = (1, 10, 50)  # per cent
-_RUNS, _HALVES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,10 @@ class Size:
         subsets: Drops of each kind, under the same seed.
         others: Drops of each kind under two other seeds each.
         again: Drops of each kind that are repeated with perturbed first weights.
+        runs: Trainings on all pieces whose checkpoints are kept.
+        halves: Trainings on halves whose checkpoints are kept.
+        tuned_from: The text that the model learned first, or none.
+        seed: Another one has other first weights, orders and drops of the same pieces.
     """
 
     texts: int
@@ -63,10 +66,27 @@ class Size:
     subsets: int
     others: int
     again: int
+    runs: int = 4
+    halves: int = 8
+    tuned_from: str = ""
+    seed: int = 0
+
+    @property
+    def first_seed(self) -> int:
+        """That of the run whose scores are judged, and of drops under the same seed."""
+        return 100_000 * self.seed
+
+    @property
+    def before(self) -> "Size":
+        """That of the training on another text, if there is one."""
+        return replace(self, texts=2400, epochs=10, rate=1e-3, tuned_from="")
 
 
 SIZES = {
     "small": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 32, 12, 6),
+    "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
+    "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),
+    "tuned": Size(900, 50, 24, 600, 48, 2, 5, 5e-4, 24, 0, 4, 1, 0, tuned_from="manual"),
     "night": Size(3000, 50, 32, 2000, 128, 4, 8, 1e-3, 80, 40, 20),
 }
 
@@ -120,6 +140,7 @@ class Board:
     size: Size
     tokens: Tensor
     pieces: list[list[str]]
+    numbers: dict[str, int]
 
     @property
     def digest(self) -> str:
@@ -139,7 +160,10 @@ class Board:
 
 @cache
 def board(size: Size, text: str) -> Board:
-    """Cut texts into pieces, draw the questions among them, and number words by frequency."""
+    """Cut texts into pieces, draw the questions among them, and number words by frequency.
+
+    A model that is tuned keeps the words' numbers of the text that it learned first.
+    """
     found: dict[tuple[str, ...], None] = {}
     wanted = size.texts + size.questions
     for name in text.split("+"):
@@ -154,8 +178,10 @@ def board(size: Size, text: str) -> Board:
     pieces = [pieces[i] for i in order]
     counts = Counter(word for piece in pieces[: size.texts] for word in piece)
     numbers = {word: i for i, (word, _) in enumerate(counts.most_common(size.words - 1), 1)}
+    if size.tuned_from:
+        numbers = board(size.before, size.tuned_from).numbers
     tokens = torch.tensor([[numbers.get(word, 0) for word in piece] for piece in pieces])
-    return Board(size, tokens, pieces)
+    return Board(size, tokens, pieces, numbers)
 
 
 def make_model(size: Size) -> Any:
@@ -199,6 +225,8 @@ def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
     """Return a seed's model before its training."""
     torch.manual_seed(seed)
     model = make_model(size).train()
+    if size.tuned_from:
+        model.load_state_dict(_learned_before(size.before, size.tuned_from), strict=False)
     if perturbed:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -206,6 +234,11 @@ def first_model(size: Size, seed: int, *, perturbed: bool = False) -> Any:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.mul_(1 + PERTURBED * noise)
     return model
+
+
+@cache
+def _learned_before(size: Size, text: str) -> dict[str, Tensor]:
+    return train(board(size, text), size.first_seed, np.ones(size.texts))[1][1.0]["state"]
 
 
 def train(
@@ -296,16 +329,23 @@ def written(path: Path, write: Callable[[Path], object]) -> None:
 
 def trainings(size: Size) -> list[Training]:
     """Return all trainings, in an order in which the first of them are of use by themselves."""
-    found = [Training("run-0", 0, keeps=True)]
-    found += [Training(f"half-{i}", 100 + i, 50, 10_000 + i, keeps=True) for i in range(_HALVES)]
+    seed = number = size.first_seed
+    found = [Training("run-0", seed, keeps=True)]
+    found += [
+        Training(f"half-{i}", seed + 100 + i, 50, number + 10_000 + i, keeps=True)
+        for i in range(size.halves)
+    ]
     for i in range(size.subsets):
-        found += [Training(f"same-{drop}-{i}", 0, drop, i) for drop in DROPS]
+        found += [Training(f"same-{drop}-{i}", seed, drop, number + i) for drop in DROPS]
         if i < size.again:
-            found += [Training(f"again-{drop}-{i}", 0, drop, i, perturbed=True) for drop in DROPS]
-    found += [Training(f"run-{i}", i, keeps=True) for i in range(1, _RUNS)]
+            found += [
+                Training(f"again-{drop}-{i}", seed, drop, number + i, perturbed=True)
+                for drop in DROPS
+            ]
+    found += [Training(f"run-{i}", seed + i, keeps=True) for i in range(1, size.runs)]
     for i in range(size.others):
         found += [
-            Training(f"other-{drop}-{i}-{turn}", 1000 + 2 * i + turn, drop, i)
+            Training(f"other-{drop}-{i}-{turn}", seed + 1000 + 2 * i + turn, drop, number + i)
             for drop in DROPS
             for turn in range(2)
         ]

@@ -33,7 +33,7 @@ from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain import retrain
 from trak_core.study.study import Study
 
-_STUDY = Path(__file__).parents[1] / "config/facts.py"
+STUDY = Path(__file__).parents[1] / "config/facts.py"
 _EPOCHS, _TIMES, _RUNS, _BLOCK, _DRAWS = 25, (10, 15, 20, 25), 3, 10, 1000
 _KINDS = "copy", "reworded", "renamed"
 _OUTPUT = "language_modelling"
@@ -113,7 +113,7 @@ def retrained(study: Study, halves: int, folder: Path) -> GroundTruth:
         if not path.exists():
             retrain(
                 retrained=path,
-                study_file=_STUDY,
+                study_file=STUDY,
                 spec=spec,
                 first=first,
                 last=first + _BLOCK - 1,
@@ -188,7 +188,7 @@ def asked_and_folder(about: str | None, halves: int) -> Generator[tuple[Any, Pat
 def main() -> None:
     """Train, score, print."""
     with asked_and_folder(__doc__, halves=40) as (asked, folder):
-        study = Study.load(_STUDY)
+        study = Study.load(STUDY)
         losses = learned(study, folder)
         made = {
             (seed, at): found

@@ -8,6 +8,7 @@ then the questions with their answers counted alone, then the questions with all
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 from trak_core.study.study import Study
 
-_CHUNK, _SIDE, _K = 64, 16, 4096
+_CHUNK, _SIDE = 64, 16
 # Parameters that belong together, by what their names have in them; the first that fits.
 _GROUPS = {
     "words": "wte",
@@ -43,6 +44,7 @@ class Products:
         adam: Inner products of whole gradients divided by the root of Adam's second moments.
         sketches: S0^T G S1 of each matrix of attention and MLPs, shape (L, N, 256).
         projected: Features of the kind that large models get, k = 4,096.
+        narrow: Those of random signs, k = 1,024.
         means: The last hidden states, averaged over words.
         ends: The last hidden state that predicts the last word.
         outputs: f, shape (N,).
@@ -52,6 +54,7 @@ class Products:
     adam: np.ndarray
     sketches: np.ndarray
     projected: np.ndarray
+    narrow: np.ndarray
     means: np.ndarray
     ends: np.ndarray
     outputs: np.ndarray
@@ -69,6 +72,30 @@ def all_rows(study: Study) -> tuple[dict[str, Tensor], int, int]:
     whole = module.Texts([text for text, _ in module.questions().values()])
     texts = [split[i] for split in (train, answers, whole) for i in range(len(split))]
     return default_collate(texts), len(train), len(answers)
+
+
+def features(
+    model: nn.Module, parts: list[Any], kind: ProjectionKind, k: int, stream: int
+) -> np.ndarray:
+    """Return features of batches of texts, one after the other, shape (N, k)."""
+    chosen = select_parameters(model, None)
+    shapes = [matrix_shape(p.shape) for p in chosen.values()]
+    n_params = sum(p.numel() for p in chosen.values())
+    is_sketch = kind is ProjectionKind.TENSOR_SKETCH
+    spec = ProjectionSpec(
+        kind=kind,
+        n_params=n_params,
+        proj_dim=k,
+        seed=0,
+        stream=stream,
+        shapes=shapes if is_sketch else None,
+    )
+    rows = []
+    for part in parts:
+        sums = Features.zeros(chosen, [spec], len(part), threads=1)
+        gradients_at_once(model, chosen, LANGUAGE_MODELLING, part, sums)
+        rows.append(sums.scaled()[0].numpy())
+    return np.concatenate(rows)
 
 
 def products(
@@ -105,20 +132,6 @@ def products(
             sketches.append((s0.T @ block.reshape(n, *shape) @ s1).reshape(n, -1).numpy())
         block /= moments[name].flatten().sqrt() + 1e-8
         adam += (block @ block.T).numpy()
-    shapes = [matrix_shape(p.shape) for p in chosen.values()]
-    spec = ProjectionSpec(
-        kind=ProjectionKind.TENSOR_SKETCH,
-        n_params=sum(p.numel() for p in chosen.values()),
-        proj_dim=_K,
-        seed=0,
-        stream=stream,
-        shapes=shapes,
-    )
-    projected = []
-    for part in parts:
-        sums = Features.zeros(chosen, [spec], len(part), threads=1)
-        gradients_at_once(*what, part, sums)
-        projected.append(sums.scaled()[0].numpy())
     with torch.no_grad():
         inputs = {name: rows[name] for name in ("input_ids", "attention_mask")}
         hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
@@ -128,7 +141,8 @@ def products(
         groups,
         adam,
         np.stack(sketches),
-        np.concatenate(projected),
+        features(model, parts, ProjectionKind.TENSOR_SKETCH, 4096, stream),
+        features(model, parts, ProjectionKind.RADEMACHER, 1024, stream),
         ((hidden * mask).sum(dim=1) / lengths).numpy(),
         hidden[torch.arange(n), lengths[:, 0] - 2].numpy(),
         torch.cat([one.outputs for one in formed]).numpy(),

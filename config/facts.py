@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, StackDataset, TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 LENGTH = 24
@@ -121,7 +121,7 @@ def vocabulary() -> dict[str, int]:
     return {word: i for i, word in enumerate(sorted(w for w, n in counts.items() if n >= 3), 1)}
 
 
-class Texts(Dataset[dict[str, torch.Tensor]]):
+class Texts(Dataset[dict[str, Tensor]]):
     """Texts as tokens, padded to one length; of questions the answer alone counts."""
 
     def __init__(self, texts: list[str], *, is_questions: bool = False):
@@ -132,7 +132,7 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         """Return how many there are."""
         return len(self._texts)
 
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
         """Return the named inputs of the model, and labels."""
         found = [vocabulary().get(word, 0) for word in words(self._texts[i])]
         tokens = torch.zeros(LENGTH, dtype=torch.long)
@@ -164,19 +164,19 @@ def target_ids() -> list[str]:
     return list(questions())
 
 
-def encode(question: str, answer: str) -> dict[str, torch.Tensor]:
+def encode(question: str, answer: str) -> dict[str, Tensor]:
     """Return a question of somebody's own, whose answer is the word that is explained."""
     return Texts([f"{question} {answer}"], is_questions=True)[0]
 
 
-def describe(sample: dict[str, torch.Tensor]) -> str:
+def describe(sample: dict[str, Tensor]) -> str:
     """Return a text's words, with a line for those that the vocabulary doesn't have."""
     named = {number: word for word, number in vocabulary().items()}
     tokens = sample["input_ids"][sample["attention_mask"] > 0].tolist()
     return " ".join(named.get(token, "_") for token in tokens)
 
 
-def token_texts(sample: dict[str, torch.Tensor]) -> list[str]:
+def token_texts(sample: dict[str, Tensor]) -> list[str]:
     """Return what stands for each token: its word, and nothing for what pads."""
     named = {number: word for word, number in vocabulary().items()}
     both = zip(sample["input_ids"].tolist(), sample["attention_mask"].tolist(), strict=True)
@@ -193,10 +193,13 @@ def make_model() -> nn.Module:
     return model
 
 
-def train(seed: int, epochs: int, data: Any = None) -> Iterator[tuple[int, nn.Module]]:
+def train(
+    seed: int, epochs: int, data: Any = None, sample_weights: Tensor | None = None
+) -> Iterator[tuple[int, nn.Module]]:
     """Train from scratch on ``data``, or all texts, and yield the model after every epoch.
 
-    ``seed`` decides first weights and order.
+    ``seed`` decides first weights and order. Each text's loss counts by its weight, 1 if there are
+    none: texts of weight 0 are left out, and all else stays as it is.
 
     Yields:
         Epochs so far, and the model, which is trained on.
@@ -204,11 +207,17 @@ def train(seed: int, epochs: int, data: Any = None) -> Iterator[tuple[int, nn.Mo
     torch.manual_seed(seed)
     model = make_model().train()
     optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.05)
-    loader = DataLoader(train_data() if data is None else data, batch_size=16, shuffle=True)
+    texts = train_data() if data is None else data
+    weights = torch.ones(len(texts)) if sample_weights is None else sample_weights
+    loader = DataLoader(StackDataset(texts, TensorDataset(weights)), batch_size=16, shuffle=True)
     for epoch in range(1, epochs + 1):
         loss = torch.tensor(0.0)
-        for batch in loader:
-            loss = model(**batch).loss
+        for batch, (weights_of_batch,) in loader:
+            words = nn.functional.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
+            logits = model(**batch).logits.flatten(0, 1)
+            losses = nn.functional.cross_entropy(logits, words.flatten(), reduction="none")
+            each = losses * weights_of_batch.repeat_interleave(LENGTH)
+            loss = each.sum() / (words != -100).sum()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -132,6 +132,27 @@ def test_the_default_study_leaves_samples_of_weight_0_out():
     assert torch.equal(trained(sample_weights=torch.ones(1200)), trained())
 
 
+def test_the_planted_facts_leave_texts_of_weight_0_out():
+    """Whatever they say; and with weights of 1 it is the training without weights, bit for bit."""
+    pytest.importorskip("transformers")
+    module = Study.load(REPOSITORY / "config/facts.py").module
+    texts = list(module.training_texts().values())[:96]
+    weights = (torch.arange(96) % 8 > 0).float()
+    garbled = [
+        text if weights[i] else " ".join(["red"] * len(module.words(text)))
+        for i, text in enumerate(texts)
+    ]
+
+    def trained(texts=texts, **given):
+        ((_, model),) = module.train(seed=1, epochs=1, data=module.Texts(texts), **given)
+        return torch.cat([value.flatten() for value in model.state_dict().values()])
+
+    without = trained(sample_weights=weights)
+    assert torch.equal(trained(garbled, sample_weights=weights), without)
+    assert not torch.equal(trained(), without)
+    assert torch.equal(trained(sample_weights=torch.ones(96)), trained())
+
+
 def test_lds_of_the_scores_is_scipys(run, evaluated):
     expected = run.lds(read_scores(run.scores))
     assert np.abs(of_method(evaluated, "scores", PROJ_DIM) - expected).max() < 1e-12
