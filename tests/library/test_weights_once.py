@@ -4,10 +4,6 @@ import hashlib
 import json
 import subprocess
 import sys
-from copy import deepcopy
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +11,8 @@ from refused import refused
 from safetensors.torch import save_file
 from torch import nn
 
-from trak_core.model.loaded_model import _model_to_fill, _move, _Undrawn
+from trak_core.model.loaded_model import _move
 from trak_core.study.checkpoints import _is_finite, load_checkpoint, read_state_dict
-from trak_core.study.study import Study
 from trak_core.study.weight_files import read_shapes, stream_tensors
 
 
@@ -169,80 +164,3 @@ def test_a_job_holds_weights_once(tmp_path):
     )
     # In MiB; a second copy would be 320.
     assert float(done.stdout) < 100
-
-
-class Reads(nn.Module):
-    """Keeps something that it makes of a weight, or of random numbers, and no checkpoint has."""
-
-    def __init__(self, what):
-        super().__init__()
-        self.layer, self.small = nn.Linear(9, 9), nn.Linear(9, 9, bias=False)
-        self.made = what(self.layer.weight)
-
-
-def encoder():
-    layer = nn.TransformerEncoderLayer(8, 2, batch_first=True)  # copied by deepcopy
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-# How to make a model, and whether its weights may stay undrawn.
-MODELS = {
-    "tied": (Net, True),
-    "convolutions in bfloat16": (lambda: nn.Conv2d(3, 5, 3).bfloat16(), True),
-    "encoder": (encoder, True),
-    "recurrent": (lambda: nn.LSTM(3, 4), True),
-    "shapes alone": (partial(Reads, torch.zeros_like), True),
-    "number": (partial(Reads, lambda w: float(w.detach().std())), False),
-    "comparison": (partial(Reads, lambda w: w.detach() > 0), False),
-    "copy": (partial(Reads, lambda w: w.detach().clone()), False),
-    "copied into another": (partial(Reads, lambda w: torch.zeros(9, 9).copy_(w.detach())), False),
-    "view": (partial(Reads, lambda w: w.detach()[2:]), True),
-    "NumPy": (partial(Reads, lambda w: w.detach().numpy().std()), False),
-    "list": (partial(Reads, lambda w: w[0].tolist()), False),
-    "deepcopy": (partial(Reads, lambda w: deepcopy(w).detach()), False),
-    "drawn beside": (partial(Reads, lambda w: torch.randn(3)), False),
-    "orthogonal": (lambda: nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), False),
-    "own way to load": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(5, 5)), False),
-}
-
-
-def contents(model):
-    """All tensors and numbers of a model's modules, with what no checkpoint has."""
-    found = {}
-    for name, module in model.named_modules():
-        own = {**vars(module), **module._parameters, **module._buffers}
-        for key, value in own.items():
-            is_list = isinstance(value, list) and all(isinstance(one, float) for one in value)
-            if isinstance(value, torch.Tensor | float) or is_list:
-                found[f"{name}.{key}"] = torch.as_tensor(value).detach().clone()
-    return found
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_weights_that_a_checkpoint_brings_are_drawn_only_if_something_reads_them(
-    name, tmp_path, monkeypatch
-):
-    make, may_stay = MODELS[name]
-    monkeypatch.setattr(_Undrawn, "least_entries", 1)
-    models = []
-
-    def make_model():
-        torch.manual_seed(3)
-        models.append(make())
-        return models[-1]
-
-    path = tmp_path / "weights.safetensors"
-    whole = make_model()
-    state = {key: (value + 1).contiguous() for key, value in whole.state_dict().items()}
-    if name == "tied":
-        del state["head.weight"]
-    save_file(state, path)
-    model = _model_to_fill(Study(Path("study.py"), SimpleNamespace(make_model=make_model)), path)
-    assert any(p.isnan().any() for p in model.parameters()) == may_stay
-    assert model is models[-1]
-    for one in (model, whole):
-        load_checkpoint(one, path)
-    expected = contents(whole)
-    assert contents(model).keys() == expected.keys()
-    for key, value in contents(model).items():
-        assert torch.equal(value, expected[key]), key

@@ -3,19 +3,15 @@
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
@@ -37,8 +33,8 @@ from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
-from trak_core.spec import ADAPTER_CONFIG, TRAIN, FeaturesSpec
-from trak_core.study.checkpoints import load_checkpoint, loads_plainly
+from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -159,7 +155,7 @@ class LoadedModel:
     @classmethod
     def of(cls, study: Study, checkpoint: Path, spec: FeaturesSpec, device: torch.device) -> Self:
         """Return the same of a study that is loaded already."""
-        model = _model_to_fill(study, checkpoint)
+        model = study.make_model()
         # Before its weights come, which are never beside it then.
         _move(model, device)
         digests = load_checkpoint(model, checkpoint)
@@ -271,108 +267,6 @@ class LoadedModel:
         if about_output(spec.model_output).needs_pairs:
             file_spec["other_pairs"] = {"drawn": N_OTHERS, "seed": OTHERS_SEED}
         return file_spec
-
-
-def _model_to_fill(study: Study, checkpoint: Path) -> nn.Module:
-    """Return the study's model; large weights that the checkpoint brings may not be drawn.
-
-    To draw random numbers takes longer than to read a checkpoint's.
-    """
-    if not (checkpoint / ADAPTER_CONFIG).is_file():  # which brings a few weights of many
-        drawing = _Undrawn()
-        with suppress(_NumbersNeededError, Exception):  # the study's own error comes again
-            with drawing, _NotOutsideTorch(drawing):
-                model = study.make_model()
-            if not drawing.weights or (
-                loads_plainly(model) and drawing.are_all_of(model.state_dict().values())
-            ):
-                return model
-    return study.make_model()
-
-
-class _NumbersNeededError(BaseException):
-    """Numbers that were not drawn are needed; a study's ``except Exception`` lets it pass."""
-
-
-class _Undrawn(TorchDispatchMode):
-    """Leaves random numbers of large parameters undrawn while a model is built.
-
-    What is built beside them is as it would be. An operation that reads such a parameter, or draws
-    numbers for another tensor, which would be others now, raises ``_NumbersNeededError``.
-
-    Attributes:
-        weights: The memory of tensors without numbers, in which NaN stands.
-    """
-
-    least_entries: ClassVar[int] = 2**18
-
-    _needs_shapes = frozenset({"empty_like", "zeros_like", "ones_like", "full_like"}) | frozenset({
-        *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
-    })
-    _copies = frozenset({"_to_copy", "clone"})
-    _changes = frozenset({"add_", "sub_", "mul_", "div_", "clamp_", "erfinv_", "zero_", "fill_"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, name = kwargs or {}, func.overloadpacket.__name__
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        undrawn = self.which_of(tensors)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            if name in {"normal_", "uniform_"} and (undrawn[0] or self._may_stay(tensors[0])):
-                if not undrawn[0]:
-                    self.weights.add(self._place(tensors[0]))
-                    tensors[0].fill_(torch.nan)
-                return tensors[0]
-            if self.weights:
-                raise _NumbersNeededError
-        if not any(undrawn) or func.is_view or name in self._needs_shapes:
-            return func(*args, **kwargs)
-        if undrawn == [True] and name in self._changes:
-            return tensors[0]
-        if undrawn == [True] and name in self._copies:
-            copy = func(*args, **kwargs)
-            self.weights.add(self._place(copy))
-            return copy
-        raise _NumbersNeededError
-
-    @staticmethod
-    def _place(tensor: Tensor) -> StorageWeakRef:
-        return StorageWeakRef(tensor.untyped_storage())
-
-    def which_of(self, tensors: Iterable[Tensor]) -> list[bool]:
-        """Return which tensors have no numbers."""
-        return [self._place(tensor) in self.weights for tensor in tensors]
-
-    def _may_stay(self, tensor: Tensor) -> bool:
-        is_large = tensor.numel() >= self.least_entries or bool(self.weights)
-        return isinstance(tensor, nn.Parameter) and is_large and tensor.device.type == "cpu"
-
-    def are_all_of(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether nothing else has memory without numbers."""
-        own = {self._place(tensor) for tensor in tensors}
-        return all(weight in own or weight.expired() for weight in self.weights)
-
-
-class _NotOutsideTorch(TorchFunctionMode):
-    """Raises ``_NumbersNeededError`` where Python or NumPy read a tensor without numbers."""
-
-    _reads = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "__reduce_ex__"})
-
-    def __init__(self, drawing: _Undrawn) -> None:
-        super().__init__()
-        self._drawing = drawing
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func.__name__ in self._reads and any(self._drawing.which_of(args[:1])):
-            raise _NumbersNeededError
-        return func(*args, **(kwargs or {}))
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

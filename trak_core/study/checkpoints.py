@@ -361,7 +361,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
         model has with it, so that files made on different bases are never taken together.
     """
     is_adapter = (checkpoint / ADAPTER_CONFIG).is_file()
-    if not is_adapter and loads_plainly(model):
+    if not is_adapter and _loads_plainly(model):
         files, index = _weight_files(checkpoint)
         if all(map(is_safetensors, files)):
             return {"sha256": _stream(model, files, index, str(checkpoint))}
@@ -378,7 +378,7 @@ def load_checkpoint(model: nn.Module, checkpoint: Path) -> dict[str, str]:
     return {"sha256": sha256, "model_sha256": state_dict_sha256(weights)}
 
 
-def loads_plainly(model: nn.Module) -> bool:
+def _loads_plainly(model: nn.Module) -> bool:
     """Whether loading a model's weights is copying them, each to the tensor of its name."""
     named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     own_way = type(model).load_state_dict is not nn.Module.load_state_dict
