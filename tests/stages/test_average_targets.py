@@ -10,7 +10,7 @@ from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores
 
 from trak_core.artifacts import ArtifactError, verify
 from trak_core.provenance import content_digest
-from trak_core.stages.average_targets import average_targets
+from trak_core.stages.compute_scores import average_targets
 from trak_core.stages.draw_influences import draw_influences
 
 SETTINGS = {"combine": "unit_average", "model_output": "regression", "normalize": True}

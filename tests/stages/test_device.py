@@ -60,7 +60,7 @@ def test_cuda_computes_the_cpu_s_features(features):
 
 HOLD = """
 import os, signal, sys
-from trak_core.model.loaded_model import hold_one
+from trak_core.model.device import hold_one
 
 for _ in sys.stdin:
     if not os.fork():

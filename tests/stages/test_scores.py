@@ -17,8 +17,8 @@ from trained_cases import assert_close
 from trak_core.artifacts import CHECKPOINT_SCORES, SCORES, open_artifact, scaled_integers
 from trak_core.errors import InputError
 from trak_core.gradients import Variety
+from trak_core.model.device import find_device
 from trak_core.model.features import batch_features, projecting_device, stored_rows
-from trak_core.model.loaded_model import find_device
 from trak_core.model.sample_outputs import warn_of_saturation
 from trak_core.projection.cuda import project as project_cuda
 

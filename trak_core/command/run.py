@@ -19,7 +19,6 @@ _SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
 _CLUSTERS = ("slurm", "slurm-gpu")
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is
 
 
 def workflow_folder() -> Path:
@@ -79,8 +78,7 @@ def _is_new(config: Path, arguments: Sequence[str]) -> bool:
         return False
     try:
         text = config.read_text(encoding="utf-8")
-        # ruff: ignore[unsafe-yaml-load] -- a SafeLoader
-        results = yaml.load(text, _LOADER).get("results", "results")
+        results = yaml.safe_load(text).get("results", "results")
         return config.stat().st_mtime > (Path(results) / CONFIG_RECORD).stat().st_mtime
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         return False

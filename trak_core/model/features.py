@@ -12,7 +12,7 @@ from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer
 from trak_core.autograd.token_margins import MarginFactors
 from trak_core.errors import InputError
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
-from trak_core.model.loaded_model import find_device, takes_cuda
+from trak_core.model.device import find_device, takes_cuda
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.projection import NotFiniteError, OuterProducts, prefers_factors, project
 from trak_core.spec import ProjectionSpec, matrix_shape

@@ -21,9 +21,10 @@ from trak_core.artifacts import (
 )
 from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.gradients import GradientMethod, check_labels, gradient_method
+from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
-from trak_core.model.loaded_model import LoadedModel, find_device, full_precision
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
 from trak_core.model.token_shares import Between, Cut, count_tokens, cut_scores
 from trak_core.queries.finished_run import FinishedRun

@@ -348,7 +348,7 @@ def _wrapped(text: str, characters: int, lines: int) -> str:
     return "\n".join(textwrap.wrap(text, characters, max_lines=lines, placeholder=" ..."))
 
 
-def _tile(axes: Axes, sample: Picture | str, title: tuple[str, str], color: str) -> None:
+def _tile(axes: Axes, sample: Picture | str, title: tuple[str, ...], color: str) -> None:
     """Show a sample in a frame. Nothing in a user's text is taken for a formula."""
     axes.set_axis_on()
     above = "\n".join(_wrapped(line, *_ABOVE) for line in title)

@@ -29,7 +29,7 @@ from trak_core.scoring.solve import damped_factor, damped_squares, train_norm
 from trak_core.spec import Combine, FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.progress import blocks_with_progress
 
-_PER_SAMPLE = ("labels", "outputs", "predictions")
+PER_SAMPLE = ("labels", "outputs", "predictions")
 
 ReadRows = Callable[[int, int], np.ndarray]
 
@@ -154,7 +154,7 @@ def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: floa
         writer.scalar("train_norm", norm)
     for side, file in (("train", train), ("target", targets)):
         writer.vector(f"{side}_ids", file.vector("sample_ids"))
-        for key in _PER_SAMPLE:
+        for key in PER_SAMPLE:
             writer.vector(f"{side}_{key}", file.vector(key))
 
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids
 from trak_core.gradients import Variety, check_labels, gradient_method, in_chunks
+from trak_core.model.device import device_name
 from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
-from trak_core.model.loaded_model import LoadedModel, device_name
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
 from trak_core.model.sample_outputs import write_columns
 from trak_core.provenance import content_digest

@@ -8,8 +8,9 @@ import torch
 
 from trak_core.artifacts import GRAMIAN, create, selected_ids
 from trak_core.gradients import Variety
+from trak_core.model.device import device_name, find_device, full_precision
 from trak_core.model.inner_products import inner_products
-from trak_core.model.loaded_model import LoadedModel, device_name, find_device, full_precision
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_outputs import write_columns
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.targets import split_of

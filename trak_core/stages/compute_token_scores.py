@@ -18,8 +18,9 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
+from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
-from trak_core.model.loaded_model import LoadedModel, device_name
+from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.token_shares import SIDES, Between, cut_scores, token_tables
 from trak_core.scoring.scores import checkpoint_weights, powered, unit_rows
 from trak_core.scoring.solve import damped_solve

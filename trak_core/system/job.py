@@ -382,8 +382,9 @@ _LATER = {
 }
 
 
-# Stages that lie in the module of another, because the two do one thing in two ways.
+# Stages that lie in the module of another, because the two do one thing in several ways.
 _LIES_WITH = {
+    "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
     "compute_self_influence": "compute_scores",
