@@ -36,7 +36,7 @@ from trak_core.system.fork_server import (
 )
 from trak_core.system.job import is_installed
 
-# Of a server that was started before Snakemake: name, standard input, the process that started it
+# A server that was started before Snakemake: name, standard input, the process that started it
 # and became Snakemake, and a digest of its environment. Others inherit what is for that one alone.
 _EARLY = "TRAK_CORE_EARLY_SERVER"
 # Packages that start threads when they are used, as a tokenizer does, not when they are imported.
