@@ -79,6 +79,9 @@ def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypa
     os.utime(record, (1, 1))
     for words in (["--profile=slurm"], ["--executor", "slurm"]):
         run("mine.yaml", words)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("SNAKEMAKE_PROFILE", "slurm")
+        run("mine.yaml", [])
     assert begun == []  # a first run, nothing to do, jobs that run elsewhere
     run("mine.yaml", ["scores"])
     assert begun == [["trak_core.stages.preflight_study"]]

@@ -332,35 +332,58 @@ os.execv(sys.executable, [sys.executable, "-c", *sys.argv[1:]])
 LATE = """
 import json, os, sys, time
 from trak_core.system import fork_client as client
-name = json.loads(os.environ[client._EARLY])[0]
+name, _, process, *_ = json.loads(os.environ[client._EARLY])
 os.environ |= json.loads(sys.argv[2])
 client.take_over_early(forks=json.loads(sys.argv[1]))
 own = client.start_fork_server(["json"])
 deadline = time.monotonic() + 30
-while own != name and client._send(name, {"imports": []}) and time.monotonic() < deadline:
+ends = process == os.getpid() and own != name
+while ends and client._send(name, {"imports": []}) and time.monotonic() < deadline:
     time.sleep(0.01)
-print(own == name, client._send(name, {"imports": []}) is not None, client._EARLY in os.environ)
+alive = client._send(name, {"imports": []}) is not None
+given = {**os.environ, **client.ONE_THREAD, client.SOCKET: own}
+with client.Fork(own, {"folder": "/", "call": ["time:sleep", 0], "environment": given}) as fork:
+    print(own == name, alive, client._EARLY in os.environ, fork.begins())
 """
+OTHERS = EARLY.replace("os.execv(sys.executable, ", "import subprocess\nsubprocess.run(")
 
 
-@pytest.mark.parametrize(("forks", "more"), [(True, {}), (False, {}), (True, {"COLOUR": "red"})])
-def test_snakemake_takes_over_a_server_of_before_or_ends_it(forks, more):
+@pytest.mark.parametrize(
+    ("early", "forks", "more", "before"),
+    [
+        (EARLY, True, {}, {}),
+        (EARLY, False, {}, {}),
+        (EARLY, True, {"COLOUR": "red"}, {}),
+        # All that the system takes as one variable; what another run has left.
+        (EARLY, True, {}, {"LONG": '"' * 120_000}),
+        (EARLY, True, {}, {"TRAK_CORE_EARLY_SERVER": '["trak-0", 9, 1, ""]'}),
+        # The server of a process that this one is not.
+        (OTHERS, True, {}, {}),
+    ],
+)
+def test_snakemake_takes_over_a_server_of_before_or_ends_it(early, forks, more, before):
     """It has none whose imports saw another environment."""
-    words = [sys.executable, "-c", EARLY, LATE, json.dumps(forks), json.dumps(more)]
-    result = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
-    is_same = forks and not more
-    assert result.stdout.split() == [str(is_same), str(is_same), "False"]
+    words = [sys.executable, "-c", early, LATE, json.dumps(forks), json.dumps(more)]
+    result = subprocess.run(
+        words, capture_output=True, text=True, check=True, timeout=60, env=os.environ | before
+    )
+    is_same = early == EARLY and forks and not more
+    is_alive = is_same or early == OTHERS
+    assert result.stdout.split() == [str(is_same), str(is_alive), "False", "True"], result.stderr
 
 
 def test_snakemake_s_own_timers_are_not_waited_for():
     scheduler = SimpleNamespace(_open_jobs=threading.Semaphore(0))
     JobScheduler._schedule_reevalutation(scheduler, 3600)
-    other = threading.Timer(3600, print)
-    other.start()
-    (timer,) = (t for t in threading.enumerate() if isinstance(t, threading.Timer) and t != other)
+    others = [threading.Timer(3600, function) for function in (print, [].append)]
+    for other in others:
+        other.start()
+    timers = (t for t in threading.enumerate() if isinstance(t, threading.Timer))
+    (timer,) = (t for t in timers if t not in others)
     cancel_timers()
     timer.join(10)
     assert not timer.is_alive()
-    assert other.is_alive()
-    other.cancel()
-    other.join(10)
+    for other in others:
+        assert other.is_alive()
+        other.cancel()
+        other.join(10)

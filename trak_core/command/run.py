@@ -73,7 +73,8 @@ def check_config_file(word: str, config: str) -> None:
 
 def _is_new(config: Path, arguments: Sequence[str]) -> bool:
     """Whether this machine will have jobs to do: the config is younger than the last start's."""
-    if any(argument.startswith(_ELSEWHERE) for argument in arguments):
+    given = ["--profile"] if "SNAKEMAKE_PROFILE" in os.environ else arguments
+    if any(argument.startswith(_ELSEWHERE) for argument in given):
         return False
     try:
         text = config.read_text(encoding="utf-8")

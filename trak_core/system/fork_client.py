@@ -7,6 +7,7 @@ Snakemake and every job imports this.
 """
 
 import atexit
+import hashlib
 import json
 import os
 import secrets
@@ -35,7 +36,8 @@ from trak_core.system.fork_server import (
 )
 from trak_core.system.job import is_installed
 
-# Name, standard input and environment of a server that was started before Snakemake.
+# A server that was started before Snakemake: name, standard input, the process that started it
+# and became Snakemake, and a digest of its environment. Others inherit what is for that one alone.
 _EARLY = "TRAK_CORE_EARLY_SERVER"
 # Packages that start threads when they are used, as a tokenizer does, not when they are imported.
 _WITHOUT_THREADS = {"transformers", "tokenizers", "safetensors", "huggingface_hub", "peft"}
@@ -84,7 +86,7 @@ class _Server:
 
     name: str
     stdin: IO[bytes]
-    environment: Mapping[str, str]
+    environment: str
     process: subprocess.Popen[bytes] | None = None  # not known of one that was taken over
 
     def end(self) -> None:
@@ -95,10 +97,11 @@ class _Server:
 _own: _Server | None = None
 
 
-def _environment() -> dict[str, str]:
-    """Return what a server of this process would be started with, as far as it lasts."""
-    ours = {SOCKET, _EARLY}
-    return {name: value for name, value in lasting_of(os.environ).items() if name not in ours}
+def _environment() -> str:
+    """Return a digest of what a server of this process would be started with and that lasts."""
+    lasts = lasting_of(os.environ)
+    named = [(name, lasts[name]) for name in sorted(lasts.keys() - {SOCKET, _EARLY})]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
 def name_library() -> None:
@@ -115,10 +118,11 @@ def name_library() -> None:
 def start_early(modules: Sequence[str]) -> None:
     """Start a server for the Snakemake that this process is about to become."""
     name_library()
+    os.environ.pop(_EARLY, None)
     if can_fork() and start_fork_server(modules) is not None and _own is not None:
         stdin = _own.stdin.fileno()
         os.set_inheritable(stdin, True)
-        os.environ[_EARLY] = json.dumps([_own.name, stdin, _own.environment])
+        os.environ[_EARLY] = json.dumps([_own.name, stdin, os.getpid(), _own.environment])
 
 
 def take_over_early(*, forks: bool) -> None:
@@ -127,7 +131,9 @@ def take_over_early(*, forks: bool) -> None:
     early = os.environ.pop(_EARLY, None)
     if early is None:
         return
-    name, stdin, environment = json.loads(early)
+    name, stdin, process, environment = json.loads(early)
+    if process != os.getpid():
+        return
     os.set_inheritable(stdin, False)
     server = _Server(name, os.fdopen(stdin, "wb"), environment)
     if forks:

@@ -271,10 +271,11 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
 def cancel_timers() -> None:
     """Have a Snakemake that is done not wait for the second after which it looks for more jobs."""
     for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer) and thread.function.__module__.startswith(
-            "snakemake."
-        ):
-            thread.cancel()
+        if isinstance(thread, threading.Timer):
+            # A method of a builtin type is of no module.
+            module = getattr(thread.function, "__module__", None) or ""
+            if module.startswith("snakemake."):
+                thread.cancel()
 
 
 def _explained(error: Exception) -> str | None:
