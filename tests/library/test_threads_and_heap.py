@@ -9,7 +9,7 @@ import pytest
 
 # One process, because importing torch is most of the time.
 _THREADS = """
-import ctypes, multiprocessing, os, sys, time
+import ctypes, multiprocessing, os, sys, threading, time
 import torch
 
 def project_rows(**options):
@@ -26,7 +26,8 @@ def compare_in_a_fork():
     projected = project_rows(threads=2)
     child = os.fork()
     if not child:
-        os._exit(not (project_rows(threads=2) == projected).all())
+        is_same = (project_rows(threads=2) == projected).all()
+        os._exit(not is_same or threading.active_count() != 2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 program = ctypes.CDLL(None)

@@ -40,3 +40,18 @@ def shown_as(results, tmp_path_factory):
     folders = {name: tmp_path_factory.mktemp(name) for name in CODES}
     studies = {name: study_with(folder, CODES[name]) for name, folder in folders.items()}
     return {name: (path, draw(results, path.parent, path)) for name, path in studies.items()}
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The checkpoints that models get their weights from, one after another."""
+    from trak_core.model.loaded_model import LoadedModel
+
+    paths, of = [], LoadedModel.of
+
+    def watched(study, checkpoint, *given):
+        paths.append(checkpoint)
+        return of(study, checkpoint, *given)
+
+    monkeypatch.setattr(LoadedModel, "of", watched)
+    return paths

@@ -21,6 +21,7 @@ from trak_core.errors import InputError
 from trak_core.queries.answer import Answer, Asked
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint
+from trak_core.queries.held_run import HeldRun
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
 
@@ -215,6 +216,24 @@ def check_a_long_text_alone(results, capsys):
     Path("asked.jsonl").write_text(whole)
 
 
+def check_one_checkpoint_is_read_once(results, reads, capsys):
+    """Also where it takes more than half of the memory: there is no other to take its place."""
+    expected = read_scores(results / "scores/asked.h5")["q"]
+    run, said = FinishedRun.of_folder(results), []
+    run.specs.config["compute"]["memory_mb"] = 1  # the matrix and its factor take half of it
+    held = HeldRun(run, said.append)
+    del reads[:]
+    for _ in range(2):
+        ((_, answer),) = held.answers([held.asked(QUESTION[0])])
+        difference = np.abs(answer.scores.to_numpy() - expected.to_numpy()).max()
+        assert difference <= 1e-6 * np.abs(expected).max()
+    assert len(reads) == 1
+    assert not held.takes_turns
+    (notice,) = said
+    assert "the training samples' features again" in notice
+    capsys.readouterr()
+
+
 def check_answers_that_can_not_be_cut(monkeypatch, capsys):
     """They come without tokens, and a notice says why."""
     words = ["ask", "mine.yaml", "--file", "asked.jsonl", "--html", "out.html"]
@@ -245,7 +264,7 @@ def check_answers_that_can_not_be_cut(monkeypatch, capsys):
         main([*words, "--tokens"])
     told = capsys.readouterr()
     assert "most by" in told.out
-    assert "take turns, because all 1 and gradients by tokens don't fit together" in told.err
+    assert "with the checkpoint and gradients by tokens don't fit together" in told.err
     with monkeypatch.context() as patch:
         patch.setattr(Study, "token_texts", no_room)
         main([*words, "--tokens"])
@@ -273,9 +292,11 @@ def test_what_could_steer_a_terminal_is_not_printed(monkeypatch):
     assert " ..." not in plain
 
 
-def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monkeypatch, capsys):
+def test_texts_that_no_model_takes_and_a_study_of_another_version(
+    tmp_path, monkeypatch, capsys, reads
+):
     """Each is told of in a sentence, and the next line is answered."""
-    config = of_texts(tmp_path) | {"projection": {"proj_dim": 16}}
+    config = of_texts(tmp_path) | {"projection": {"proj_dim": 128}}
     config |= {"experiments": {"asked": {"data": "asked.jsonl"}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     results = run_config(tmp_path / "mine.yaml")
@@ -293,6 +314,7 @@ def test_texts_that_no_model_takes_and_a_study_of_another_version(tmp_path, monk
     assert [error[:14] for error in errors] == [f"Error: line {n}:" for n in (1, 2, 3)]
     assert all("must have a part that counts" in error for error in errors[1:])
     check_a_long_text_alone(results, capsys)
+    check_one_checkpoint_is_read_once(results, reads, capsys)
     check_answers_that_can_not_be_cut(monkeypatch, capsys)
     (study,) = results.glob("*_study_*.py")
     study.rename(study.with_name("language_model_study_00000000.py"))

@@ -21,6 +21,8 @@ import trak_core
 from trak_core.command.ask import ask
 from trak_core.command.main import main
 from trak_core.config.read_config import read_config
+from trak_core.gradients import gradient_method, gradients_at_once
+from trak_core.queries import held_checkpoint
 from trak_core.queries.answer_page import answer_rows
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_run import HeldRun
@@ -162,7 +164,29 @@ def test_the_strongest_are_shown_with_what_is_known_of_them(projected):
     assert {*answer_rows([answer])} - {"clinic"} <= RESERVED
 
 
-def test_checkpoints_that_do_not_fit_take_turns(run):
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_stored_sample_s_features_show_that_one_pass_will_do(run, monkeypatch, times):
+    """No way to gradients is compared with others then; all are where these features differ."""
+    chosen = []
+
+    def wrong(*given):
+        for _ in range(times):
+            columns = gradients_at_once(*given)
+        return columns
+
+    def choose(*given):
+        chosen.append(given)
+        return gradient_method(*given)
+
+    monkeypatch.setattr(held_checkpoint, "gradients_at_once", wrong)
+    monkeypatch.setattr(held_checkpoint, "gradient_method", choose)
+    results = trak_core.open(str(run))
+    is_exact = "exact" in run.parent.name
+    assert close(results.ask(LINES[1]), read_scores(run / "scores/asked.h5")[1])
+    assert len(chosen) == (0 if is_exact or times == 1 else 3)
+
+
+def test_checkpoints_that_do_not_fit_take_turns(run, reads):
     """The same scores, and a notice; also where a gradient beside them is what doesn't fit."""
     finished, said = FinishedRun.of_folder(run), []
     is_exact = finished.specs.is_exact
@@ -180,6 +204,9 @@ def test_checkpoints_that_do_not_fit_take_turns(run):
     (notice,) = said
     assert "checkpoints take turns, because all 3" in notice
     assert ("MiB together" if is_exact else "gradient of this sample") in notice
+    # The first that was read to find out is the first that is asked. Else it was known too late
+    # that they take turns, so that all are read for each of three lines.
+    assert len(reads) == (3 if is_exact else 12)
 
 
 def test_lines_are_answered_or_told_of(here, capsys):

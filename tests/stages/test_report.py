@@ -448,6 +448,8 @@ def test_a_list_put_to_the_proof_has_charts(results, page):
     assert "Accuracy: accuracy against training examples trained on" in charts
     assert "Loss: loss against training examples trained on" in charts
     assert "follows in report.html" not in shown.text
+    assert "LDS was not measured." in shown.text
+    assert "It was not measured" not in shown.text
     assert "put to the proof" not in page.text
     assert "The list is empty" not in shown.text
     with create(path, PROOF, about, {}, confidence=0.95, n_draws=5, n_targets=4) as writer:

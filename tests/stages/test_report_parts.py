@@ -152,7 +152,10 @@ def test_many_targets_and_experiments_are_cut(n_experiments, shown):
         (signed(-4.56), "-4.6"),
         (percent(-0.001), "0\N{NO-BREAK SPACE}%"),
         (percent(-0.009), "\N{MINUS SIGN}1\N{NO-BREAK SPACE}%"),
+        (percent(0.125), "12\N{NO-BREAK SPACE}%"),
         (fixed(-0.0004, 3), "0.000"),
+        # Tables hold numpy's numbers, whose own rounding makes 20.0 of what is below 19.95.
+        (fixed(np.float64(-19.95), 1), "-19.9"),
         (plural(0, "target"), "0 targets"),
         (plural(1, "target"), "1 target"),
         (plural(2000, "target"), "2,000 targets"),

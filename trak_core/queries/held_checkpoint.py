@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import scipy.linalg
@@ -20,7 +21,14 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.config.memory_needs import exact_need, scores_need
-from trak_core.gradients import GradientMethod, check_labels, gradient_method
+from trak_core.gradients import (
+    Batch,
+    GradientMethod,
+    check_labels,
+    gradient_method,
+    gradients_at_once,
+)
+from trak_core.gradients.model_inputs import least_rounding
 from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
@@ -31,11 +39,11 @@ from trak_core.queries.finished_run import FinishedRun
 from trak_core.scoring.scores import powered, similarities, unit_rows
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
-from trak_core.stages._inputs import Damped, ReadRows, normal_weights, read_rows
+from trak_core.stages._inputs import Damped, normal_weights, read_rows
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 
-# Training samples by which the way to gradients is chosen, as a job does.
+# Training samples by which the way to gradients is chosen, as a job does, unless one shows it.
 _FEW = 8
 
 # A_c of one sample, shape (n, 1), float32; its label's number and ``PerSample.columns``; and its
@@ -49,8 +57,8 @@ class _Projected:
 
     Attributes:
         method: The way to gradients of a model of ``model_type``.
-        values: Phi_c, shape (n, k), in memory or in its file.
-        rows: Reads it by blocks of ``block`` rows, whose lengths are 1 if ``normalized``.
+        values: Phi_c, shape (n, k), in memory or in its file; it is read by blocks of ``block``
+            rows, whose lengths are 1 if ``normalized``.
         factor: Cholesky's, in the lower triangle, shape (k, k), float64.
     """
 
@@ -59,8 +67,7 @@ class _Projected:
     method: GradientMethod
     model_type: type
     n_classes: int | None
-    values: np.ndarray | Rows
-    rows: ReadRows
+    values: Rows
     normalized: bool
     n_train: int
     block: int
@@ -85,9 +92,8 @@ class _Projected:
         target = stored_rows(features, self.dtype, asked.ids).astype(np.float64)
         solved = scipy.linalg.cho_solve((self.factor, True), target.T)
         starts = range(0, self.n_train, self.block)
-        blocks = [
-            similarities(self.rows(i, min(i + self.block, self.n_train)), solved) for i in starts
-        ]
+        rows = read_rows(self.values, normalize=self.normalized)
+        blocks = [similarities(rows(i, min(i + self.block, self.n_train)), solved) for i in starts]
         return np.concatenate(blocks).astype(np.float32), columns, target
 
     def cut(
@@ -143,7 +149,7 @@ class HeldCheckpoint:
         weights: Q^power of the training samples, shape (n,), float64.
         norm: N_c; 1 where scores are not divided by it.
         about_train: ``labels``, ``outputs`` and ``predictions`` of the training samples.
-        n_bytes: Memory that it takes, the model's included.
+        n_bytes: Memory that it takes, with the model and the training samples' features.
         work_bytes: Memory that making it ready takes.
     """
 
@@ -154,6 +160,13 @@ class HeldCheckpoint:
     n_bytes: int
     work_bytes: int
     way: _Projected | _Exact
+
+    def in_memory(self) -> Self:
+        """Return it with the training samples' features, not read again for every sample."""
+        if isinstance(self.way, _Exact):
+            return self
+        held: Rows = self.way.values[:]  # pyright: ignore[reportAssignmentType]
+        return replace(self, way=replace(self.way, values=held))
 
     def said(self, asked: Split, memory_mb: int) -> Said:
         """Return A_c of one sample, and what the checkpoint makes of it.
@@ -188,18 +201,11 @@ def device_of(name: str, *, is_exact: bool) -> torch.device:
 
 @contextlib.contextmanager
 def held_checkpoint(
-    run: FinishedRun,
-    name: str,
-    study: Study,
-    train: Split,
-    device: torch.device,
-    *,
-    in_memory: bool,
+    run: FinishedRun, name: str, study: Study, train: Split, device: torch.device
 ) -> Generator[HeldCheckpoint, None, None]:
     """Give a checkpoint with its model, after making sure that all belongs to today's config.
 
-    ``train`` are the training samples of the study, which is loaded. Their features are read again
-    for every sample unless they are to be ``in_memory``.
+    ``train`` are the training samples of the study, which is loaded.
 
     Yields:
         The checkpoint; the file of its training samples stays open.
@@ -231,10 +237,8 @@ def held_checkpoint(
             projection = projection_of(spec.features, shapes)
             whole = loaded.file_spec(spec.of_train(), projection.scaled())
             run.check_today(file.path, whole, file.spec)
-            way, norm, held = _projected(
-                run, name, file, spec, loaded, train, projection, in_memory
-            )
-            n_bytes += held + way.factor.nbytes
+            way, norm = _projected(run, name, file, spec, loaded, train, projection)
+            n_bytes += way.values[:1].nbytes * way.n_train + way.factor.nbytes
             work = scores_need(projection.proj_dim, 1).fixed_bytes
         divisor = 1.0 if norm is None else norm
         yield HeldCheckpoint(loaded, weights, divisor, about, n_bytes, work, way)
@@ -264,8 +268,7 @@ def _projected(
     loaded: LoadedModel,
     train: Split,
     projection: ProjectionSpec,
-    in_memory: bool,
-) -> tuple[_Projected, float | None, int]:
+) -> tuple[_Projected, float | None]:
     path = run.normal_matrix(name)
     with open_artifact(path, NORMAL_MATRIX) as matrix:
         try:
@@ -275,14 +278,16 @@ def _projected(
     factor = damped_factor(damped.matrix, damped.ridge, damped.ends)
     values, memory_mb = file.matrix("features"), run.specs.config["compute"]["memory_mb"]
     n_train = len(values)
-    (samples,) = loaded.ordered(subset(train, range(min(_FEW, n_train))))
+    (samples,) = loaded.ordered(subset(train, range(1)))
     loaded = loaded.in_pieces(samples, memory_mb)
-    few, n_classes = loaded.few(samples)
-    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+    first, n_classes = loaded.few(samples)
+    method = gradients_at_once
+    if not _gives_stored(loaded, first, spec.features.dtype, projection, train.ids[:1], values[:1]):
+        (samples,) = loaded.ordered(subset(train, range(min(_FEW, n_train))))
+        loaded = loaded.in_pieces(samples, memory_mb)
+        few, n_classes = loaded.few(samples)
+        method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
     block = scores_need(projection.proj_dim, 1).rows(memory_mb)
-    held = values[:] if in_memory else None
-    values = values if held is None else held
-    rows = read_rows(values, normalize=spec.normalize)  # pyright: ignore[reportArgumentType]
     way = _Projected(
         projection,
         spec.features.dtype,
@@ -290,10 +295,33 @@ def _projected(
         type(loaded.model),
         n_classes,
         values,
-        rows,
         spec.normalize,
         n_train,
         block,
         factor,
     )
-    return way, damped.norm, 0 if held is None else held.nbytes
+    return way, damped.norm
+
+
+def _gives_stored(
+    loaded: LoadedModel,
+    first: Batch,
+    dtype: str,
+    projection: ProjectionSpec,
+    ids: Sequence[int | str],
+    stored: np.ndarray,
+) -> bool:
+    """Return whether one pass over a training sample alone gives the features that a job stored.
+
+    That job compared its way to gradients with autograd, so that nothing else need be compared.
+    """
+    given = loaded.model, loaded.parameters, loaded.output, first
+    try:
+        features, _ = batch_features(
+            gradients_at_once, *given, projection, ids, torch.get_num_threads(), loaded.scales
+        )
+        rows = stored_rows(features, dtype, ids).astype(np.float64)
+    except Exception:
+        return False  # the choice among all ways says why
+    difference, norm = (np.linalg.norm(v) for v in (rows - stored, stored))
+    return bool(0 < norm < np.inf and difference <= least_rounding(loaded.model) * norm)

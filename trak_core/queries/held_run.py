@@ -34,8 +34,8 @@ class HeldRun:
     """A finished run that answers further questions with what it has in memory.
 
     Checkpoints with their training features stay in memory if all of them take at most half of
-    ``compute.memory_mb``; the other half is for a sample's gradient. Else they take turns, and each
-    call of ``answers`` reads them again.
+    ``compute.memory_mb``; the other half is for a sample's gradient. Else they take turns: one is
+    in memory, without these features, until ``answers`` needs another.
     """
 
     def __init__(self, run: FinishedRun, say: Callable[[str], None] = print) -> None:
@@ -45,14 +45,16 @@ class HeldRun:
             self.study = Study.load(Path(self.specs.config["study"]))
             self.train = self.study.split(TRAIN, None)
         self._kept, self._held = ExitStack(), dict[str, HeldCheckpoint]()
+        # The one that was read last, where they take turns.
+        self._last: tuple[str, HeldCheckpoint] | None = None
         self._is_loaded = False
         self._about_train: dict[str, dict[str, np.ndarray]] = {}
         self._told_of_no_tokens = False
 
     @property
     def takes_turns(self) -> bool:
-        """Whether checkpoints don't stay in memory; known after ``load``."""
-        return not self._held
+        """Whether several checkpoints don't stay in memory; known after ``load``."""
+        return not self._held and len(self.specs.self_influence.checkpoints) > 1
 
     def load(self) -> None:
         """Bring the checkpoints into memory, or find out that they have to take turns."""
@@ -61,19 +63,21 @@ class HeldRun:
         names = self.specs.self_influence.checkpoints
         with self.run.in_folder(), ExitStack() as stack:
             for name in names:
-                one = stack.enter_context(self._checkpoint(name, in_memory=True))
+                one = stack.enter_context(self._checkpoint(name))
                 # All are about as large as the first.
                 needed = len(names) * one.n_bytes + one.work_bytes
                 if needed > self._memory_mb * 2**20 // 2:
                     self._take_turns(f"would take {-(-needed // 2**20)} MiB together")
+                    if name == names[0]:
+                        self._last, self._kept = (name, one), stack.pop_all()
                     return
-                self._held[name] = one
+                self._held[name] = one.in_memory()
             self._kept = stack.pop_all()
         self._is_loaded = True
 
     def close(self) -> None:
         """Let go of the checkpoints, and of the files that they are read from."""
-        self._held = {}
+        self._held, self._last = {}, None
         self._kept.close()
         self._is_loaded = False
 
@@ -186,15 +190,29 @@ class HeldRun:
     def _take_turns(self, why: str) -> None:
         self.close()
         self._is_loaded = True
-        self._say(
-            f"Notice: checkpoints take turns, because all {len(self.specs.checkpoints)} {why} "
-            f"(compute.memory_mb is {self._memory_mb}, half of it for a gradient). Every question "
-            "reads them again; questions of one file are answered together."
-        )
+        n_checkpoints = len(self.specs.self_influence.checkpoints)
+        half = f"(compute.memory_mb is {self._memory_mb}, half of it for a gradient)"
+        if n_checkpoints > 1:
+            self._say(
+                f"Notice: checkpoints take turns, because all {n_checkpoints} {why} {half}. Every "
+                "question reads them again; questions of one file are answered together."
+            )
+        elif not self.specs.is_exact:
+            self._say(
+                "Notice: every question reads the training samples' features again, because these "
+                f"with the checkpoint {why} {half}."
+            )
 
-    def _checkpoint(self, name: str, *, in_memory: bool) -> AbstractContextManager[HeldCheckpoint]:
-        given = self.run, name, self.study, self.train, self._device
-        return held_checkpoint(*given, in_memory=in_memory)
+    def _checkpoint(self, name: str) -> AbstractContextManager[HeldCheckpoint]:
+        return held_checkpoint(self.run, name, self.study, self.train, self._device)
+
+    def _in_turn(self, name: str) -> HeldCheckpoint:
+        """Return a checkpoint, read if it isn't the one that was read last."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._kept.close()
+            self._last = name, self._kept.enter_context(self._checkpoint(name))
+        return self._last[1]
 
     def _pool(self, experiment: str) -> tuple[Split, Path | None]:
         """Return the samples that an experiment picks its targets from, and their file."""
@@ -228,6 +246,7 @@ class HeldRun:
                     if came_from_no_memory(error) or no_room(error):
                         raise
                     parts[i] = _not_taken(asked, error)
+            del one  # before the next is read
         return parts
 
     def _checkpoints(self) -> Iterator[tuple[str, HeldCheckpoint, int]]:
@@ -235,9 +254,8 @@ class HeldRun:
         for name in self.specs.self_influence.checkpoints:
             if name in self._held:
                 yield name, self._held[name], self._memory_mb // 2
-                continue
-            with self._checkpoint(name, in_memory=False) as one:
-                yield name, one, self._memory_mb
+            else:
+                yield name, self._in_turn(name), self._memory_mb
 
     def _with_tokens(
         self, answers: Sequence[Answer | InputError], parts: Sequence["_Parts | InputError"]
@@ -264,6 +282,7 @@ class HeldRun:
                         self._take_turns("and gradients by tokens don't fit together")
                         return self._with_tokens(answers, parts)
                     self._say_uncut(cut.pop(i), error)
+            del one  # as above
         whole = list(answers)
         for i, answer in cut.items():
             said = parts[i]

@@ -22,8 +22,8 @@ def signed(value: float, digits: int = 2) -> str:
 
 def fixed(value: float, decimals: int) -> str:
     """Return a number with so many decimals, with a true minus sign: for correlations."""
-    # Adding 0 takes the sign off a number that rounds to zero.
-    return f"{round(value, decimals) + 0.0:.{decimals}f}".replace("-", "\N{MINUS SIGN}")
+    # By z a number that rounds to zero has no sign.
+    return f"{value:z.{decimals}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def percent(part: float, decimals: int = 0) -> str:
