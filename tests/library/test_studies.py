@@ -63,6 +63,9 @@ def test_a_prompt_does_not_count_and_a_long_text_is_cut_where_that_is_said(weigh
     file = write(tmp_path / "train.jsonl", rows)
     templates = {"prompt": "{prompt} ", "text": "{completion}"}
     study = language_model(file, str(weights), **templates, targets=file)
+    plain = language_model(file, str(weights), text="{completion}").encode
+    assert plain(text="red sun")["input_ids"].tolist() == ids("red sun")  # as `trak ask` has a line
+    assert plain(completion="red sun")["input_ids"].tolist() == ids("red sun")
     (sample,) = study.train_data()
     question = language_model(file, str(weights)).encode(prompt="what is red ", text="the sun")
     assert torch.equal(question["labels"], sample["labels"])

@@ -73,11 +73,15 @@ def encoder(
 ) -> Callable[..., Any]:
     """Return the study's ``encode``: a sample of a line, which must have the fields ``names``.
 
-    ``row`` is one that has them, for who must be told what a line is.
+    ``row`` is one that has them, for who must be told what a line is. Where one name is enough, a
+    plain line, which comes as the field ``text``, is that field.
     """
     example = {name: row.get(name, "...") for name in names}
+    only = next(iter(example)) if len(example) == 1 else "text"
 
     def encode(**line: Any) -> Any:
+        if only not in line and "text" in line:
+            line[only] = line.pop("text")
         if not example.keys() <= line.keys():
             raise InputError(
                 f"A line must be a JSON object with {' and '.join(example)}, such as "
@@ -231,9 +235,11 @@ def filled_in(template: str, row: Mapping[str, Any]) -> str:
         missing = sorted(used_by(template) - row.keys())
         if missing:
             has = f"values in {', '.join(row)}" if row else "no value at all"
+            texts = [key for key, value in row.items() if isinstance(value, str) and key != "id"]
+            own = "{" + [*texts, "answer"][0] + "}"
             raise InputError(
                 f"A row must have a value in the field {missing[0]}. Found {has}. Fill it in, or "
-                "name the rows' own fields in study_arguments, as in text: '{answer}'.",
+                f"name the rows' own fields in study_arguments, as in text: '{own}'.",
                 code="studies.template",
             ) from error
         has = f"with {', '.join(row)}: {str(row)[:80]}"
