@@ -157,6 +157,8 @@ def test_some_thousand_labelled_targets_are_all_explained(n, targets):
         ("a,label\n1.5,1.0\n2,7.0\n", "label", "regression", {}),
         ("a,price,id\n1.5,2.5,7\n2,0.1,8\n", "price", "regression", {}),
         ("LABEL,a\n1,0.5\n0,0.1\n", "LABEL", "image_classification", {}),
+        # Texts are no inputs; a number that is missing leaves its column one.
+        ("name,a,label\nx,,0\ny,2,1\n", "label", "image_classification", {"columns": ["a"]}),
         # Without the row numbers that pandas writes.
         (
             ",a,b,label\n0,1,2,1\n1,3,4,0\n",

@@ -320,9 +320,12 @@ def _of_network(
     output = "image_classification" if is_class else "regression"
     asked = _targets(ids_of(explained), [one.get(label) for one in explained] if is_class else None)
     arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
-    if _NUMBERED in row:
-        inputs = [name for name in row if name not in {label, "id", _NUMBERED}]
+    columns = [name for name in row if name not in {label, "id"}]
+    texts = {n for n in columns if all(isinstance(one[n], str) and one[n] for one in trained)}
+    inputs = [name for name in columns if name != _NUMBERED and name not in texts]
+    if inputs != columns:
         arguments.append(("columns", inputs, "the model's inputs, in its order"))
+    report.append("could not tell: whether the columns are scaled as they were in training")
     if are_texts:
         report.append("could not tell: the order of the model's classes; took the alphabet's")
     if are_texts or are_numbers:

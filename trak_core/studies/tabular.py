@@ -52,7 +52,8 @@ def tabular(
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"The columns {', '.join(names)} must be numbers, and {label} a "
-                f"number or one of `classes`. Found {dict(row)}.",
+                f"number or one of `classes`. Found {dict(row)}. `columns` in study_arguments "
+                "names the model's inputs.",
                 code="studies.numbers",
             ) from error
         is_class = classes or (isinstance(of_row, int) and not isinstance(of_row, bool))
