@@ -85,6 +85,7 @@ def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypa
     assert begun == []  # a first run, nothing to do, jobs that run elsewhere
     run("mine.yaml", ["scores"])
     assert begun == [["trak_core.stages.preflight_study"]]
-    config.write_text("]")
-    run("mine.yaml", [])
+    for bad in ("]", "a: " + 5000 * "[" + 5000 * "]"):  # Snakemake says what is wrong
+        config.write_text(bad)
+        run("mine.yaml", [])
     assert len(begun) == 1

@@ -1,12 +1,16 @@
 """What a projection refuses, with one error that says what must hold; and gradients of no size."""
 
+import numba.cuda
 import numpy as np
 import pytest
 import torch
+from numba import config
 from projections import KINDS, real_gradients, spec_of
 from refused import refused
 
 from trak_core.projection import project
+from trak_core.projection.cuda import project as project_module
+from trak_core.projection.cuda import project_cuda
 from trak_core.spec import ProjectionSpec
 
 
@@ -97,3 +101,36 @@ def test_empty_gradients(kind):
     for shape in (0, 10), (3, 0), (0, 0):
         out = project(zeros(*shape), spec)
         np.testing.assert_array_equal(out, zeros(shape[0], spec.proj_dim))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not config.ENABLE_CUDASIM,
+    reason="runs with NUMBA_ENABLE_CUDASIM=1 or a GPU",
+)
+def test_what_a_machine_lacks_is_named(monkeypatch):
+    """A package, then a driver, then its libraries, then a GPU that is not too old."""
+    monkeypatch.setattr(project_module, "is_simulated", lambda: False)
+    require = project_module.require_numba_cuda.__wrapped__
+    monkeypatch.setattr(project_module, "require_numba_cuda", require)
+    spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
+
+    def check(code, *values):
+        with refused(f"projection.{code}", *values):
+            project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("importlib.util.find_spec", lambda _: None)
+        check("no_numba_cuda")
+    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
+    check("no_cuda", "libcuda.so not found")
+
+    def search():
+        raise OSError("libnvvm.so.4 not found")
+
+    monkeypatch.setattr(numba.cuda, "is_available", search)
+    check("no_cuda", "OSError: libnvvm.so.4 not found")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
+    with refused("projection.capability", "7.0", "6.1 (P40)"):
+        project_module.capability_of(torch.device("cuda", 0))

@@ -3,7 +3,6 @@
 import re
 from itertools import pairwise
 
-import numba.cuda
 import numpy as np
 import pytest
 import torch
@@ -419,35 +418,6 @@ class TestSelfTest:
         monkeypatch.setattr(project_slices, "launch", refuse)
         with refused("projection.kernel_fails", PLACE, "RuntimeError: unsupported PTX version"):
             self.check(use("portable-rademacher", 100), torch.float32, 3)
-
-
-def test_what_a_machine_lacks_is_named(monkeypatch):
-    """A package, then a driver, then its libraries, then a GPU that is not too old."""
-    monkeypatch.setattr(project_module, "is_simulated", lambda: False)
-    require = project_module.require_numba_cuda.__wrapped__
-    monkeypatch.setattr(project_module, "require_numba_cuda", require)
-    spec = ProjectionSpec(kind="normal", n_params=9, proj_dim=4, seed=0, stream=0)
-
-    def check(code, *values):
-        with refused(f"projection.{code}", *values):
-            project_cuda([torch.ones((1, 9))], spec, 0, torch.zeros((1, 4)))
-
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda _: None)
-        check("no_numba_cuda")
-    monkeypatch.setattr(numba.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(numba.cuda, "cuda_error", lambda: "libcuda.so not found", raising=False)
-    check("no_cuda", "libcuda.so not found")
-
-    def search():
-        raise OSError("libnvvm.so.4 not found")
-
-    monkeypatch.setattr(numba.cuda, "is_available", search)
-    check("no_cuda", "OSError: libnvvm.so.4 not found")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "P40")
-    with refused("projection.capability", "7.0", "6.1 (P40)"):
-        project_module.capability_of(torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(HAS_GPU, reason="runs where numba simulates the GPU")

@@ -80,7 +80,7 @@ def _is_new(config: Path, arguments: Sequence[str]) -> bool:
         text = config.read_text(encoding="utf-8")
         results = yaml.safe_load(text).get("results", "results")
         return config.stat().st_mtime > (Path(results) / CONFIG_RECORD).stat().st_mtime
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
         return False
 
 
