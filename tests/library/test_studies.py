@@ -368,11 +368,19 @@ def test_files_that_hold_no_rows(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         with refused("studies.rows", tmp_path / name):
             read_rows(str(tmp_path / name))
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n1,2,3\n")
-    # pandas ends its sentence with a new line.
-    words = re.compile(r"Error tokenizing data\. .* saw 3(?=\.$)")
-    with refused("studies.rows", tmp_path / "a.csv", words):
-        read_rows(str(tmp_path / "a.csv"))
+    tables = {
+        # pandas takes the first of three cells for a row's name, if all rows have three.
+        "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, the header 2",
+        'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
+        'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
+    }
+    for text, words in tables.items():
+        for name, written in (("a.csv", text), ("a.tsv", text.replace(",", "\t"))):
+            (tmp_path / name).write_text(written)
+            with refused("studies.rows", tmp_path / name, re.compile(words)):
+                read_rows(str(tmp_path / name))
+    (tmp_path / "a.csv").write_text("a,b\n1,2,\n3,4,\n")  # as some programs end lines
+    assert read_rows(str(tmp_path / "a.csv")) == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     # Whatever pyarrow says of it, or pandas where there is none, stands in one line.
     one_line = re.compile(r"(?<=Reading it failed: )[^\n]+(?=\.$)")

@@ -48,7 +48,7 @@ from trak_core.artifacts import (
 )
 from trak_core.report.describe_samples import EACH
 from trak_core.report.number_formats import number, signed
-from trak_core.report.render import rendered, study_warnings
+from trak_core.report.render import rendered, score_warnings, study_warnings
 
 ERRORS = ["measured", "standard_error", "predicted"]
 SVG = "data:image/svg"
@@ -332,19 +332,27 @@ def test_nothing_to_warn_of():
 
 
 @pytest.mark.parametrize(
-    ("change", "title"),
+    ("change", "title", "also_of_scores"),
     [
-        ({"right": 0.49}, "The models get most training labels wrong"),
-        ({"n_checkpoints": 4}, "Few checkpoints"),
-        ({"saturated": 0.51}, "Saturated loss weights"),
-        ({"smallest": 0.9e-3}, "Near-singular matrices"),
-        ({"smallest": 0.0}, "Near-singular matrices"),
-        ({"sd": 2.3}, "The checkpoints disagree"),
-        ({"lists": ["suspects"], "n_targets": 99}, "Suspects from 99 targets: mostly chance"),
+        ({"right": 0.49}, "The models get most training labels wrong", True),
+        ({"n_checkpoints": 4}, "Few checkpoints", True),
+        ({"saturated": 0.51}, "Saturated loss weights", True),
+        ({"smallest": 0.9e-3}, "Near-singular matrices", False),
+        ({"smallest": 0.0}, "Near-singular matrices", False),
+        ({"sd": 2.3}, "The checkpoints disagree", True),
+        (
+            {"lists": ["suspects"], "n_targets": 99},
+            "Suspects from 99 targets: mostly chance",
+            False,
+        ),
     ],
 )
-def test_each_warning_comes_alone(change, title):
+def test_each_warning_comes_alone(change, title, also_of_scores):
+    """The page to explore has those that scores alone tell."""
     assert titles(**change) == [title]
+    results = results_of(**change)
+    of_scores = score_warnings(results.experiments[0])
+    assert of_scores == (study_warnings(results) if also_of_scores else [])
 
 
 def test_a_saturated_study_with_a_power_below_one_gets_other_advice():

@@ -124,7 +124,10 @@ def test_questions_in_python_and_in_a_table(study):
         ('{"a": null}\n', "asked.jsonl", "the same fields, none with null"),
         ('{"patient": 1}\n', "asked.jsonl", 'asked.jsonl, {"patient": 1}, must end without'),
         ('{"id": 1, "a": 2}\n{"id": 1, "a": 2}\n', "asked.jsonl", "Found repeated ids: 1."),
-        ("id\tpatient\n1\n", "asked.tsv", "every line must fill the same fields"),
+        ("id\tpatient\n1\n", "asked.tsv", "failed: line 2 has 1 cell, the header 2"),
+        ('a\tb\n1\t"2\n3"\n4\t5\t6\n', "asked.tsv", "failed: line 4 has 3 cells, the header 2"),
+        ("a\ta\n1\t2\n", "asked.tsv", "failed: the field 'a' stands twice"),
+        ('a\n"1\n', "asked.tsv", "failed: line 2 begins a row with wrong quotes: unexpected end"),
         ("x = 1\n", "asked.py", "the study must define a function target_data()"),
     ],
 )

@@ -64,6 +64,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
             "unit": unit_of(spec),
             "output_words": None if words is None else json.dumps(words),
             "n_train": len(held.train.ids),
+            "right": float((held.columns["label"] == held.columns["prediction"]).mean()),
             "most_harmful": [],
             "n_harmful": 0,
         },

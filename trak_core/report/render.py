@@ -57,15 +57,23 @@ class StudyWarning:
 
 def study_warnings(results: Results) -> list[StudyWarning]:
     """Return what may mislead, most consequential first."""
-    first = (_predictions, _lds, _suspects, _checkpoints)
-    kinds = (*first, _loss_weights, _matrices, _projection, _disagreement)
-    return [warning for kind in kinds for warning in kind(results)]
+    scores = results.experiments
+    measured = [*_lds(results), *_suspects(results)]
+    first = [*_predictions(scores[0]), *measured, *_checkpoints(scores[0])]
+    numbers = [*_loss_weights(scores[0]), *_matrices(results), *_projection(results)]
+    return [*first, *numbers, *_disagreement(scores)]
 
 
-def _predictions(results: Results) -> list[StudyWarning]:
+def score_warnings(experiment: File) -> list[StudyWarning]:
+    """Return those that an experiment's scores alone tell."""
+    kinds = (_predictions, _checkpoints, _loss_weights)
+    return [*(warning for kind in kinds for warning in kind(experiment)), *_disagreement([experiment])]
+
+
+def _predictions(scores: File) -> list[StudyWarning]:
     """Look whether the models know their own training data."""
-    right = results.experiments[0].attributes["right"]
-    if right >= LIMITS["right"] or not output_of(results.experiments[0]).labels_are_classes:
+    right = scores.attributes["right"]
+    if right >= LIMITS["right"] or not output_of(scores).labels_are_classes:
         return []
     return [StudyWarning("wrong_predictions", {"right": right})]
 
@@ -95,18 +103,19 @@ def _suspects(results: Results) -> list[StudyWarning]:
     return [StudyWarning("few_targets", {"n": n, "exact": results.exact}) for n in few]
 
 
-def _checkpoints(results: Results) -> list[StudyWarning]:
-    n = len(results.spec["checkpoints"])
+def _checkpoints(scores: File) -> list[StudyWarning]:
+    n = len(scores.spec["checkpoints"])
     return [StudyWarning("few_checkpoints", {"n": n})] if n < LIMITS["checkpoints"] else []
 
 
-def _loss_weights(results: Results) -> list[StudyWarning]:
-    saturated = results.experiments[0].attributes["saturated"]
+def _loss_weights(scores: File) -> list[StudyWarning]:
+    # Unknown for answers to questions.
+    saturated = scores.attributes.get("saturated", 0)
     # A residual is in a unit that no limit here can know.
-    if saturated <= 0.5 or not output_of(results.experiments[0]).weight_is_probability:
+    if saturated <= 0.5 or not output_of(scores).weight_is_probability:
         return []
-    along = results.spec["combine"] == Combine.UNIT_AVERAGE
-    shown = {"part": saturated, "power": results.spec["loss_weight_power"], "along": along}
+    along = scores.spec["combine"] == Combine.UNIT_AVERAGE
+    shown = {"part": saturated, "power": scores.spec["loss_weight_power"], "along": along}
     return [StudyWarning("saturated", shown)]
 
 
@@ -133,10 +142,10 @@ def _projection(results: Results) -> list[StudyWarning]:
     return [StudyWarning("distortion", {"checkpoints": list(dict.fromkeys(bad))})] if bad else []
 
 
-def _disagreement(results: Results) -> list[StudyWarning]:
+def _disagreement(scores: Sequence[File]) -> list[StudyWarning]:
     """Compare how far ends of runs differ on a target with how far targets differ."""
-    targets = [row for file in results.experiments for row in rows_with(file.tables["targets"])]
-    if len(results.spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
+    targets = [row for file in scores for row in rows_with(file.tables["targets"])]
+    if len(scores[0].spec["runs"]) < 2 or len(targets) < _ENOUGH_TARGETS:
         return []
     within = sqrt(fmean(target.output_sd**2 for target in targets))
     between = pstdev(target.output for target in targets)
@@ -297,5 +306,6 @@ def answer(shown: Answer, study: str, each: int = EACH_ON_PAGE) -> str:
     its file is one of answers, whose scores are in no file.
     """
     output = output_of(shown.experiment)
+    warnings = score_warnings(shown.experiment)
     given = {"shown": shown, "output": output, "study": study, "each": each}
-    return rendered("answer", **given, at_once=AT_ONCE)
+    return rendered("answer", **given, at_once=AT_ONCE, warnings=warnings)

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+import warnings
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import nn
 from trak_core.errors import InputError
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
-from trak_core.study.targets import parse_line, shortened
+from trak_core.study.targets import parse_line, rows_of_table, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +153,21 @@ def function_at(place: str, argument: str) -> Callable[..., Any]:
     return function
 
 
+def _read_table(path: Path, delimiter: str) -> pd.DataFrame:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", pd.errors.ParserWarning)
+        try:
+            # Else cells beyond the header's would move all others by a column.
+            return pd.read_csv(path, sep=delimiter, keep_default_na=False, index_col=False)
+        except (pd.errors.ParserError, pd.errors.ParserWarning):
+            for _ in rows_of_table(path.read_text(encoding="utf-8-sig"), delimiter):
+                pass  # it says which line
+            raise
+
+
 _READERS = {
-    ".csv": lambda path: pd.read_csv(path, keep_default_na=False),
-    ".tsv": lambda path: pd.read_csv(path, sep="\t", keep_default_na=False),
+    ".csv": lambda path: _read_table(path, ","),
+    ".tsv": lambda path: _read_table(path, "\t"),
     ".parquet": pd.read_parquet,
 }
 

@@ -9,9 +9,8 @@ import csv
 import io
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from trak_core.errors import InputError
 from trak_core.study.split import Split, checked_ids, users_code
 from trak_core.study.study import Study
 
-_BREAK = re.compile(r"\r\n?|\n")
 _PYTHON, _LINES, _TABLE = ".py", ".jsonl", ".tsv"
 
 
@@ -98,23 +96,41 @@ def parsed_json(line: str) -> Any:
     raise ValueError(f"{reason}, in {line[:80]!r}")
 
 
+def rows_of_table(text: str, delimiter: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the fields of a table's rows, with the number of the line where each begins.
+
+    A ``ValueError`` names that line if a row has other cells than the header or wrong quotes, or
+    the header a name twice.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header, number = None, 1
+    try:
+        for cells in reader:
+            if cells and header is None:
+                header = cells
+            elif cells and header is not None:
+                if len(cells) != len(header):
+                    n = f"{len(cells)} cell{'s' * (len(cells) != 1)}"
+                    raise ValueError(f"line {number} has {n}, the header {len(header)}")
+                yield number, _unique(list(zip(header, cells, strict=True)))
+            # Quoted cells may have several lines.
+            number = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(f"line {number} begins a row with wrong quotes: {error}") from error
+
+
 def _read_lines(path: Path) -> dict[int, dict[str, Any]]:
     """Return the fields of a file's lines that are not empty, by their numbers, from 1."""
     try:
         # Spreadsheets begin UTF-8 with a mark.
         text = path.read_text(encoding="utf-8-sig")
         if path.suffix == _TABLE:
-            rows = csv.DictReader(io.StringIO(text, newline=""), delimiter="\t", strict=True)
-            lines: dict[int, Any] = {}
-            for row in rows:
-                # The reader counts to a row's last line; quoted cells may have several.
-                breaks = sum(len(_BREAK.findall(str(cell))) for cell in row.values())
-                lines[rows.line_num - breaks] = row
+            lines: dict[int, Any] = dict(rows_of_table(text, "\t"))
         else:
             # Not splitlines(): JSON's texts may hold other ends of lines.
             numbered = enumerate(text.split("\n"), 1)
             lines = {number: parse_line(number, line) for number, line in numbered if line.strip()}
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
             f"{path}: {_LINES} must hold JSON, and {_TABLE} tab-separated cells below a header, on "
             f"every line. Reading it failed: {error}."
