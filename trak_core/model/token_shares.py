@@ -1,5 +1,6 @@
 """Cut inner products of gradients with directions by tokens and parameters, as gradients come."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -57,20 +58,86 @@ _Of = Callable[[int, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one use of a parameter says of some tokens, from ``first`` on; None for no tokens."""
+    """What one use of a parameter says of some tokens, from ``first`` on; None for no tokens.
+
+    Attributes:
+        of: Takes a sample and directions.
+        terms: What they are multiplied with where it is formed, shape (batch, places, entries),
+            from the parameter's entry ``entry`` on.
+    """
 
     first: int | None
     of: _Of
+    terms: Tensor | None = None
+    entry: int = 0
+
+
+def _of_terms(first: int | None, terms: Tensor, entry: int = 0) -> _Part:
+    part = slice(entry, entry + terms.shape[2])
+    return _Part(first, lambda sample, d: d[:, part] @ terms[sample].T, terms, entry)
+
+
+class Directions:
+    """Vectors v that gradients meet, as directions R v of each parameter, for all batches.
+
+    Those of small parameters are made once, of at most ``PIECE`` entries together. Entries of
+    gradients are multiplied with ``scales``, by the parameter's name, if there are some.
+
+    Attributes:
+        vectors: Shape (m, k), float32.
+        contractions: For a tensor sketch, what takes factors of gradients instead.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        projection: ProjectionSpec,
+        vectors: Tensor,
+        scales: Mapping[str, Tensor] | None = None,
+    ):
+        self.vectors, self._projection = vectors, projection
+        self._scales = {id(parameters[name]): scale for name, scale in (scales or {}).items()}
+        of_matrices = projection.kind.about.of_matrices
+        self.contractions = Contractions.of(projection, vectors) if of_matrices else None
+        self._offsets: dict[int, int] = {}
+        offset = 0
+        for parameter in parameters.values():
+            self._offsets[id(parameter)] = offset
+            offset += parameter.numel()
+        sizes = sorted(parameter.numel() for parameter in parameters.values())
+        sums = (len(vectors) * total for total in itertools.accumulate(sizes))
+        # Parameters of at most so many entries are held.
+        self._most_held = max(
+            (n for n, s in zip(sizes, sums, strict=True) if s <= PIECE), default=0
+        )
+        self._held: dict[int, Tensor] = {}
+
+    def are_scaled(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's entries have scales."""
+        return id(parameter) in self._scales
+
+    def held(self, parameter: Tensor) -> Tensor | None:
+        """Return all directions of a small parameter, shape (m, entries)."""
+        if parameter.numel() > self._most_held:
+            return None
+        if id(parameter) not in self._held:
+            self._held[id(parameter)] = self.of(parameter, slice(None))
+        return self._held[id(parameter)]
+
+    def of(self, parameter: Tensor, rows: Tensor | slice) -> Tensor:
+        """Return the directions of some vectors, shape (vectors, entries)."""
+        place = self._offsets[id(parameter)], parameter.numel()
+        directions = back_project(self.vectors[rows], self._projection, *place)
+        scale = self._scales.get(id(parameter))
+        return directions if scale is None else directions * scale.flatten()
 
 
 class Shares:
     """A consumer of gradients that adds up <x, R v> for pairs of a gradient x and a vector v.
 
-    A parameter's direction R v is made when its gradients come, and none of a weight is formed: the
-    factors of a gradient, sum_t a_t b_t^T, give the share a_t^T D b_t of the token t. For a tensor
-    sketch no direction is made where it is cheaper to sketch each token's factors, once for all
-    vectors. Entries of gradients are multiplied with ``scales``, by the parameter's name, if there
-    are some; then there are directions.
+    No gradient of a weight is formed: its factors, sum_t a_t b_t^T, give the share a_t^T D b_t of
+    the token t, D the direction of v. For a tensor sketch no direction is made where it is cheaper
+    to sketch each token's factors, once for all vectors.
 
     Attributes:
         by_token: Shape (pairs, tokens + 1), float64; at the end what belongs to no single token,
@@ -84,81 +151,93 @@ class Shares:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        projection: ProjectionSpec,
-        vectors: Tensor,
+        directions: Directions,
         pairs: Pairs,
         by_token: Tensor,
         by_parameter: Tensor,
-        scales: Mapping[str, Tensor] | None = None,
-        contractions: Contractions | None = None,
     ):
-        self._parameters, self._projection, self._scales = parameters, projection, scales
-        self._vectors, self._pairs = vectors, pairs
+        self._parameters, self._directions, self._pairs = parameters, directions, pairs
         self.by_token, self.by_parameter = by_token, by_parameter
-        self._contractions = contractions
-        self._places: dict[int, tuple[int, int, int, str]] = {}
-        offset = matrix = 0
-        for number, (name, parameter) in enumerate(parameters.items()):
-            self._places[id(parameter)] = offset, number, matrix, name
-            offset += parameter.numel()
+        self._groups = pairs.groups()
+        # Number among all, and among those with entries.
+        self._places: dict[int, tuple[int, int]] = {}
+        matrix = 0
+        for number, parameter in enumerate(parameters.values()):
+            self._places[id(parameter)] = number, matrix
             matrix += parameter.numel() > 0
 
     @classmethod
     def zeros(
         cls,
         parameters: Mapping[str, nn.Parameter],
-        projection: ProjectionSpec,
-        vectors: Tensor,
+        directions: Directions,
         pairs: Pairs,
         n_tokens: int,
-        scales: Mapping[str, Tensor] | None = None,
     ) -> Self:
         """Return zeros for texts of ``n_tokens``; 0 for samples without tokens."""
-        sizes = n_tokens + 1, len(parameters)
         by_token, by_parameter = (
-            torch.zeros(len(pairs.samples), size, dtype=torch.float64, device=vectors.device)
-            for size in sizes
+            torch.zeros(len(pairs.samples), n, dtype=torch.float64, device=pairs.samples.device)
+            for n in (n_tokens + 1, len(parameters))
         )
-        given = parameters, projection, vectors, pairs, by_token, by_parameter, scales
-        of_matrices = projection.kind.about.of_matrices
-        return cls(*given, Contractions.of(projection, vectors) if of_matrices else None)
+        return cls(parameters, directions, pairs, by_token, by_parameter)
 
     @property
     def _n_tokens(self) -> int:
         return self.by_token.shape[1] - 1
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
-        n_entries = parameter.numel()
-        if not n_entries:
+        if not parameter.numel() or not self._groups:
             return
-        offset, number, matrix, name = self._places[id(parameter)]
+        number, matrix = self._places[id(parameter)]
         shape = matrix_shape(parameter.shape)
-        if self._contractions is not None and name not in (self._scales or {}):
-            uses = [use for use in uses if not self._contract(use, shape, number, matrix)]
+        contractions = self._directions.contractions
+        if contractions is not None and not self._directions.are_scaled(parameter):
+            uses = [u for u in uses if not self._contract(contractions, u, shape, number, matrix)]
         if not uses:
             return
+        directions = self._directions.held(parameter)
+        if directions is not None:
+            for part in self._parts_of(uses, shape):
+                self._add_shares(part.first, self._products(part, directions), number)
+            return
         used, places = self._pairs.directions.unique(return_inverse=True)
-        step = max(1, PIECE // n_entries)
+        step = max(1, PIECE // parameter.numel())
         for start in range(0, len(used), step):
-            some = used[start : start + step]
-            directions = back_project(self._vectors[some], self._projection, offset, n_entries)
-            if self._scales is not None and name in self._scales:
-                directions = directions * self._scales[name].flatten()
+            directions = self._directions.of(parameter, used[start : start + step])
             (pairs,) = torch.where((places >= start) & (places < start + step))
             groups, own = self._pairs.groups(pairs), places[pairs] - start
-            for use in uses:
-                for part in self._parts(use, shape):
-                    shares = [part.of(b, directions[own[rows]]) for b, rows in groups]
-                    self._add_shares(part.first, torch.cat(shares), number, pairs)
+            for part in self._parts_of(uses, shape):
+                shares = [part.of(b, directions[own[rows]]) for b, rows in groups]
+                self._add_shares(part.first, torch.cat(shares), number, pairs)
+
+    def _products(self, part: _Part, directions: Tensor) -> Tensor:
+        """Return inner products of a part with directions of all vectors, shape (pairs, places)."""
+        asked, terms = self._pairs.directions, part.terms
+        if terms is None:
+            return torch.cat([part.of(b, directions[asked[rows]]) for b, rows in self._groups])
+        directions = directions[:, part.entry : part.entry + terms.shape[2]]
+        if terms.shape[1] == 1:
+            return (terms[:, 0] @ directions.T)[self._pairs.samples, asked].unsqueeze(1)
+        # Samples of fewer pairs than others get more, which don't count.
+        most = max(rows.stop - rows.start for _, rows in self._groups)
+        padded = asked.new_zeros(len(terms), most)
+        ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
+        places = self._pairs.samples, ranks.to(asked.device)
+        padded[places] = asked
+        return torch.bmm(directions[padded], terms.mT)[places]
 
     def _contract(
-        self, use: Contribution, shape: tuple[int, int], number: int, matrix: int
+        self,
+        contractions: Contractions,
+        use: Contribution,
+        shape: tuple[int, int],
+        number: int,
+        matrix: int,
     ) -> bool:
         """Add what a use's factors say, if it has some and they are cheaper to sketch."""
-        assert self._contractions is not None
-        pairs = self._pairs.groups(), self._pairs.directions
+        pairs = self._groups, self._pairs.directions
         if isinstance(use, Lookup) and use.matrix == shape:
-            shares = self._contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
+            shares = contractions.with_lookups(matrix, use.indices, use.gradients[0], *pairs)
             self._add_shares(0 if self._are_tokens(use, use.indices) else None, shares, number)
             return True
         if isinstance(use, Outer) and use.matrix == shape:
@@ -170,13 +249,13 @@ class Shares:
         else:
             return False
         sizes = use.n_rows, len(self._pairs.samples), n_tokens
-        if not self._contractions.prefers_factors(*sizes, matrix):
+        if not contractions.prefers_factors(*sizes, matrix):
             return False
         first = 0
         for outer in outers:
             left, right = outer.inputs, outer.gradients[0]
             left, right = (right, left) if outer.is_transposed else (left, right)
-            shares = self._contractions.with_products(matrix, left, right, *pairs)
+            shares = contractions.with_products(matrix, left, right, *pairs)
             self._add_shares(first if has_tokens else None, shares, number)
             first += shares.shape[1]
         return True
@@ -194,6 +273,9 @@ class Shares:
             self.by_token[rows, first : first + shares.shape[1]] += shares
         self.by_parameter[rows, number] += sums
 
+    def _parts_of(self, uses: Sequence[Contribution], shape: tuple[int, int]) -> Iterator[_Part]:
+        return itertools.chain.from_iterable(self._parts(use, shape) for use in uses)
+
     def _parts(self, use: Contribution, shape: tuple[int, int]) -> Iterator[_Part]:
         """Yield what a use says of its places; of tokens, if there are as many."""
         if isinstance(use, MarginFactors | BiasFactors) and use.matrix == shape:
@@ -204,20 +286,20 @@ class Shares:
                 yield _Part(first if has_tokens else None, _of_outer(outer, shape))
                 first += outer.inputs.shape[1]
         elif isinstance(use, Outer) and use.matrix == shape:
-            yield self._part(use, use.inputs, _of_outer(use, shape))
+            yield _Part(self._first(use, use.inputs), _of_outer(use, shape))
         elif isinstance(use, Lookup) and use.matrix == shape:
-            yield self._part(use, use.indices, _of_lookup(use, shape))
+            yield _Part(self._first(use, use.indices), _of_lookup(use, shape))
         elif isinstance(use, Dense) and use.terms is not None:
             terms = use.terms()[0]
             # A parameter without dimensions has terms without any.
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
-            yield self._part(use, terms, lambda own, d: d @ terms[own].T)
+            yield _of_terms(self._first(use, terms), terms)
         else:
             for first, rows in summed_parts([use], PIECE):
-                yield _Part(None, _of_rows(rows.float(), first))
+                yield _of_terms(None, rows.float().unsqueeze(1), first)
 
-    def _part(self, use: Contribution, places: Tensor, of: _Of) -> _Part:
-        return _Part(0 if self._are_tokens(use, places) else None, of)
+    def _first(self, use: Contribution, places: Tensor) -> int | None:
+        return 0 if self._are_tokens(use, places) else None
 
     def _are_tokens(self, use: Contribution, places: Tensor) -> bool:
         """Whether the places (batch, places, ...) of a use are tokens: if there are as many."""
@@ -234,8 +316,7 @@ class Shares:
         return self._with(self._pairs, *totals)
 
     def _with(self, pairs: Pairs, by_token: Tensor, by_parameter: Tensor) -> Self:
-        given = self._parameters, self._projection, self._vectors, pairs
-        return type(self)(*given, by_token, by_parameter, self._scales, self._contractions)
+        return type(self)(self._parameters, self._directions, pairs, by_token, by_parameter)
 
     def add(self, other: Self) -> None:
         self.by_token += other.by_token
@@ -264,11 +345,6 @@ def _of_lookup(use: Lookup, shape: tuple[int, int]) -> _Of:
         return (rows * gradients[sample].float()).sum(-1)
 
     return of
-
-
-def _of_rows(rows: Tensor, first: int) -> _Of:
-    part = slice(first, first + rows.shape[1])
-    return lambda sample, directions: directions[:, part] @ rows[sample, :, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +431,10 @@ def _cut(
     (samples,) = loaded.ordered(side.split)
     loaded = loaded.in_pieces(samples, memory_mb)
     few, _ = loaded.few(samples)
-    # Directions of a parameter are made with the gradients, one at least, and scaled.
+    directions = Directions(loaded.parameters, projection, vectors, loaded.scales)
+    # Directions of a parameter are made with the gradients, one at least, and scaled; some held.
     most = 4 * max(p.numel() for p in loaded.parameters.values()) * (1 + bool(loaded.scales))
+    most += 4 * min(PIECE, len(vectors) * sum(p.numel() for p in loaded.parameters.values()))
     needed = loaded.memory(few, max(0, memory_mb - most // 2**20)).mapped(
         lambda memory: replace(memory, shared_bytes=memory.shared_bytes + most)
     )
@@ -373,11 +451,10 @@ def _cut(
         numbers = [number for some in own for number in some]
         own_places = [b for b, some in enumerate(own) for _ in some]
         places = torch.tensor(own_places, dtype=torch.long)
-        directions = torch.tensor([side.pairs[n][1] for n in numbers], dtype=torch.long)
+        asked = torch.tensor([side.pairs[n][1] for n in numbers], dtype=torch.long)
         n_tokens = count_tokens(batch, loaded)
-        pairs = Pairs(places.to(loaded.device), directions.to(loaded.device))
-        given = loaded.parameters, projection, vectors, pairs, n_tokens, loaded.scales
-        shares = Shares.zeros(*given)
+        pairs = Pairs(places.to(loaded.device), asked.to(loaded.device))
+        shares = Shares.zeros(loaded.parameters, directions, pairs, n_tokens)
         method(loaded.model, loaded.parameters, loaded.output, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()

@@ -14,22 +14,17 @@ The buckets are balanced here (``reference.py``): entries of a row or a column s
 collide.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from math import log2
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from trak_core.projection.cpu.sketches import (
-    add_squares_cpu,
-    fill_pairs_cpu,
-    fold_squares_cpu,
-    sides_of,
-)
+from trak_core.projection.cpu.sketches import add_squares_cpu, fill_pairs_cpu, sides_of
 from trak_core.spec import ProjectionSpec
 
 # Entries of a piece of count sketches: 2 MiB of float32, a core's own cache.
@@ -105,47 +100,57 @@ def _norms(rows: Tensor) -> Tensor:
     return norms
 
 
-def _pairs(
-    spec: ProjectionSpec, number: int, left: Tensor, right: Tensor, scales: Tensor, by_kernel: bool
+def _counts(
+    spec: ProjectionSpec,
+    number: int,
+    left: Tensor,
+    right: Tensor,
+    scales: Tensor,
+    *,
+    by_kernel: bool,
+    in_turn: bool,
 ) -> Tensor:
-    """Return x + i y of each pair of rows, shape (tokens, k), complex64, where x and y are scaled.
+    """Return count sketches x and y of each pair of rows, which are scaled first, float32.
 
-    The kernel is for CPUs.
+    Shape (tokens, k, 2) if their entries stand in turn, else (tokens, 2, k). The kernel is for
+    CPUs.
     """
     k = spec.proj_dim
     if not by_kernel:
         sides = zip((left, right), scales.T, sides_on(spec, left.device)[number], strict=True)
-        return torch.complex(*(_counted(x * scale[:, None], *own, k) for x, scale, own in sides))
+        counted = [_counted(x * scale[:, None], *own, k) for x, scale, own in sides]
+        return torch.stack(counted, dim=2 if in_turn else 1)
     assert spec.shapes is not None
     sides = sides_of(spec)
     own = (sides.side(number, which, n) for which, n in enumerate(spec.shapes[number]))
-    pairs = torch.empty(len(left), k, 2)
+    counts = torch.empty(len(left), *((k, 2) if in_turn else (2, k)))
     arrays = (tensor.detach().contiguous().numpy() for tensor in (left, right, scales))
-    fill_pairs_cpu(*arrays, *chain(*own), pairs.view(-1, 2 * k).numpy())
-    return torch.view_as_complex(pairs)
+    places = (2, 1) if in_turn else (1, k)
+    fill_pairs_cpu(*arrays, *itertools.chain(*own), counts.view(-1, 2 * k).numpy(), *places)
+    return counts
+
+
+def _pieces(left: Tensor, most: int) -> list[tuple[slice, slice]]:
+    """Return pieces of samples and tokens, of ``most`` tokens together, one at least."""
+    n_samples, n_tokens = left.shape[:2]
+    if n_tokens > most:  # of a sample some tokens at a time
+        starts = itertools.product(range(n_samples), range(0, n_tokens, max(1, most)))
+        return [(slice(b, b + 1), slice(t, t + max(1, most))) for b, t in starts]
+    step = max(1, most // max(1, n_tokens))
+    return [(slice(b, b + step), slice(0, n_tokens)) for b in range(0, n_samples, step)]
 
 
 def _transforms(
     spec: ProjectionSpec, number: int, left: Tensor, right: Tensor
-) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield transforms of pairs, shape (samples, tokens, k), with which samples and tokens."""
-    n_samples, n_tokens = left.shape[:2]
-    most = max(1, _PIECE // spec.proj_dim)
-    if n_tokens > most:  # of a sample some tokens at a time
-        pieces = [
-            (slice(b, b + 1), slice(t, t + most))
-            for b in range(n_samples)
-            for t in range(0, n_tokens, most)
-        ]
-    else:
-        step = max(1, most // max(1, n_tokens))
-        pieces = [(slice(b, b + step), slice(0, n_tokens)) for b in range(0, n_samples, step)]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield transforms of x + i y of pairs, shape (samples, tokens, k), with which samples."""
     scales, by_kernel = _scales(left, right), left.device.type == "cpu"
-    for part in pieces:
+    for part in _pieces(left, _PIECE // spec.proj_dim):
         a, b = (side[part].flatten(0, 1).float() for side in (left, right))
         own = scales[part]
-        pairs = _pairs(spec, number, a, b, own.flatten(0, 1), by_kernel)
-        yield *part, torch.fft.fft(pairs).view(*own.shape[:2], -1)
+        given = spec, number, a, b, own.flatten(0, 1)
+        pairs = torch.view_as_complex(_counts(*given, by_kernel=by_kernel, in_turn=True))
+        yield part[0], torch.fft.fft(pairs).view(*own.shape[:2], -1)
 
 
 def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
@@ -155,22 +160,6 @@ def _add_squares(into: Tensor, transformed: Tensor, by_kernel: bool) -> None:
         return
     parts = (torch.view_as_real(tensor).flatten(-2) for tensor in (transformed, into))
     add_squares_cpu(*(part.numpy() for part in parts))
-
-
-def _folded_squares(transformed: Tensor, by_kernel: bool) -> Tensor:
-    """Return S_f - conj(S_(k - f)) for f up to k / 2, (samples, tokens, 2 (k // 2 + 1)), float32.
-
-    S are the squares of transforms, shape (samples, tokens, k).
-    """
-    k = transformed.shape[-1]
-    if not by_kernel:
-        squares = transformed.square()
-        partners = squares.flip(-1).roll(1, -1).conj()
-        return torch.view_as_real(squares - partners)[..., : k // 2 + 1, :].flatten(-2)
-    folded = torch.empty(*transformed.shape[:2], 2 * (k // 2 + 1))
-    numbers = torch.view_as_real(transformed).flatten(-2)
-    fold_squares_cpu(*(part.flatten(0, 1).numpy() for part in (numbers, folded)))
-    return folded
 
 
 def _add_at(out: Tensor, columns: Tensor, values: Tensor) -> None:
@@ -235,7 +224,7 @@ class OuterProducts:
 
         Shapes are (b, tokens, n0) and (b, tokens, n1).
         """
-        for samples, _, transformed in _transforms(self.spec, number, left, right):
+        for samples, transformed in _transforms(self.spec, number, left, right):
             _add_squares(self.spectrum[samples], transformed, left.device.type == "cpu")
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
@@ -251,14 +240,14 @@ class OuterProducts:
 class Contractions:
     """Inner products of vectors with the sketch of each outer product by itself.
 
-    A token is sketched once, however many vectors it meets. With its square S in the frequency
-    domain and V, the transform of v, <sketch, v> = Im <S, V> / 2 k. As v is real, frequency f and
-    k - f are taken together: the sum is Im <S_f - conj(S_(k - f)), V_f> over half of them, one
-    product of matrices. Results are within 1e-6 |a_t| |b_t| |v| of the definition.
+    A token is sketched once, however many vectors it meets: with the transforms X, Y and V of x, y
+    and v, <sketch, v> = Re <X Y, V> / k. As these are real, half of the frequencies say it, and all
+    tokens and vectors are one product of matrices. Results are within 1e-6 |a_t| |b_t| |v| of the
+    definition.
 
     Attributes:
         vectors: Shape (m, k), float32.
-        spectra: What the parts of the differences are multiplied by, (m, 2 (k // 2 + 1)), float32.
+        spectra: What the parts of products are multiplied by, (m, 2 (k // 2 + 1)), float32.
     """
 
     spec: ProjectionSpec
@@ -269,9 +258,8 @@ class Contractions:
     def of(cls, spec: ProjectionSpec, vectors: Tensor) -> Self:
         """Transform the vectors."""
         k = spec.proj_dim
-        parts = torch.view_as_real(torch.fft.rfft(vectors.double()))
-        spectra = torch.stack([-parts[..., 1], parts[..., 0]], dim=-1) / (2 * k)
-        # A frequency that is its own partner.
+        spectra = torch.view_as_real(torch.fft.rfft(vectors.double())) * (2 / k)
+        # A frequency that is its own partner stands for one.
         spectra[:, :: k // 2 if k % 2 == 0 else k] /= 2
         return cls(spec, vectors, spectra.flatten(1).float())
 
@@ -301,12 +289,21 @@ class Contractions:
         is in; ``directions`` are rows of ``vectors``, shape (pairs,).
         """
         found = self.vectors.new_empty(len(directions), left.shape[1])
-        pairs_of = dict(groups)
-        for rows, tokens, transformed in _transforms(self.spec, number, left, right):
-            folded = _folded_squares(transformed, left.device.type == "cpu")
-            for b, own in zip(range(rows.start, rows.stop), folded, strict=False):
-                if (pairs := pairs_of.get(b)) is not None:
-                    found[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
+        by_kernel = left.device.type == "cpu"
+        if len(groups) < len(left):
+            met = [b for b, _ in groups]
+            left, right = left[met], right[met]
+        pairs_of = [pairs for _, pairs in groups]
+        scales = left.new_ones(left.shape[0] * left.shape[1], 2, dtype=torch.float32)
+        for rows, tokens in _pieces(left, _PIECE // 2 // self.spec.proj_dim):
+            a, b = (side[rows, tokens].flatten(0, 1).float() for side in (left, right))
+            given = self.spec, number, a, b, scales[: len(a)]
+            counts = _counts(*given, by_kernel=by_kernel, in_turn=False)
+            transforms = torch.fft.rfft(counts)
+            products = torch.view_as_real(transforms[:, 0].mul_(transforms[:, 1])).flatten(1)
+            own_pairs = pairs_of[rows]
+            for pairs, own in zip(own_pairs, products.chunk(len(own_pairs)), strict=True):
+                found[pairs, tokens] = self.spectra[directions[pairs]] @ own.T
         return found
 
     def with_lookups(

@@ -41,6 +41,7 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
 def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     """Return answers as what a page shows of an experiment's scores."""
     spec, words = held.specs.self_influence, held.specs.output_words
+    labels, predictions = (held.columns[name].to_numpy() for name in ("label", "prediction"))
     fields = dict.fromkeys(name for answer in answers for name in answer.asked.fields)
     columns = {name: [answer.asked.fields.get(name) for answer in answers] for name in fields}
     targets = pd.DataFrame([dict(answer.target) for answer in answers])
@@ -64,7 +65,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
             "unit": unit_of(spec),
             "output_words": None if words is None else json.dumps(words),
             "n_train": len(held.train.ids),
-            "right": float((held.columns["label"] == held.columns["prediction"]).mean()),
+            "right": float(np.mean(labels == predictions)),
             "most_harmful": [],
             "n_harmful": 0,
         },

@@ -67,7 +67,10 @@ def study_warnings(results: Results) -> list[StudyWarning]:
 def score_warnings(experiment: File) -> list[StudyWarning]:
     """Return those that an experiment's scores alone tell."""
     kinds = (_predictions, _checkpoints, _loss_weights)
-    return [*(warning for kind in kinds for warning in kind(experiment)), *_disagreement([experiment])]
+    return [
+        *(warning for kind in kinds for warning in kind(experiment)),
+        *_disagreement([experiment]),
+    ]
 
 
 def _predictions(scores: File) -> list[StudyWarning]:

@@ -290,20 +290,21 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
 
 
 @compiled
-def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out):
-    """Write count sketches of both factors of each token, entries of either in turn.
+def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out, step, second):
+    """Write count sketches of both factors of each token.
 
     Factors have shapes (tokens, n0) and (tokens, n1), and are multiplied first by ``scales``, shape
-    (tokens, 2); ``out`` has (tokens, 2 k). All are float32, buckets and signs as in ``Sides``.
+    (tokens, 2); ``out`` has (tokens, 2 k). Entry i of left's sketch is ``out[:, step * i]``, and
+    ``second`` columns behind it stands right's. All are float32, buckets and signs as in ``Sides``.
     """
     for t in range(len(left)):
         row = out[t]
         row[:] = 0
         scale0, scale1 = scales[t]
         for i in range(left.shape[1]):
-            row[2 * bucket0[i]] += sign0[i] * (left[t, i] * scale0)
+            row[step * bucket0[i]] += sign0[i] * (left[t, i] * scale0)
         for j in range(right.shape[1]):
-            row[2 * bucket1[j] + 1] += sign1[j] * (right[t, j] * scale1)
+            row[step * bucket1[j] + second] += sign1[j] * (right[t, j] * scale1)
 
 
 @compiled
@@ -324,22 +325,3 @@ def add_squares_cpu(numbers, out):
                     sums[2 * f] += real * real - imaginary * imaginary
                     sums[2 * f + 1] += np.float32(2) * real * imaginary
             own += sums[: len(own)]
-
-
-@compiled
-def fold_squares_cpu(numbers, out):
-    """Write the squares of complex numbers z_f, less the conjugates of those of z_(k - f).
-
-    They have shape (tokens, 2 k), real and imaginary parts in turn, ``out`` likewise (tokens,
-    2 (k // 2 + 1)); both are float32.
-    """
-    k = numbers.shape[1] // 2
-    for t in range(len(numbers)):
-        z, row = numbers[t], out[t]
-        # 0 is its own partner.
-        row[0], row[1] = 0, np.float32(4) * z[0] * z[1]
-        for f in range(1, k // 2 + 1):
-            real, imaginary = z[2 * f], z[2 * f + 1]
-            other, also = z[2 * (k - f)], z[2 * (k - f) + 1]
-            row[2 * f] = (real * real - imaginary * imaginary) - (other * other - also * also)
-            row[2 * f + 1] = np.float32(2) * (real * imaginary + other * also)
