@@ -1,9 +1,11 @@
 # Check the config, fill in its defaults, say what decides each job's numbers, run the preflight.
 import atexit
 import gc
+import re
 import sys
 from contextlib import contextmanager
 from functools import cache
+from html import unescape
 from pathlib import Path
 
 import yaml
