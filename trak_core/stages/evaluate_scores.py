@@ -29,7 +29,7 @@ from trak_core.artifacts import (
     open_artifact,
     read_frame,
 )
-from trak_core.config.complete_config import usual_combine, usual_power, usual_weighting
+from trak_core.config.cross_checks import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.evaluation.baselines import (
     Bm25,
