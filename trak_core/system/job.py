@@ -401,15 +401,21 @@ def stage_of(name: str) -> Callable[..., None]:
     return getattr(importlib.import_module(stage_module(name)), name)
 
 
+def _specs() -> tuple[type[Any], ...]:
+    """Return the kinds of specs; a process that waits for its fork imports none."""
+    from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
+
+    return FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
+
+
 def convert_param(value: Any, hint: Any) -> Any:
     """Return what Snakemake passes (texts, plain values) as what a stage takes, by its type."""
-    # A job's process that waits for its fork needs none.
-    from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
+    from trak_core.spec import parse_spec
 
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec):
+    for spec in _specs():
         if spec in kinds:
             return parse_spec(spec, value)
     if Path in kinds:
