@@ -289,7 +289,7 @@ def test_a_file_of_another_program_that_takes_our_name(tmp_path):
     with open_artifact(path, FEATURES) as file:
         expected = SPEC.under("c0").of_train()
         with pytest.raises(ArtifactError, match="settings of today's config"):
-            check_made_for(file, expected, FEATURES.rule)
+            check_made_for(file, expected)
         with pytest.raises(ArtifactError, match=r"needs 'loss_weights'.*rule compute_features"):
             file.vector("loss_weights")
 
