@@ -305,7 +305,7 @@ def preflight_study(
         _check_retraining(study, retraining, weighted=weighted)
     if describes and not study.has("describe"):
         raise InputError(
-            f"{study_file}: for bm25 among baselines of `evaluation`, the study must define "
+            f"{study.name}: for bm25 among baselines of `evaluation`, the study must define "
             "describe(sample), which returns a sample's whole text. Found none. Define it, or "
             "leave bm25 out.",
             code="study.no_texts",
@@ -344,7 +344,7 @@ def preflight_study(
         except InputError as error:
             # A ready-made study names the user's own file; this one's is written by a start.
             is_ready = str(error.code).startswith("studies.")
-            place = "" if is_ready else f"{study_file}, {where}: "
+            place = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{place}{error}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(
