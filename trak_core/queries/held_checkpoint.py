@@ -29,12 +29,12 @@ from trak_core.gradients import (
     gradients_at_once,
 )
 from trak_core.gradients.model_inputs import least_rounding
+from trak_core.model.cut_scores import Between, Cut, count_tokens, cut_scores
 from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
-from trak_core.model.token_shares import Between, Cut, count_tokens, cut_scores
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.scoring.scores import powered, similarities, unit_rows
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths

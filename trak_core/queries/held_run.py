@@ -14,7 +14,7 @@ import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError, came_from_no_memory, no_room
-from trak_core.model.token_shares import SIDES, Cut, token_tables
+from trak_core.model.cut_scores import SIDES, Cut, token_tables
 from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
@@ -131,9 +131,6 @@ class HeldRun:
         With ``tokens`` the scores of these are cut by tokens, which takes gradients of their
         training samples. Checkpoints that take turns are read once for as many samples as fit, and
         once more for tokens. Where they can't be cut, a notice says why, and the answer is without.
-
-        Raises:
-            InputError: If tokens are asked for where no features are.
         """
         if tokens and self.specs.is_exact:
             raise InputError(
