@@ -87,6 +87,7 @@ SIZES = {
     "brief": Size(900, 50, 24, 600, 48, 2, 14, 1e-3, 24, 0, 4, runs=1, halves=0),
     "few": Size(300, 50, 24, 600, 48, 2, 28, 1e-3, 24, 0, 4, runs=1, halves=0),
     "tuned": Size(900, 50, 24, 600, 48, 2, 5, 5e-4, 24, 0, 4, 1, 0, tuned_from="manual"),
+    "evening": Size(1700, 50, 32, 1000, 64, 3, 5, 5e-4, 20, 0, 4, 1, 0, tuned_from="docstrings"),
     "night": Size(3000, 50, 32, 2000, 128, 4, 8, 1e-3, 80, 40, 20),
 }
 
