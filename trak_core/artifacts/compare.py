@@ -80,11 +80,7 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
 def check_splits(
     train: Artifact, targets: Artifact, spec: ScoresSpec, kind: ArtifactKind
 ) -> dict[str, Any]:
-    """Refuse files of two splits that were made for another config, or don't belong together.
-
-    Returns:
-        The part of both specifications that the scores' own takes over.
-    """
+    """Return what both splits' specifications share, for the scores' own; refuse other files."""
     check_made_for(train, spec.of_train(), kind.rule)
     check_made_for(targets, spec.of_targets(), kind.rule)
     shared, own = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))

@@ -192,7 +192,6 @@ class LoadedModel:
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, whose memory must hold all of it."""
     try:
         model.to(device)
     except RuntimeError as error:

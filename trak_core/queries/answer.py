@@ -37,11 +37,7 @@ class Asked:
 
 
 def parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a line: those of a JSON object, or ``text`` of any other line.
-
-    Raises:
-        InputError: If it is not UTF-8, or begins like a JSON object and is none.
-    """
+    """Return the fields of a line: those of a JSON object, or ``text`` of any other line."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
     except UnicodeDecodeError as error:

@@ -240,14 +240,7 @@ def _self_similarities(
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
-    """What retrained models say of some targets.
-
-    Attributes:
-        outputs: The model output f, shape (models, m).
-        predictions: Likewise, what the models say.
-        spec: What decided the file.
-        content_hash: The file's.
-    """
+    """What retrained models say of some targets: f and predictions, shape (models, m)."""
 
     outputs: np.ndarray
     predictions: np.ndarray
