@@ -75,7 +75,7 @@ def all_dampings(
         checkpoints: Inner products by projection, and f, of each checkpoint of a choice.
         n: Training texts.
         m: Questions.
-        power: Of the loss weights.
+        power: The exponent of the loss weights.
     """
     return {
         (chosen, projection, damping): np.mean(
