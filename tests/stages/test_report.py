@@ -347,10 +347,11 @@ def test_each_warning_comes_alone(change, title):
     assert titles(**change) == [title]
 
 
-def test_one_checkpoint_of_few_samples_is_told_of_exact_scores():
-    one = {"n_checkpoints": 1, "n_train": 5000}
+def test_one_checkpoint_of_few_texts_is_told_of_exact_scores():
+    one = {"n_checkpoints": 1, "n_train": 5000, "model_output": "language_modelling"}
     assert "5,000 training examples are few enough: projection: exact ." in warned(**one).text
-    for other in ({"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}):
+    others = {"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}, {"model_output": "loss"}
+    for other in others:
         assert "projection: exact" not in warned(**one | other).text
 
 
