@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from trak_core.config.complete_config import check_columns, check_sizes
+from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError

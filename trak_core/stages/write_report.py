@@ -8,7 +8,7 @@ from typing import Any
 from trak_core.artifacts import EVALUATION, GROUPS, PROOF, REMOVALS
 from trak_core.errors import InputError
 from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
-from trak_core.report.read import (
+from trak_core.report.read_results import (
     File,
     Results,
     read_distortion,
