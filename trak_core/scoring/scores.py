@@ -157,8 +157,7 @@ def largest(seen: Extremes | None, start: int, block: np.ndarray, keep: int) -> 
 
     Only what is above the last entry kept is sorted, which is little unless scores rise with rows.
     """
-    # Of the first block as many rows as before it: some `keep` of each column's are then among the
-    # largest.
+    # The first block is cut: some `keep` of its first half's are among the largest of all of it.
     size = keep if seen is None else len(block)
     if seen is None:
         seen = Extremes(np.empty((0, block.shape[1]), np.int64), block[:0])
