@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
+from trak_core.artifacts.checksums import Damaged, SealedFile, read_seal
 from trak_core.artifacts.format import (
     KINDS,
     VERSION,
@@ -31,7 +32,6 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
-from trak_core.artifacts.seal import Damaged, SealedFile, read_seal
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd

@@ -13,7 +13,7 @@ from trak_core.config.checkpoint_list import (
     runs_of,
     very_training,
 )
-from trak_core.config.complete_config import (
+from trak_core.config.cross_checks import (
     check_conditions,
     check_evaluation,
     check_exact,

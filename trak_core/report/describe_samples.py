@@ -18,7 +18,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trak_core.report.read import File, rows_with, strongest
+from trak_core.report.read_results import File, rows_with, strongest
 from trak_core.spec import MEAN_OF
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study

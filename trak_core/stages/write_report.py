@@ -8,7 +8,7 @@ from typing import Any
 from trak_core.artifacts import EVALUATION, GROUPS, PROOF, REMOVALS
 from trak_core.errors import InputError
 from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
-from trak_core.report.read import (
+from trak_core.report.read_results import (
     File,
     Results,
     read_distortion,
@@ -113,6 +113,6 @@ def write_report(
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets, also=also)
-    page = report_page(results, examples, shared)
+    page = report_page(results, examples, shared, study.name)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")

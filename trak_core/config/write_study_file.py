@@ -1,4 +1,4 @@
-"""Write the study's file of a config with `study_arguments`; standard library only."""
+"""Write the Python file that a config's `study_arguments` stand for; standard library only."""
 
 import ast
 import csv
