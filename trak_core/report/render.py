@@ -100,7 +100,7 @@ def _suspects(results: Results) -> list[StudyWarning]:
 def _checkpoints(results: Results) -> list[StudyWarning]:
     n = len(results.spec["checkpoints"])
     n_train = results.experiments[0].attributes["n_train"]
-    is_of_texts = results.spec["model_output"] in {"language_modelling", "token_log_odds"}
+    is_of_texts = output_of(results.experiments[0]).place.startswith("language_modelling.")
     may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not results.exact
     shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
     return [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []
