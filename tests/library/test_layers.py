@@ -8,6 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
     {"errors"},
@@ -153,6 +155,7 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 """
 
 
+@pytest.mark.gate
 def test_what_a_start_must_not_cost():
     """Every start of Snakemake and every scoring job would pay for these imports."""
     program = """
