@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from trak_core.config.complete_config import check_columns, check_sizes
+from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError
@@ -39,9 +39,8 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 def run_preflight(specs: Specs, results: Path, *, is_stored: bool, forks: bool = False) -> None:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    ``is_stored`` says whether the user's files are in a store, which Snakemake reads; ``forks``
-    whether to start the server that forks for jobs, if there is something to read. All
-    checkpoints that don't fit are told of together.
+    Files that are ``is_stored`` lie in a store, which Snakemake reads. With ``forks`` the server
+    that forks for jobs is started, if there is something to read.
     """
     _check_files(specs, is_stored)
     record = results / _RECORD
@@ -104,12 +103,13 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             "that have one, or leave `preconditioner` out."
         )
     truth = specs.evaluation.get("ground_truth")
-    if truth is not None and "://" not in truth and not Path(truth).is_file():
+    own_truth = [truth] if truth is not None and "://" not in truth else []
+    if own_truth and not Path(truth).is_file():
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
             code="config.missing_ground_truth",
         )
-    for path in [*own, *([truth] if truth is not None and "://" not in truth else [])]:
+    for path in [*own, *own_truth]:
         _refuse_future(Path(path))
 
 

@@ -20,7 +20,7 @@ from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
-from trak_core.gradients.recomputation import Recomputation
+from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")

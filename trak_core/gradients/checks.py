@@ -354,11 +354,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column.
-
-    Raises:
-        InputError: If there is any; it names the samples.
-    """
+    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -376,8 +372,7 @@ class Variety:
     """Counts samples without a gradient, and compares all with the first, a block at a time.
 
     Attributes:
-        n_samples: Samples seen.
-        n_zero: How many of them have zeros alone.
+        n_zero: How many of the ``n_samples`` seen have zeros alone.
         are_alike: Whether all are equal, to rounding.
     """
 

@@ -166,11 +166,7 @@ _NEAR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A copy of a model in float64, with its parameters, in the order of the model's.
-
-    Attributes:
-        pair: Two samples, or more, in float64.
-    """
+    """A copy of a model in float64, its parameters in order, and two samples or more."""
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]

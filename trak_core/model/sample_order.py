@@ -148,7 +148,7 @@ def order_samples(
 
     Returns:
         The samples of each split. If any two texts differ in length, those of every split can be
-        padded, so that samples of different splits can share a batch.
+        padded, to share a batch.
     """
     shapes = None
     if output.label_ndim == 1:

@@ -151,11 +151,8 @@ def detached(returned: Any) -> Any:
 class OfValue:
     """A function of f alone, as a function of outputs and label, for a ``ModelOutput``.
 
-    Where f of a sample is known already, it is not computed again.
-
-    Attributes:
-        value: f of outputs and label.
-        function: What this is of f, such as Q.
+    Where f of a sample is known already, it is not computed again. ``value`` is f of outputs and
+    label, ``function`` what this is of f, such as Q.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
@@ -198,10 +195,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def own_output(made: object, name: str) -> ModelOutput:
     """Return the model output that a user made, whose mistakes are explained.
 
-    Args:
-        made: A ``ModelOutput``; or f alone, a function of what the model returned for one sample
-            and of its label. A function of one argument means that samples have no label.
-        name: What messages call it.
+    It is a ``ModelOutput``; or f alone, a function of what the model returned for one sample and of
+    its label. A function of one argument means that samples have no label. Messages call it
+    ``name``.
     """
     if isinstance(made, ModelOutput):
         output = made

@@ -248,16 +248,8 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
 
     So <x, g> = <x R, v> for the direction g of a vector v and any gradient x. A tensor sketch is
     read where its entries lie, and hadamard transformed back; for the other kinds rows of R are
-    made, at the cost of projecting 64 gradients.
-
-    Args:
-        vectors: Shape (m, k), float32.
-        spec: The projection.
-        offset: First coordinate; for a tensor sketch that of a parameter.
-        n_entries: How many; for a tensor sketch those of the parameter.
-
-    Returns:
-        Shape (m, n_entries), float32, on the vectors' device.
+    made, at the cost of projecting 64 gradients. The coordinates of a tensor sketch must be those
+    of one parameter. Vectors have shape (m, k), the result (m, n_entries), both float32.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]

@@ -311,11 +311,7 @@ class HeldRun:
     def _cut_answer(
         self, answer: Answer, parts: "_Parts", cuts: Sequence[tuple[Cut, Cut]]
     ) -> Answer:
-        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens.
-
-        Raises:
-            InputError: If the study has no text for each token.
-        """
+        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens."""
         places = [self._places[train_id] for train_id in answer.top["train_id"]]
         powers = np.stack([weights[places] for _, weights, _ in parts.terms])
         norms = np.array([norm for *_, norm in parts.terms])

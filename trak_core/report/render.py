@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trak_core.config.complete_config import lists_of
+from trak_core.config.cross_checks import lists_of
 from trak_core.report import charts, number_formats
 from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore_page import AT_ONCE, EACH_ON_PAGE, Answer
-from trak_core.report.read import (
+from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
     Results,

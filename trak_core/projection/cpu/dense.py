@@ -179,12 +179,9 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 @njit(inline="always")
 def normal_entry(word):
-    """Return the entry of a word: the centred sum of its bytes through a quintic.
+    """Return the entry of a word: the centred sum of its bytes through a quintic, in float32.
 
     Every operation is rounded by itself, in this order (``reference.py``).
-
-    Returns:
-        A float32.
     """
     pairs = (word & np.uint32(0x00FF00FF)) + ((word >> np.uint32(8)) & np.uint32(0x00FF00FF))
     byte_sum = (pairs & np.uint32(0xFFFF)) + (pairs >> np.uint32(16))
