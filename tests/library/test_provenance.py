@@ -126,11 +126,11 @@ def test_closure_holds_every_module_that_importing_runs():
     def ours():
         return {name for name in sys.modules if name.partition(".")[0] == "trak_core"}
 
-    def watched(name, within=None, local=None, names=(), level=0):
-        module = real(name, within, local, names, level)
-        taken = {name, *(f"{name}.{one}" for one in names or ())}
+    def watched(name, globals=None, locals=None, fromlist=(), level=0):
+        module = real(name, globals, locals, fromlist, level)
+        taken = {name, *(f"{name}.{one}" for one in fromlist or ())}
         above = {one.rsplit(".", n)[0] for one in taken for n in range(one.count(".") + 1)}
-        edges.setdefault((within or {}).get("__name__"), set()).update(above)
+        edges.setdefault((globals or {}).get("__name__"), set()).update(above)
         return module
 
     def reached(name):
