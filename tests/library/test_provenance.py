@@ -121,17 +121,23 @@ def test_digests_on_record_are_those_of_the_code(toy, tmp_path, monkeypatch):
 
 def test_closure_holds_every_module_that_importing_runs():
     """The walk over import statements against what Python really imports: all, once."""
-    edges, real = {}, builtins.__import__
+    edges = {}
 
     def ours():
         return {name for name in sys.modules if name.partition(".")[0] == "trak_core"}
 
-    def watched(name, globals=None, locals=None, fromlist=(), level=0):
-        module = real(name, globals, locals, fromlist, level)
-        taken = {name, *(f"{name}.{one}" for one in fromlist or ())}
-        above = {one.rsplit(".", n)[0] for one in taken for n in range(one.count(".") + 1)}
-        edges.setdefault((globals or {}).get("__name__"), set()).update(above)
-        return module
+    def watched(importer):
+        def taking(name, globals=None, locals=None, fromlist=(), *level, **more):
+            given = (globals,) if importer is real else (globals, locals, fromlist, *level)
+            module = importer(name, *given, **more)
+            taken = {name, *(f"{name}.{one}" for one in fromlist or ())}
+            above = {one.rsplit(".", n)[0] for one in taken for n in range(one.count(".") + 1)}
+            edges.setdefault(sys._getframe(1).f_globals.get("__name__"), set()).update(above)
+            return module
+
+        return taking
+
+    real = importlib.import_module
 
     def reached(name):
         found, todo = set(), {name}
@@ -141,11 +147,15 @@ def test_closure_holds_every_module_that_importing_runs():
         return found
 
     names = [("trak_core", "stages", stage) for stage in STAGES]
-    with mock.patch.dict(sys.modules), mock.patch("builtins.__import__", watched):
+    with (
+        mock.patch.dict(sys.modules),
+        mock.patch("builtins.__import__", watched(builtins.__import__)),
+        mock.patch("importlib.import_module", watched(real)),
+    ):
         for name in ours():
             del sys.modules[name]
         for name in names:
-            importlib.import_module(".".join(name))
+            real(".".join(name))
         everything = ours()
     found = {name: reached(".".join(name)) for name in names}
     # Nothing was imported in a way that is not watched.
