@@ -26,6 +26,7 @@ from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projecti
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record
 from trak_core.system.fork_client import Fork, start_fork_server
+from trak_core.system.job import imports_of
 
 _RECORD = "study.json"
 _STAGE = "trak_core.stages.preflight_study"
@@ -201,6 +202,8 @@ def _facts(
         }
         imports = [_STAGE, *study_imports_of(specs, results)]
         server = start_fork_server(imports) if forks else None
+        if server is not None:
+            start_fork_server(_imports_of_scoring(specs))
         minutes = specs.config["compute"].get("minutes")
         sizes = _preflight_in_a_process(request, minutes, server, imports)
         model = {key: sizes[key] for key in _MODEL}
@@ -216,6 +219,16 @@ def _facts(
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }
+
+
+def _imports_of_scoring(specs: Specs) -> list[str]:
+    """Return what the server imports while its first fork reads the study and Snakemake plans.
+
+    The names come in small parts, because the server says how a fork ended only between two.
+    """
+    way = ("compute_gramian", "compute_exact_scores")
+    way = way if specs.is_exact else ("compute_features", "compute_scores")
+    return ["numba", *imports_of([*way, "average_scores"])]
 
 
 def _is_large(checkpoint: Path) -> bool:
@@ -307,15 +320,8 @@ def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | 
         stdout=streams[1],
         stderr=streams[2],
     )
-
-    def wait(seconds: float) -> int:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-
     try:
-        return _waited(wait, most)
+        return _waited(process.wait, most)
     except BaseException:
         process.kill()
         process.wait()
@@ -329,7 +335,7 @@ def _waited(wait: Callable[[float], int | None], most: float | None) -> int | No
         step = 1.0 if most is None else min(1.0, most - minutes)
         try:
             return wait(60 * step)
-        except TimeoutError:
+        except (TimeoutError, subprocess.TimeoutExpired):
             minutes += step
         if most is not None and minutes >= most:
             raise InputError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients.choose_method import gradients_one_by_one
 from trak_core.gradients.collect_gradients import Magnitude
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, rounding
@@ -330,21 +330,17 @@ def _refuse_bad(
             overflow = " float16 ends at 65504: bfloat16 or float32 weights reach further."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
-            f"{_first_eight(bad_ids)} in {_first_eight(names)}. Look for bad values "
+            f"{listed(bad_ids)} in {listed(names)}. Look for bad values "
             f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
             code="gradients.not_finite",
         )
-
-
-def _first_eight(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names[:8])) + (" and more" if len(names) > 8 else "")
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
     """Raise an error that calls what is not finite ``numbers``, the beginning of a sentence."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
-        f"{numbers} must be finite. Found NaN or infinity for the samples {_first_eight(bad_ids)}. "
+        f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
         "Look for bad values in these samples and in the checkpoint; an infinite score would hide "
         "them.",
         code="gradients.values_not_finite",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trak_core.autograd.gradient_terms import PIECE, Contribution, add_product, summed_parts
+from trak_core.autograd.gradient_terms import Contribution, add_product, summed_parts
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.errors import InputError, is_out_of_memory
@@ -273,7 +273,7 @@ class _Products:
         if len(uses) == 1:
             uses[0].add_to(self.gramian)
             return
-        for _, rows in summed_parts(uses, PIECE):
+        for _, rows in summed_parts(uses):
             add_product(self.gramian, rows)
 
     def empty(self) -> Self:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trak_core.artifacts import scaled_integers
 from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
 from trak_core.autograd.token_margins import MarginFactors
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.model.device import find_device, takes_cuda
 from trak_core.model_outputs.model_output import ModelOutput
@@ -93,7 +93,7 @@ class Features:
             uses = [use for use in uses if not self._sketched(number, shape, use)]
             if not uses:
                 return
-        for first, part in summed_parts(uses, PIECE):
+        for first, part in summed_parts(uses):
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
@@ -214,7 +214,7 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
             stored = rows.astype(np.float16)
         losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
         lost = ~(losses <= _MOST_LOST[dtype] * norms)
-    named = ", ".join(str(sample_ids[i]) for i in np.flatnonzero(lost)[:8])
+    named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
     if named and dtype == "int8":
         raise InputError(
             "Features stored as int8 must keep a sample's features to 2e-2 of their norm: no entry "

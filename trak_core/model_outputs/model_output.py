@@ -21,20 +21,12 @@ def whole(returned: object) -> Any:
     return returned
 
 
-def _one(returned: Any, label: Tensor) -> Tensor:
-    return torch.ones((), device=label.device)
-
-
 def _mean_number(label: Tensor) -> Tensor:
     """Return a label of one number as it is; the mean of several, without NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
     return number.long() if number.dtype is torch.bool else number
-
-
-def _no_classes(returned: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +68,14 @@ class ModelOutput:
     """
 
     value: Callable[[Any, Tensor], Tensor]
-    loss_weight: Callable[[Any, Tensor], Tensor] = _one
+    loss_weight: Callable[[Any, Tensor], Tensor] = lambda _, y: torch.ones((), device=y.device)
     curvature: Callable[[Any, Tensor], Tensor] | None = None
     prediction: Callable[[Any, Tensor], Tensor] | None = None
     label_number: Callable[[Tensor], Tensor] = _mean_number
     read: Callable[[object], Any] = whole
     has_labels: bool = True
     label_ndim: int | None = None
-    n_classes: Callable[[Any], int | None] = _no_classes
+    n_classes: Callable[[Any], int | None] = lambda _: None
     predicts_next: bool = False
     takes_labels: bool = False
     joins_tokens: bool = False

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.projection.cpu import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, sides_on
@@ -113,8 +113,7 @@ def _check_finite(out: Matrix) -> None:
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise NotFiniteError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
-            f"the projection of the rows {', '.join(map(str, rows[:8]))}"
-            f"{' and more' if len(rows) > 8 else ''}.",
+            f"the projection of the rows {listed(rows)}.",
             code="projection.not_finite",
         )
 

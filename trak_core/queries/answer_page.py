@@ -35,7 +35,7 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
         file = with_class_names(_file(held, answers), held.study.class_names())
         tokens = _tokens(answers)
         explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
-        return rendered(explored, held.study.path.name, k)
+        return rendered(explored, held.study.name, k)
 
 
 def _file(held: HeldRun, answers: Sequence[Answer]) -> File:

@@ -268,8 +268,10 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shared]) -> str:
-    """Return the report as one HTML document, with each experiment's examples.
+def report(
+    results: Results, examples: Sequence[Examples], shared: Sequence[Shared], study: str
+) -> str:
+    """Return the report of a ``study`` as one HTML document, with each experiment's examples.
 
     ``shared`` are training samples of several experiments, which the examples show too.
     """
@@ -281,7 +283,7 @@ def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shar
         examples=examples,
         shared=shared,
         each=EACH,
-        study=results.config["study"],
+        study=study,
     )
 
 

@@ -185,5 +185,5 @@ def draw_influences(
     tokens = _token_scores(token_scores, experiment)
     explored = _explored(study, experiment, targets, train, known, tokens)
     with written_whole(answer) as partial:
-        partial.write_text(answer_page(explored, study_file.name), encoding="utf-8")
+        partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)

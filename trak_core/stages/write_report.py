@@ -113,6 +113,6 @@ def write_report(
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets, also=also)
-    page = report_page(results, examples, shared)
+    page = report_page(results, examples, shared, study.name)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.study.weight_files import (
     ADAPTER_WEIGHTS,
@@ -191,12 +191,6 @@ def _add_shard(state: dict[str, Tensor], saved: Any, path: Path) -> None:
             code="study.checkpoint_shards",
         )
     state.update(shard)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return at most eight names, and how many more there are."""
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
 def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:

@@ -25,7 +25,6 @@ from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
-from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
 # glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
 # taken from the heap, of which glibc allows no more.
@@ -239,6 +238,22 @@ def run_to_the_end(work: Callable[[], None]) -> NoReturn:
     os._exit(status & 255)
 
 
+def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"\nStopped by Ctrl-C before any job began.\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def stop_before_jobs() -> None:
+    """Have Ctrl-C end this process with one line, until ``explain_interrupts`` takes over.
+
+    So does one that was held back until now.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+        signal.signal(signal.SIGINT, _end_before_jobs)
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
@@ -248,7 +263,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end_before_jobs):
         return
     goodbye = (
         f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
@@ -365,7 +380,6 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
-_SPECS: tuple[type[Any], ...] = (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 # What stages import only when they come to it.
 _TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
 _KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
@@ -403,12 +417,21 @@ def stage_of(name: str) -> Callable[..., None]:
     return getattr(importlib.import_module(stage_module(name)), name)
 
 
+def _specs() -> tuple[type[Any], ...]:
+    """Return the kinds of specs; a process that waits for its fork imports none."""
+    from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
+
+    return FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
+
+
 def convert_param(value: Any, hint: Any) -> Any:
     """Return what Snakemake passes (texts, plain values) as what a stage takes, by its type."""
+    from trak_core.spec import parse_spec
+
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in _SPECS:
+    for spec in _specs():
         if spec in kinds:
             return parse_spec(spec, value)
     if Path in kinds:
