@@ -12,6 +12,7 @@ units of G's trace over n. board.py reads the file.
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ class Newton:
     def __init__(self, about: Board, folder: Path, curved: int):
         """Load it; the matrix is that of ``curved`` random pieces, scaled to all."""
         self.about = about
-        self.model = loaded(about, folder, "run-0", 1.0)[0]
+        self.model: Any = loaded(about, folder, "run-0", 1.0)[0]
         self.model.set_attn_implementation("eager")  # which forward mode can differentiate
         self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
         self.theta = torch.cat([p.detach().flatten() for p in self.model.parameters()])
@@ -59,7 +60,7 @@ class Newton:
             def logits(flat: Tensor, tokens: Tensor = tokens) -> Tensor:
                 return self._call(flat, tokens)["logits"][:, :-1]
 
-            values, back = vjp(logits, self.theta)
+            values, back = vjp(logits, self.theta)[:2]
             p = values.softmax(-1)
 
             def one(vector: Tensor, p: Tensor = p, back=back, logits=logits) -> Tensor:

@@ -155,7 +155,8 @@ def of_classes(name: str, folder: Path) -> list[Row]:
     chosen = select_parameters(model, None)
     formed = formed_gradients(gradients_at_once, model, chosen, output, batch)
     n_params = sum(p.numel() for p in chosen.values())
-    kernels = {"exact": sum((block @ block.T).double().numpy() for block in formed.blocks())}
+    own = np.sum([(block @ block.T).double().numpy() for block in formed.blocks()], axis=0)
+    kernels: dict[str, np.ndarray] = {"exact": own}
     for label, k in {_NARROW: 1024, "k = 4,096": 4096}.items():
         made = features(model, [batch], usual_kind(n_params, k), k, k, output).astype(float)
         kernels[label] = made @ made.T
