@@ -176,13 +176,7 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Contribution):
-    """Rows of a table that were looked up.
-
-    Attributes:
-        gradients: Gradients of the rows that were returned, shape (C, B, T, q).
-        indices: Their places in the table, shape (B, T).
-        n_entries: Rows of the table.
-    """
+    """Looked up rows of a table of ``n_entries``: gradients (C, B, T, q), places (B, T)."""
 
     indices: Tensor
     n_entries: int

@@ -62,12 +62,9 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens, those of all texts in turn.
+    """Tokens, those of all texts in turn: what enters the layer, (tokens, d), and classes.
 
-    Attributes:
-        hidden: What enters the layer, shape (tokens, d).
-        labels: Classes, shape (tokens,).
-        others: Logsumexp of all classes except the label, shape (tokens,).
+    ``others`` are the logsumexp of all classes except the label, shape (tokens,).
     """
 
     hidden: Tensor

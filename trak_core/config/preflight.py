@@ -320,15 +320,8 @@ def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | 
         stdout=streams[1],
         stderr=streams[2],
     )
-
-    def wait(seconds: float) -> int:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-
     try:
-        return _waited(wait, most)
+        return _waited(process.wait, most)
     except BaseException:
         process.kill()
         process.wait()
@@ -342,7 +335,7 @@ def _waited(wait: Callable[[float], int | None], most: float | None) -> int | No
         step = 1.0 if most is None else min(1.0, most - minutes)
         try:
             return wait(60 * step)
-        except TimeoutError:
+        except (TimeoutError, subprocess.TimeoutExpired):
             minutes += step
         if most is not None and minutes >= most:
             raise InputError(

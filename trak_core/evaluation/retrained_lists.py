@@ -106,14 +106,10 @@ def removal_tables(
     An effect is ``change``, of f from the models that saw everything, and where predictions are
     classes ``flips``, the part of models that predict another. Models of one seed are compared.
 
-    Args:
-        top: By the number removed, outputs and predictions, (1, seeds, m), without each target's
-            most helpful samples.
-        random: Likewise, (draws, seeds, m), without random samples.
-        everything: Outputs and predictions, (seeds, m).
-        target_ids: The m targets' ids.
-        baselines: By name, like ``top``, without the samples that a baseline calls most helpful.
-            Each has rows of its name, and of ``top less`` it.
+    By the number removed there are outputs and predictions of models without each target's most
+    helpful samples (``top``), shape (1, seeds, m), and without random ones, (draws, seeds, m);
+    those of ``everything`` have (seeds, m). Baselines, by name, are like ``top``. Each has rows of
+    its name, and of ``top less`` it.
     """
 
     def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:

@@ -131,9 +131,6 @@ class HeldRun:
         With ``tokens`` the scores of these are cut by tokens, which takes gradients of their
         training samples. Checkpoints that take turns are read once for as many samples as fit, and
         once more for tokens. Where they can't be cut, a notice says why, and the answer is without.
-
-        Raises:
-            InputError: If tokens are asked for where no features are.
         """
         if tokens and self.specs.is_exact:
             raise InputError(

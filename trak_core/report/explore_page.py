@@ -35,13 +35,10 @@ LEVELS = 9
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Scores of tokens, to be shown as colours.
+    """Scores of tokens, to be shown as colours: by target and training sample, and by target.
 
-    Attributes:
-        texts: What stands for the tokens of a target (or, if not, a training sample), given its id
-            and their number.
-        train: Scores of a training sample's tokens, by target and training sample.
-        targets: Scores of a target's tokens, summed over its training samples.
+    ``texts`` gives what stands for the tokens of a target (or, if not, a training sample), from its
+    id and their number. Those of a target's own tokens are sums over its training samples.
     """
 
     texts: Callable[[bool, Any, int], Sequence[str]]

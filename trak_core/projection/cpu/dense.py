@@ -155,15 +155,9 @@ def rademacher_slice_cpu(
     key: tuple[np.uint32, np.uint32, np.uint32],
     out: np.ndarray,
 ) -> None:
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``, shape (n_samples, proj_dim), float32.
 
-    Args:
-        rows: Shape (n_samples, any), float32.
-        start: The first column to project.
-        stop: The column after the last, above ``start``.
-        first: Coordinate of column ``start``.
-        key: As for ``fill_words``.
-        out: Shape (n_samples, proj_dim), float32.
+    ``first`` is the coordinate of column ``start``, the key as for ``fill_words``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 

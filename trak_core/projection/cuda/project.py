@@ -230,10 +230,6 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
         spec: The projection; not of kind ``identity``.
         offset: Coordinate of the first column.
         out: Shape (n_samples, spec.proj_dim), float32, on the same device; may be strided.
-
-    Raises:
-        InputError: If numba-cuda, a driver or a capable GPU is missing, if ``proj_dim`` is too
-            large for the kind, or if the kernel does not make the right matrix on this GPU.
     """
     require_numba_cuda()
     # Only now: it needs what was just looked for.

@@ -42,13 +42,9 @@ _THREADS = 256  # of a block that adds up slices
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A compiled kernel, and how it is started.
+    """A compiled kernel, with the arguments above and ``more``, and how it is started.
 
-    Attributes:
-        kernel: With the arguments above.
-        grid: Blocks of threads for one slice, in x and in z.
-        n_threads: Threads of a block.
-        more: Further arguments.
+    The grid has the blocks of threads for one slice, in x and in z.
     """
 
     kernel: Any
@@ -62,9 +58,7 @@ class Method:
     """How gradients of a dtype are projected on a device.
 
     Attributes:
-        name: For messages.
         variant: The kernel for this many rows.
-        dtype: What the kernel reads.
         n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
         alignment: In coordinates. The kernel reads a block in place if its start and row length are
             multiples of it.
