@@ -33,7 +33,7 @@ from trak_core.report.read_results import (
     strongest,
 )
 from trak_core.scoring.lists import ENOUGH_TARGETS, few_targets
-from trak_core.spec import Combine
+from trak_core.spec import EXACT, Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
 # digit, since features are float32, right to 6e-8.
@@ -43,6 +43,8 @@ LIMITS = {
 }
 # Fewer targets than this hardly tell how far targets differ.
 _ENOUGH_TARGETS = 8
+# n x n inner products, three times in float64, are 0.6 GB then.
+_MOST_EXACT = 5000
 # A measured error is above theory's by so many standard errors, and by such a part.
 _STANDARD_ERRORS, _EXCESS = 4, 0.1
 
@@ -107,8 +109,12 @@ def _suspects(results: Results) -> list[StudyWarning]:
 
 
 def _checkpoints(scores: File) -> list[StudyWarning]:
-    n = len(scores.spec["checkpoints"])
-    return [StudyWarning("few_checkpoints", {"n": n})] if n < LIMITS["checkpoints"] else []
+    n, n_train = len(scores.spec["checkpoints"]), scores.attributes["n_train"]
+    is_of_texts = output_of(scores).place.startswith("language_modelling.")
+    is_exact = scores.spec["projection"]["kind"] == EXACT
+    may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
+    shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
+    return [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []
 
 
 def _loss_weights(scores: File) -> list[StudyWarning]:
