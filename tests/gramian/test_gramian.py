@@ -148,7 +148,7 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         has_labels=False,
     )
     parameters = select_parameters(model, None)
-    method = gradient_method(model, parameters, output, inputs)
+    method = gradient_method(model, parameters, output, inputs, reads_terms=True)
     said = capsys.readouterr().out
     if name in HIDING or name in NO_FUNCTIONS:
         assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)

@@ -362,7 +362,8 @@ def _cut(
     )
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+    model = loaded.model, loaded.parameters, loaded.output
+    method = gradient_method(*model, few, reads_terms=Shares.reads_terms)
     of_sample: dict[int, list[int]] = {}
     for number, (sample, _) in enumerate(side.pairs):
         of_sample.setdefault(sample, []).append(number)
@@ -378,7 +379,7 @@ def _cut(
         pairs = Pairs(places.to(loaded.device), directions.to(loaded.device))
         given = loaded.parameters, projection, vectors, pairs, n_tokens, loaded.scales
         shares = Shares.zeros(*given)
-        method(loaded.model, loaded.parameters, loaded.output, batch, shares)
+        method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()
         # Padding has no share.
