@@ -14,7 +14,7 @@ SIZES = {"7M": (256, 6, 4, 8192, 8), "30M": (512, 8, 8, 8192, 4), "124M": (768, 
 # Width, inner width, layers, heads, heads of keys, vocabulary, samples a batch.
 LLAMAS = {
     "llama_2M": (128, 352, 4, 4, 2, 4000, 4),
-    "llama_9M": (288, 768, 6, 6, 2, 4000, 4),
+    "llama_8M": (288, 768, 6, 6, 2, 4000, 4),
     "llama": (384, 1024, 8, 6, 2, 16384, 4),
     "103M": (768, 2048, 12, 12, 12, 12000, 1),
 }
@@ -95,8 +95,8 @@ def language_model(
         )
         model = LlamaForCausalLM(config)
     elif name in LSTMS:
-        *sizes, vocabulary, usual = LSTMS[name]
-        model = RecurrentModel(*sizes, vocabulary)
+        width, layers, vocabulary, usual = LSTMS[name]
+        model = RecurrentModel(width, layers, vocabulary)
     elif name in OTHERS:
         kind, vocabulary, usual, settings = OTHERS[name]
         made = getattr(transformers, kind)

@@ -33,6 +33,7 @@ from trak_core.gradients.per_sample import (
     per_sample,
 )
 from trak_core.model_outputs.model_output import ModelOutput, of_sample, over_samples
+from trak_core.system.job import return_freed
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
@@ -407,6 +408,11 @@ def gradients_at_once_or_with_copies(
     return method(model, parameters, output, batch, consumer)
 
 
+# Gradients of so many bytes, and the heap is given back: activations have gone, whose room a large
+# matrix' gradient doesn't take.
+_RETURNED_BYTES = 2**27
+
+
 def _in_turn(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
@@ -421,12 +427,18 @@ def _in_turn(
     # Autograd keeps what a hook returns until the pass is over. What came to be between two
     # gradients would lie where the first was, so that the next one finds no room there.
     nothing = [p.new_zeros(()).expand(p.shape) for p in parameters.values()]
+    n_bytes = 0
 
     def watch(
         parameter: Tensor, no_gradient: Tensor, taker: SampleConsumer
     ) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
+            nonlocal n_bytes
             taker.take(parameter, [Dense(gradient.detach()[None, None])])
+            n_bytes += gradient.nbytes
+            if n_bytes > _RETURNED_BYTES and gradient.device.type == "cpu":
+                return_freed()
+                n_bytes = 0
             return no_gradient
 
         return hook
