@@ -25,7 +25,7 @@ from sklearn.datasets import load_digits
 
 from trak_core.report.describe_samples import Picture, drawn
 from trak_core.report.explore_page import explore
-from trak_core.report.read import File
+from trak_core.report.read_results import File
 from trak_core.report.render import answer
 
 N_TRAIN, TOP, REPEATS = 797, 10, 5

@@ -25,7 +25,7 @@ import torch
 from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
-from trak_core.config.complete_config import usual_power, usual_weighting
+from trak_core.config.cross_checks import usual_power, usual_weighting
 from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
 from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
 from trak_core.model_outputs.table import about_output

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -25,6 +25,13 @@ class InputError(ValueError):
 
 class ToldToStopError(SystemExit):
     """A job was stopped by SIGTERM or Ctrl-C: it ends as after ``sys.exit``, without a mistake."""
+
+
+def listed(values: Iterable[object]) -> str:
+    """Return at most eight values as text, and how many more there are."""
+    texts = [str(value) for value in values]
+    shown = ", ".join(texts[:8])
+    return f"{shown} and {len(texts) - 8} more" if len(texts) > 8 else shown
 
 
 # No space left, a quota used up, a file longer than its limit.

@@ -25,7 +25,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.batch_size import TooMuchMemoryError
-from trak_core.gradients.recomputation import Recomputation
+from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.gramian import train_gramian
 from trak_core.model.inner_products import _room
 from trak_core.model.loaded_model import LoadedModel

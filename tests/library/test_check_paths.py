@@ -7,7 +7,7 @@ import pytest
 from refused import refused
 from snakemake_interface_executor_plugins.utils import format_cli_value
 
-from trak_core.config.complete_config import check_given, check_paths
+from trak_core.config.cross_checks import check_given, check_paths
 
 CONFIG = {
     "study": "study.py",

@@ -13,7 +13,7 @@ from trak_core.command.init import config_for, init
 from trak_core.command.main import main
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
-from trak_core.config.ready_made import with_ready_study
+from trak_core.config.write_study_file import with_ready_study
 
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
@@ -173,6 +173,86 @@ def test_labels_and_inputs_of_a_table(table, label, output, more):
     assert config["model_output"] == output
     given = {"table": "train.csv", "label": label, "model": "nets.py:net", **more}
     assert config["study_arguments"] == given
+
+
+NET = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+
+class Net({base}):
+    def __init__(self{arguments}):
+        super().__init__()
+        self.block = Block(3)
+{more}
+"""
+IMAGES = {f"train/{name}/1.png": "" for name in ("a", "b")}
+TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
+
+
+@pytest.mark.parametrize(
+    ("data", "base", "arguments", "more", "model", "said"),
+    [
+        (TABLE, "nn.Module", "", "", "net.py:Net", "chose: net.py:Net as the network\n"),
+        (TABLE, "Block", ", width=8, *, deep=False", "", "net.py:Net", "chose: net.py:Net"),
+        # Who must say widths writes a function, here or there.
+        (
+            TABLE,
+            "torch.nn.Module",
+            ", n_in, n_out=2, *, deep",
+            "",
+            "net.py:net",
+            "Put as `model` it into net.py as a function such as "
+            "`def net(): return Net(n_in=..., deep=...)`",
+        ),
+        (
+            TABLE,
+            "nn.Module",
+            ", n_in",
+            "def made(n_in=3):\n    return Net(n_in)\n",
+            "net.py:made",
+            "chose: net.py:made as the network\n",
+        ),
+        (TABLE, "nn.Module", "", "class Other(Net):\n    pass\n", "net.py:Other", "net.py:Other"),
+        (
+            TABLE,
+            "nn.Module",
+            "",
+            "class Other(nn.Module):\n    pass\n",
+            "net.py:Net",
+            "chose: net.py:Net as the network; net.py:Other could be it too\n",
+        ),
+        # To import it would train once more.
+        (
+            TABLE,
+            "nn.Module",
+            "",
+            "for epoch in range(3):\n    pass\n",
+            "nets.py:net",
+            "Put as `model` Net of net.py, moved into a file that runs nothing when imported\n",
+        ),
+        (IMAGES, "nn.Module", ", n_classes=10", "", "net.py:Net", "chose: net.py:Net"),
+        (
+            IMAGES,
+            "nn.Module",
+            ", width=8",
+            "",
+            "net.py:net",
+            "such as `def net(n_classes): return Net()`",
+        ),
+    ],
+)
+def test_a_network_of_one_s_own(data, base, arguments, more, model, said, capsys):
+    """It is parsed alone: what it imports need not be there."""
+    code = {"net.py": NET.format(base=base, arguments=arguments, more=more), "bad.py": "def"}
+    config = written({**data, **code, "m.pt": ""})
+    assert config["study_arguments"]["model"] == model
+    assert said in capsys.readouterr().out
+    is_placeholder = "# model: a placeholder: put " in Path("trak.yaml").read_text()
+    assert is_placeholder == (not said.startswith(("chose", "net.py:Other")))
 
 
 def test_every_checkpoint_has_a_key_of_its_own():

@@ -110,7 +110,7 @@ LIGHT = [
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),
         *(
             (f"trak_core.config.{name}", HEAVY)
-            for name in ("complete_config", "job_specs", "preflight")
+            for name in ("cross_checks", "job_specs", "preflight")
         ),
         ("trak_core.evaluation.distortion", {"torch", "h5py", "numba", "pandas"}),
         ("trak_core.scoring.solve", {"torch", "h5py", "numba", "pandas"}),

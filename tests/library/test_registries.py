@@ -27,7 +27,12 @@ KINDS = [kind for kind in ProjectionKind if kind.about.tag is not None]
 SAYS_KINDS = ("spec/", "projection/", "compat/")
 # The other names of outputs are no words that mean something else.
 OUTPUTS = [name for name in TABLE if name != "loss"]
-SAYS_OUTPUTS = ("model_outputs/table.py", "compat/", "config/ready_made.py", "command/init.py")
+SAYS_OUTPUTS = (
+    "model_outputs/table.py",
+    "compat/",
+    "config/write_study_file.py",
+    "command/init.py",
+)
 
 
 def load(name):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from refused import refused
 
+from trak_core.config.write_study_file import with_ready_study
 from trak_core.queries.answer import asked_of
 from trak_core.study.split import Split
 from trak_core.study.study import Study
@@ -112,3 +113,13 @@ def test_a_mapping_like_the_study_s_samples_is_one(tmp_path):
     assert asked_of(study, line, 0, [{"x": [4, 5], "y": 6}]).sample is line
     for samples in ([{"x": torch.ones(2), "y": 1}], [([1, 2], 3)], [{"z": [1], "y": 1}]):
         assert isinstance(asked_of(study, line, 0, samples).sample["x"], torch.Tensor)
+
+
+def test_a_study_that_a_start_wrote_is_called_as_in_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def train_ids(n=1):\n    return list(range(n))\n")
+    assert Study.load(Path("mine.py")).name == "mine.py"
+    config = with_ready_study({"study": "mine.py", "study_arguments": {"n": 2}})
+    study = Study.load(Path(config["study"]))
+    assert study.function("train_ids")() == [0, 1]
+    assert study.name == "mine.py"

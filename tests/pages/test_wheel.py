@@ -53,7 +53,7 @@ NO_EXTRA = """
 import sys
 sys.modules["matplotlib"] = None
 try:
-    import trak_core.report.read
+    import trak_core.report.read_results
 except ModuleNotFoundError as error:
     print(error)
 """

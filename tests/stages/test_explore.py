@@ -20,7 +20,7 @@ from trak_core.artifacts import SCORES, TOKEN_SCORES, ArtifactError, create, ope
 from trak_core.report.describe_samples import show_sample
 from trak_core.report.explore_page import EACH_ON_PAGE, explore
 from trak_core.report.number_formats import signed
-from trak_core.report.read import read_experiment
+from trak_core.report.read_results import read_experiment
 from trak_core.report.render import answer as rendered_answer
 from trak_core.scoring.lists import suspects
 from trak_core.stages.draw_influences import draw_influences

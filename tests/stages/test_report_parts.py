@@ -36,7 +36,7 @@ from trak_core.report.number_formats import (
     plural,
     signed,
 )
-from trak_core.report.read import File, read_experiment, read_timings, side_by_side
+from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
 from trak_core.study.split import Split
 from trak_core.study.study import Study
 

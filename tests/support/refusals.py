@@ -11,7 +11,7 @@ import yaml
 from own_checkpoints import network
 from workspace import REPOSITORY, Workspace, forked_python
 
-from trak_core.config.complete_config import check_paths
+from trak_core.config.cross_checks import check_paths
 from trak_core.config.job_specs import specs_of
 from trak_core.config.preflight import run_preflight
 from trak_core.config.read_config import check_config, check_unique_keys, with_defaults

@@ -20,7 +20,7 @@ from refused import refused
 from report_page import Page
 from workspace import REPOSITORY, forked_python, set_key
 
-from trak_core.config.complete_config import check_evaluation, check_sizes
+from trak_core.config.cross_checks import check_evaluation, check_sizes
 
 # With the defaults of what `evaluated` leaves out.
 FULL = {

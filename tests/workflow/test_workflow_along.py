@@ -225,3 +225,6 @@ def test_the_report_is_a_target_of_its_own(study):
     assert study.would_run("report") == {}
     study.path("results/report.html").unlink()
     assert study.would_run("report") == {"write_report": 1}
+    status, output = study.snakemake("report")
+    assert status == 0, output
+    assert "\nReport: results/report.html\nThe report warns: " in output

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts.format import TARGETS, ArtifactError, ArtifactKind
+from trak_core.artifacts.format import TARGETS, ArtifactError
 from trak_core.artifacts.read import Artifact, open_artifact
 from trak_core.spec import FeaturesSpec, RetrainedSpec, ScoresSpec
 
@@ -15,11 +15,10 @@ _SHARED = ("projection", "parameters_digest", "parameter_patterns", "model_outpu
 _SHARED += ("dtype", "study_digest")
 
 
-def check_same(part: str, expected: Any, own: Any, path: Path, rule: str) -> None:
+def check_same(part: str, expected: Any, own: Any, file: Artifact) -> None:
     """Refuse a file that differs from the config, or from a file it will be combined with.
 
-    ``part`` names what is compared; ``own`` is its value in the file at ``path``, which ``rule``
-    makes. Dicts are compared key by key.
+    ``part`` names what is compared, ``own`` its value in the file. Dicts are compared key by key.
     """
     if expected == own:
         return
@@ -28,20 +27,20 @@ def check_same(part: str, expected: Any, own: Any, path: Path, rule: str) -> Non
         expected, own = ({k: spec.get(k) for k in keys} for spec in (expected, own))
     texts = [text if len(text) <= 200 else f"{text[:200]}..." for text in (str(expected), str(own))]
     raise ArtifactError(
-        f"{path}: files to be combined must agree in the {part}. Expected {texts[0]}, "
-        f"found {texts[1]}. Delete the file and run snakemake again: rule {rule} remakes it."
+        f"{file.path}: files to be combined must agree in the {part}. Expected {texts[0]}, found "
+        f"{texts[1]}. Delete the file and run snakemake again: rule {file.kind.rule} remakes it."
     )
 
 
-def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec, rule: str) -> None:
+def check_made_for(artifact: Artifact, spec: FeaturesSpec | ScoresSpec) -> None:
     """Refuse a file that was made for another config than today's.
 
     An orphaned job may leave a complete file that Snakemake knows nothing about; only the file
     itself says what it is. Its projection is compared in the config's keys, its checkpoint by id.
     """
     shard = artifact.spec.get("shard")
-    check_same("rows: the whole split", None, shard, artifact.path, rule)
-    check_same("settings of today's config", *made_for(artifact, spec), artifact.path, rule)
+    check_same("rows: the whole split", None, shard, artifact)
+    check_same("settings of today's config", *made_for(artifact, spec), artifact)
 
 
 def made_for(
@@ -57,11 +56,11 @@ def made_for(
     return expected, own
 
 
-def check_retrained(artifact: Artifact, spec: RetrainedSpec, rule: str, **more: Any) -> None:
+def check_retrained(artifact: Artifact, spec: RetrainedSpec, **more: Any) -> None:
     """Refuse models retrained for another config than today's, or that lack a key of ``more``."""
     expected = spec.as_dict() | more
     own = {key: artifact.spec.get(key) for key in expected}
-    check_same("settings of today's config", expected, own, artifact.path, rule)
+    check_same("settings of today's config", expected, own, artifact)
 
 
 def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
@@ -72,41 +71,34 @@ def selected_ids(paths: Sequence[Path], spec: FeaturesSpec) -> list[Any] | None:
     for path in paths:
         with open_artifact(path, TARGETS) as file:
             digest = file.spec.get("targets_digest")
-            check_same("description of targets", spec.targets_digest, digest, path, TARGETS.rule)
+            check_same("description of targets", spec.targets_digest, digest, file)
             return file.table("targets")["id"].tolist()
     return None
 
 
-def check_splits(
-    train: Artifact, targets: Artifact, spec: ScoresSpec, kind: ArtifactKind
-) -> dict[str, Any]:
-    """Refuse files of two splits that were made for another config, or don't belong together.
-
-    Returns:
-        The part of both specifications that the scores' own takes over.
-    """
-    check_made_for(train, spec.of_train(), kind.rule)
-    check_made_for(targets, spec.of_targets(), kind.rule)
+def check_splits(train: Artifact, targets: Artifact, spec: ScoresSpec) -> dict[str, Any]:
+    """Return what both splits' specifications share, for the scores' own; refuse other files."""
+    check_made_for(train, spec.of_train())
+    check_made_for(targets, spec.of_targets())
     shared, own = ({key: file.spec.get(key) for key in _SHARED} for file in (train, targets))
-    check_same("specification of both splits", shared, own, targets.path, kind.rule)
+    check_same("specification of both splits", shared, own, targets)
     return shared
 
 
-def check_together(parts: Sequence[Artifact], spec: ScoresSpec, kind: ArtifactKind) -> None:
+def check_together(parts: Sequence[Artifact], spec: ScoresSpec) -> None:
     """Refuse score files of different experiments, settings, samples or checkpoints.
 
     There is a file for each checkpoint, in the order of ``spec.checkpoints``.
     """
     first = parts[0]
     for part, checkpoint in zip(parts, spec.checkpoints, strict=True):
-        check_made_for(part, spec.under(checkpoint), kind.rule)
+        check_made_for(part, spec.under(checkpoint))
         expected, own = (file.spec.get("parameters_digest") for file in (first, part))
-        check_same("names and shapes of parameters", expected, own, part.path, kind.rule)
+        check_same("names and shapes of parameters", expected, own, part)
         # Each checkpoint has a stream of its own.
         expected, own = (file.spec["projection"] | {"stream": None} for file in (first, part))
-        check_same("projection", expected, own, part.path, kind.rule)
+        check_same("projection", expected, own, part)
         # Labels too: the study's data files may have changed between two checkpoints' jobs.
         for key in ("train_ids", "target_ids", "train_labels", "target_labels"):
             if not np.array_equal(first.vector(key), part.vector(key)):
-                both = first.ids(key), part.ids(key)
-                check_same(key.replace("_", " "), *both, part.path, kind.rule)
+                check_same(key.replace("_", " "), first.ids(key), part.ids(key), part)

@@ -29,13 +29,10 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ArtifactKind:
-    """One kind of file.
+    """One kind of file: the name that it gives itself, what it must hold, and its rule.
 
-    Attributes:
-        encoding_type: The name that the file gives itself.
-        keys: What it must hold at least.
-        rule: The rule that makes it.
-        samples: Vectors of ids, each with the vectors that have as many entries if they are there.
+    ``samples`` are vectors of ids, each with the vectors that have as many entries, if those are
+    there.
     """
 
     encoding_type: str

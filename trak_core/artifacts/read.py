@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
+from trak_core.artifacts.checksums import Damaged, SealedFile, read_seal
 from trak_core.artifacts.format import (
     KINDS,
     VERSION,
@@ -31,7 +32,6 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
-from trak_core.artifacts.seal import Damaged, SealedFile, read_seal
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd
@@ -186,11 +186,7 @@ class Artifact:
         return float(np.asarray(self._read(key, ())))
 
     def table(self, key: str) -> "pd.DataFrame":
-        """Return a table, as pandas reads it but without unpickling anything.
-
-        Raises:
-            ArtifactError: If there is none, or if it doesn't say where its columns lie.
-        """
+        """Return a table, as pandas reads it but without unpickling anything."""
         with _explained(self.held, self.kind, f"Reading {key!r}"):
             places = self.file[key].attrs.get("columns") if key in self.file else None
         if places is None:
@@ -208,12 +204,8 @@ class Artifact:
 class Rows:
     """The values of a frame, which ``rows[start:stop]`` reads: int8 as float32, by their scales.
 
-    Attributes:
-        artifact: The file.
-        key: The dataset of the values.
-        shape: Rows and columns.
-        dtype: How the values are stored.
-        scales: The vector of the rows' scales; None where values are stored as they are.
+    ``key`` is the dataset of the values, ``dtype`` how they are stored, and ``scales`` the vector
+    of the rows' scales; None where values are stored as they are.
     """
 
     artifact: Artifact
@@ -267,9 +259,8 @@ def _first_line(error: Exception) -> str:
 
 
 def _damaged(path: Path, kind: ArtifactKind) -> ArtifactError:
-    must = "every byte must be as it was written"
     reason = "The hash at the end differs: the file was damaged"
-    return _refused(path, kind, must, reason)
+    return _refused(path, kind, "every byte must be as it was written", reason)
 
 
 @contextlib.contextmanager

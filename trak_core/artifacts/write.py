@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Union
 import h5py
 import numpy as np
 
+from trak_core.artifacts.checksums import SealingFile
 from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
@@ -24,7 +25,6 @@ from trak_core.artifacts.format import (
     table_columns,
     write_object,
 )
-from trak_core.artifacts.seal import SealingFile
 from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table

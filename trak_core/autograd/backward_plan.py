@@ -44,7 +44,6 @@ class Region:
 
     Attributes:
         crossings: The edges that lead into it.
-        parameters: Its parameters.
         is_direct: There is one parameter, and each crossing leads to that parameter itself, perhaps
             transposed or in another shape.
         is_simple: Every crossing leads, through operations that only move entries, to entries of
@@ -64,7 +63,6 @@ class Plan:
     Attributes:
         layouts: For each split node, the layouts of the outputs that are used.
         crossings: For each split node, its crossings, with their region.
-        regions: All regions.
         inner: Split nodes with crossings above other such nodes.
         last: Split nodes with crossings above no others, where the backward pass can end.
     """

@@ -58,10 +58,10 @@ class Contribution(ABC):
         return Dense(self.whole()[None, :, None])
 
 
-def summed_parts(uses: Sequence[Contribution], most_entries: int) -> Iterator[tuple[int, Tensor]]:
+def summed_parts(uses: Sequence[Contribution]) -> Iterator[tuple[int, Tensor]]:
     """Yield the sum of several uses of one tensor, at least one, a part after the other.
 
-    A part has at most ``most_entries``, unless a single row of the matrix has more.
+    A part has at most ``PIECE`` entries, unless a single row of the matrix has more.
 
     Yields:
         The first entry, and gradients of shape (rows, entries), in the tensor's own order.
@@ -69,7 +69,7 @@ def summed_parts(uses: Sequence[Contribution], most_entries: int) -> Iterator[tu
     if len({use.matrix for use in uses}) > 1:  # seen in several shapes
         uses = [use.flattened() for use in uses]
     n, width = uses[0].matrix
-    step = max(1, most_entries // max(1, width * uses[0].n_rows))
+    step = max(1, PIECE // max(1, width * uses[0].n_rows))
     for first in range(0, n, step):
         total, *others = (use.part(first, min(first + step, n)) for use in uses)
         for other in others:
@@ -176,13 +176,7 @@ def prefers_inner_products(n_rows: int, n_places: int, p: int, q: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Lookup(Contribution):
-    """Rows of a table that were looked up.
-
-    Attributes:
-        gradients: Gradients of the rows that were returned, shape (C, B, T, q).
-        indices: Their places in the table, shape (B, T).
-        n_entries: Rows of the table.
-    """
+    """Looked up rows of a table of ``n_entries``: gradients (C, B, T, q), places (B, T)."""
 
     indices: Tensor
     n_entries: int

@@ -259,13 +259,8 @@ def probed_layouts(edges: list[Edge], layouts: dict[int, Layout]) -> list[Layout
     that bit, and of those without. An entry of an input belongs to sample b if it moves in exactly
     the probes in which b is, so that an operation that mixes samples is never taken for one that
     doesn't. An entry that never moves depends on nobody: the operation's derivative is zero there.
-
-    Args:
-        edges: All those of one operation, one at least.
-        layouts: By number, those of the outputs that are used.
-
-    Returns:
-        One for each edge; None where an entry moves with several samples.
+    Edges are all those of one operation; layouts those of the outputs that are used, by number. A
+    layout is None where an entry moves with several samples.
     """
     user = edges[0].user
     n_samples = next(iter(layouts.values())).n_samples

@@ -20,20 +20,17 @@ from trak_core.model_outputs.model_output import at_least_float32
 class Head:
     """How logits come from what enters a model's last layer: a linear layer, then functions.
 
-    Attributes:
-        weight: Shape (V, d).
-        bias: Shape (V,), or None.
-        functions: Applied to the layer's result in turn, each entry by itself.
+    The weight has shape (V, d), the bias, if any, (V,). Functions are applied to the layer's result
+    in turn, each entry by itself.
     """
 
     weight: Tensor
     bias: Tensor | None
     functions: Sequence[Callable[[Tensor], Tensor]] = ()
 
-    def logits(self, hidden: Tensor, first: int = 0, last: int | None = None) -> Tensor:
-        """Return logits of the classes from ``first`` to ``last``, (..., classes)."""
-        bias = None if self.bias is None else self.bias[first:last]
-        return self.then(linear(hidden, self.weight[first:last], bias))
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits, (..., V)."""
+        return self.then(linear(hidden, self.weight, self.bias))
 
     def then(self, x: Tensor) -> Tensor:
         """Apply the functions."""
@@ -65,12 +62,9 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens, those of all texts in turn.
+    """Tokens, those of all texts in turn: what enters the layer, (tokens, d), and classes.
 
-    Attributes:
-        hidden: What enters the layer, shape (tokens, d).
-        labels: Classes, shape (tokens,).
-        others: Logsumexp of all classes except the label, shape (tokens,).
+    ``others`` are the logsumexp of all classes except the label, shape (tokens,).
     """
 
     hidden: Tensor
@@ -83,15 +77,8 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
     Margins are those of ``model_outputs.classification``, up to rounding. At most ``PIECE`` logits
     are held at a time, those of one token at least, and again in the backward pass. The weight's
-    gradients can be read by ``closed_forms``.
-
-    Args:
-        hidden: Shape (batch, tokens, d).
-        labels: Classes, shape (batch, tokens).
-        head: The last layer.
-
-    Returns:
-        Shape (batch, tokens) each, float32 or float64, and bool.
+    gradients can be read by ``closed_forms``. Shapes are (batch, tokens, d) of what is ``hidden``,
+    (batch, tokens) of labels, which are classes, and of both results.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)
@@ -251,11 +238,7 @@ class MarginFactors(Contribution):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BiasFactors(Dense):
-    """Gradients of the layer's bias; its terms are never there together.
-
-    Attributes:
-        of_weight: What margins give the layer's weight.
-    """
+    """Gradients of the layer's bias; its terms are never there together."""
 
     of_weight: MarginFactors
 

@@ -40,9 +40,8 @@ _MOST_TOKENS = 3
 def ask(words: Sequence[str]) -> None:
     """Answer what ``trak ask`` was asked.
 
-    Raises:
-        InputError: If the run can't be asked; a line that can't is told of, and the next one taken.
-        SystemExit: With status 1 at the end, if what was not typed had such a line.
+    A line that can't be answered is told of, and the next one taken; if it was not typed, the
+    process ends with status 1.
     """
     parser = argparse.ArgumentParser(
         "trak ask", description=__doc__, epilog=_HOW, formatter_class=argparse.RawTextHelpFormatter

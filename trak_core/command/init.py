@@ -1,6 +1,7 @@
 """Look at a folder of weights and data, and write the config of a ready-made study for it."""
 
 import argparse
+import ast
 import json
 import re
 from collections import Counter
@@ -100,7 +101,11 @@ def config_for(folder: Path) -> tuple[str, list[str]]:
         networks: set[str | None] = {None}
         if images:
             networks = {timm.get(path.parent) for path in states}
-        return _of_network(images, rows, states, networks, report)
+        named = _named_network(networks, report)
+        if named is None:
+            code = _files([folder, *plain], [".py"])
+            named = _own_network(code, report, of_images=bool(images))
+        return _of_network(images, rows, states, named, report)
     found = "; ".join(line.removeprefix("found: ") for line in report)
     raise InputError(
         f"{folder} must hold a study: {_NEEDED}. Found {found or 'nothing of it'}. Put "
@@ -272,25 +277,103 @@ def _last(row: dict[str, Any]) -> str:
     return ([name for name in row if name not in {"id", _NUMBERED}] or [*row])[-1]
 
 
-def _of_network(
-    images: list[Path],
-    rows: list[Path],
-    states: list[Path],
-    networks: set[str | None],
-    report: list[str],
-) -> tuple[str, list[str]]:
-    """Return the config of a classifier of images, or of a network of tables.
-
-    ``networks`` are timm's names of what the checkpoints are of, where they say it.
-    """
-    put = _NAMED if images else _FUNCTION
+def _named_network(networks: set[str | None], report: list[str]) -> _Line | None:
+    """Return the network that all checkpoints are of, by timm's names for them, if they say it."""
     name = next(iter(networks)) if len(networks) == 1 else None
     if name is None:
-        report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
-        model = ("model", "nets.py:net", f"a placeholder: put {put}")
+        return None
+    report.append(f"chose: timm/{name} as the network: its config.json names it")
+    return "model", f"timm/{name}", ""
+
+
+_Defined = ast.ClassDef | ast.FunctionDef
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    """Return the last parts of all names in some code, such as ``Module`` of ``nn.Module``."""
+    named = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return named | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+
+
+def _networks_in(tree: ast.Module) -> list[_Defined]:
+    """Return a file's classes of modules, and the functions that return one, unread by Python."""
+    modules, found = {"Module", "Sequential"}, list[_Defined]()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            is_network = any(not modules.isdisjoint(_names_in(base)) for base in node.bases)
+        elif isinstance(node, ast.FunctionDef):
+            ends = [part.value for part in ast.walk(node) if isinstance(part, ast.Return)]
+            calls = [end.func for end in ends if isinstance(end, ast.Call)]
+            said = [*calls, *([node.returns] if node.returns else [])]
+            is_network = any(not modules.isdisjoint(_names_in(part)) for part in said)
+        else:
+            continue
+        if is_network:
+            found.append(node)
+            modules.add(node.name)
+    return found
+
+
+def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], list[str]]:
+    """Return what a class or a function must get, and what it may get by place."""
+    if isinstance(node, ast.FunctionDef):
+        given, is_method = node.args, False
     else:
-        report.append(f"chose: timm/{name} as the network: its config.json names it")
-        model = ("model", f"timm/{name}", "")
+        own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
+        if "__init__" not in own:
+            bases = {name for base in node.bases for name in _names_in(base)}
+            parent = next((one for one in among if one.name in bases), None)
+            return _arguments(parent, among) if parent else ([], [])
+        given, is_method = own["__init__"].args, True
+    by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
+    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    needed = by_place[: len(by_place) - len(given.defaults)]
+    needed += [argument.arg for argument, default in by_name if default is None]
+    return needed, by_place
+
+
+def _own_network(code: Iterable[Path], report: list[str], *, of_images: bool) -> _Line:
+    """Return the network that Python files define, which are parsed and not run.
+
+    One of images gets the number of classes, one of a table nothing. Where none can be built so,
+    the line is a placeholder, with what to write.
+    """
+    fitting: dict[str, set[str]] = {}
+    place, put = "nets.py:net", _NAMED if of_images else _FUNCTION
+    for file in code:
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError, RecursionError):
+            continue
+        networks = _networks_in(tree)
+        runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
+        for node in networks:
+            needed, by_place = _arguments(node, networks)
+            of_classes = bool(by_place) and re.search(r"class|label|out", by_place[0]) is not None
+            if runs:
+                put = f"{node.name} of {file}, moved into a file that runs nothing when imported"
+            elif set(needed) <= {*by_place[:1]} and of_classes if of_images else not needed:
+                fitting[f"{file}:{node.name}"] = _names_in(node)
+            else:
+                values = ", ".join(f"{name}=..." for name in needed)
+                written = f"def net({'n_classes' if of_images else ''}): return {node.name}"
+                put = f"it into {file} as a function such as `{written}({values})`"
+                place = f"{file}:net"
+    # What another one is built of is a part of it.
+    parts = {n for key, names in fitting.items() for n in names - {key.rpartition(":")[2]}}
+    whole = [key for key in fitting if key.rpartition(":")[2] not in parts]
+    if whole:
+        others = f"{', '.join(whole[1:])} could be it too" if whole[1:] else ""
+        report.append(f"chose: {whole[0]} as the network{others and '; ' + others}")
+        return "model", whole[0], others
+    report.append(f"could not tell: what network the checkpoints are of. Put as `model` {put}")
+    return "model", place, f"a placeholder: put {put}"
+
+
+def _of_network(
+    images: list[Path], rows: list[Path], states: list[Path], model: _Line, report: list[str]
+) -> tuple[str, list[str]]:
+    """Return the config of a classifier of images, or of a network of tables."""
     train, target = _split(images or rows, report)
     given: list[_Line] = [] if target is None else [("targets", str(target), "")]
     if images:

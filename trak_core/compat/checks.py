@@ -14,17 +14,11 @@ from torch import Tensor, nn
 from trak_core.compat.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
 from trak_core.compat.projectors import AbstractProjector, known_projection
 from trak_core.compat.savers import AbstractSaver, AssertedError
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.study.checkpoints import load_state_dict, state_dict_sha256
 
 # What a model or task raises at a batch that it cannot take.
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)
-
-
-def listed(values: Sequence[Any]) -> str:
-    """Return the first few values as text, and how many more there are."""
-    shown = ", ".join(map(str, values[:8]))
-    return f"{shown} and {len(values) - 8} more" if len(values) > 8 else shown
 
 
 def integer(value: Any, name: str, low: int, high: int) -> int:

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.compat.checks import check_not_all_zero, listed, stored
+from trak_core.compat.checks import check_not_all_zero, stored
 from trak_core.compat.savers import AbstractSaver, ModelIDException
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 
 # Rows of float32 leave eigenvalues of about 1e-14 of the largest where there should be none.
 _MAX_CONDITION = 1e13

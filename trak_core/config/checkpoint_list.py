@@ -24,14 +24,10 @@ _OF_TRAINER = re.compile(r"checkpoint-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One checkpoint.
+    """One checkpoint: the run that it comes from, and when, in any unit, if something says so.
 
-    Attributes:
-        run: Name of the training it comes from.
-        at: When in the run, in any unit; None where nothing says so.
-        path: A file or folder; None where the pipeline trains the checkpoint.
-        arguments: What the study's ``train`` gets for this run alone; empty with a path.
-        is_listed: Whether a Trainer's folder was listed to find it.
+    ``path`` is None where the pipeline trains it; ``arguments`` are what the study's ``train`` gets
+    for this run alone. One that ``is_listed`` was found in a Trainer's folder.
     """
 
     run: str
@@ -49,11 +45,6 @@ def checkpoint_table(
     They are the config's: a mapping, or the path of a table with the columns ``checkpoint`` and
     ``path``, and perhaps ``run`` and ``at``. With its ``training``, values are arguments, with
     ``at`` for one time or several.
-
-    Raises:
-        InputError: If an id is not usable as a file name, stands twice, or shares its projection
-            stream with another; if values are not what ``training`` needs; or if checkpoints of one
-            run don't say which comes when.
     """
     if isinstance(checkpoints, str):
         rows = read_table(Path(checkpoints), ("checkpoint", "path"), ("run", "at"))
@@ -237,7 +228,10 @@ def very_training(
     numbers = [seed for seed in seeds.values() if type(seed) is int]
     shared = next(iter(runs.values()))
     if len({*numbers}) < count or any(own != shared for own in runs.values()):
-        shown = [f"{run}: {{seed: {seeds[run]}{_more(own)}}}" for run, own in runs.items()]
+        shown = [
+            f"{run}: {{{', '.join(f'{k}: {v}' for k, v in {'seed': seeds[run], **own}.items())}}}"
+            for run, own in runs.items()
+        ]
         raise InputError(
             "evaluation.subsets.same_seeds trains as the first runs of `checkpoints` were trained: "
             f"{count} runs, as many as `seeds` says, must each have a `seed` of their own, and all "
@@ -245,7 +239,3 @@ def very_training(
             code="config.run_seeds",
         )
     return {"arguments": shared, "run_seeds": numbers}
-
-
-def _more(arguments: Mapping[str, Any]) -> str:
-    return "".join(f", {key}: {value}" for key, value in arguments.items())

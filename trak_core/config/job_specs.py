@@ -13,7 +13,7 @@ from trak_core.config.checkpoint_list import (
     runs_of,
     very_training,
 )
-from trak_core.config.complete_config import (
+from trak_core.config.cross_checks import (
     check_conditions,
     check_evaluation,
     check_exact,
@@ -117,8 +117,6 @@ class Specs:
     """A config with its defaults, and what follows from it.
 
     Attributes:
-        config: Plain values; every default is filled in.
-        checkpoints: By id, sorted.
         experiments: Names with the ids of their targets; None for all that there are. Those that
             are means of others are in ``means``.
         digests: See ``study_digests``.
@@ -463,11 +461,10 @@ class Specs:
 
 
 def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> Specs:
-    """Return a config's specs; check what a schema cannot, and fill in defaults that it can't know.
+    """Return the specs of a config that has its schema's defaults; check what a schema cannot.
 
-    The config has its schema's defaults; those that depend on the model output and the checkpoints
-    are filled in. The folder ``results`` keeps a record of data files, which is read alone where
-    ``writes`` is false.
+    Defaults that depend on the model output and the checkpoints are filled in. The folder
+    ``results`` keeps a record of data files, which is read alone where ``writes`` is false.
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))

@@ -57,13 +57,8 @@ def _whole_chunks(rows: int) -> int:
 def weights_mb(model_bytes: int, checkpoint: str | None, *, reads_optimizer: bool) -> int:
     """Return the MiB that a job requests for a large model's weights; 0 for a small model's.
 
-    Those of safetensors are read into the model itself, others beside it. An optimizer's state is
-    two tensors more of each.
-
-    Args:
-        model_bytes: Size of the model.
-        checkpoint: The checkpoint's path; None if it is trained first.
-        reads_optimizer: Whether Adam's state is read too.
+    Those of safetensors are read into the model itself, others beside it. Adam's state is two
+    tensors more of each. The checkpoint is None if it is trained first.
     """
     if model_bytes < LARGE_BYTES:
         return 0
@@ -207,11 +202,7 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Refuse a budget, in MiB for arrays, that a job would refuse.
-
-    ``proj_dim`` is None without a projection; the rest is as in the config, or see the needs. The
-    ``InputError`` at the first job that would not fit names its experiment, if it has one.
-    """
+    """Refuse a budget, in MiB for arrays, that a job would refuse; ``proj_dim`` may be None."""
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from trak_core.config.complete_config import check_columns, check_sizes
+from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
 from trak_core.errors import InputError
@@ -26,6 +26,7 @@ from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projecti
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record
 from trak_core.system.fork_client import Fork, start_fork_server
+from trak_core.system.job import imports_of
 
 _RECORD = "study.json"
 _STAGE = "trak_core.stages.preflight_study"
@@ -39,9 +40,8 @@ _MAX_SOURCE_BYTES = 10_000_000  # Snakemake leaves out a larger file, and only w
 def run_preflight(specs: Specs, results: Path, *, is_stored: bool, forks: bool = False) -> None:
     """Refuse what some job would stop at later; the folder ``results`` keeps what was read.
 
-    ``is_stored`` says whether the user's files are in a store, which Snakemake reads; ``forks``
-    whether to start the server that forks for jobs, if there is something to read. All
-    checkpoints that don't fit are told of together.
+    Files that are ``is_stored`` lie in a store, which Snakemake reads. With ``forks`` the server
+    that forks for jobs is started, if there is something to read.
     """
     _check_files(specs, is_stored)
     record = results / _RECORD
@@ -104,12 +104,13 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
             "that have one, or leave `preconditioner` out."
         )
     truth = specs.evaluation.get("ground_truth")
-    if truth is not None and "://" not in truth and not Path(truth).is_file():
+    own_truth = [truth] if truth is not None and "://" not in truth else []
+    if own_truth and not Path(truth).is_file():
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
             code="config.missing_ground_truth",
         )
-    for path in [*own, *([truth] if truth is not None and "://" not in truth else [])]:
+    for path in [*own, *own_truth]:
         _refuse_future(Path(path))
 
 
@@ -201,6 +202,8 @@ def _facts(
         }
         imports = [_STAGE, *study_imports_of(specs, results)]
         server = start_fork_server(imports) if forks else None
+        if server is not None:
+            start_fork_server(_imports_of_scoring(specs))
         minutes = specs.config["compute"].get("minutes")
         sizes = _preflight_in_a_process(request, minutes, server, imports)
         model = {key: sizes[key] for key in _MODEL}
@@ -216,6 +219,16 @@ def _facts(
         "splits": {s: read.get(s) or splits[s] for s in shards},
         "checkpoints": fitting,
     }
+
+
+def _imports_of_scoring(specs: Specs) -> list[str]:
+    """Return what the server imports while its first fork reads the study and Snakemake plans.
+
+    The names come in small parts, because the server says how a fork ended only between two.
+    """
+    way = ("compute_gramian", "compute_exact_scores")
+    way = way if specs.is_exact else ("compute_features", "compute_scores")
+    return ["numba", *imports_of([*way, "average_scores"])]
 
 
 def _is_large(checkpoint: Path) -> bool:
@@ -307,15 +320,8 @@ def _status_of_process(streams: Sequence[IO[str]], most: float | None) -> int | 
         stdout=streams[1],
         stderr=streams[2],
     )
-
-    def wait(seconds: float) -> int:
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise TimeoutError from error
-
     try:
-        return _waited(wait, most)
+        return _waited(process.wait, most)
     except BaseException:
         process.kill()
         process.wait()
@@ -329,7 +335,7 @@ def _waited(wait: Callable[[float], int | None], most: float | None) -> int | No
         step = 1.0 if most is None else min(1.0, most - minutes)
         try:
             return wait(60 * step)
-        except TimeoutError:
+        except (TimeoutError, subprocess.TimeoutExpired):
             minutes += step
         if most is not None and minutes >= most:
             raise InputError(

@@ -14,7 +14,7 @@ import jsonschema
 import jsonschema.validators
 import yaml
 
-from trak_core.config.ready_made import with_ready_study
+from trak_core.config.write_study_file import with_ready_study
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules
@@ -71,9 +71,7 @@ def _read_rows(
 
 
 def target_ids(targets: list[int | str] | str) -> list[int | str] | None:
-    """Return an experiment's target ids, which are given or in a table's column ``id``.
-
-    None for ``all``: what target_data() has.
+    """Return an experiment's target ids, given or in a table's column ``id``; None for ``all``.
 
     Ids of a table count as integers if all of them are written as one is, so that 0007 stays text.
     """
@@ -91,9 +89,6 @@ def read_config(path: Path, schema: Path) -> dict[str, Any]:
 
     What the last start with this config was given by ``--config`` counts, if it left that in the
     results folder that the file names.
-
-    Raises:
-        InputError: If the config is not valid, as at a start.
     """
     check_unique_keys(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -127,9 +122,8 @@ def record_config(
 ) -> None:
     """Keep the config of a start in its results folder, for who has no more than that folder.
 
-    The working folder, from which the config's paths count, is kept relative to it. So are the
-    ``config_files`` of the start, and what it was ``given`` by ``--config`` beside them, whose
-    ``entries`` stand as on the command line.
+    With it are the working folder, from which its paths count, the ``config_files``, and what was
+    ``given`` by ``--config`` beside them, whose ``entries`` stand as on the command line.
     """
     known = {
         "config": dict(config),
@@ -147,11 +141,7 @@ def has_record(results: Path) -> bool:
 
 
 def recorded_config(results: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config of the last run of a results folder, and the folder it ran in.
-
-    Raises:
-        InputError: If no start has left it there.
-    """
+    """Return the config of the last run of a results folder, and the folder it ran in."""
     known = read_record(results / CONFIG_RECORD)
     if not known:
         raise InputError(

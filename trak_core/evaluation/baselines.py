@@ -193,12 +193,9 @@ def setting_sums(
 ) -> dict[Setting, np.ndarray]:
     """Return one checkpoint's share of the subset sums under each setting of scoring.
 
-    Phi_c is read once. Sums over checkpoints of these shares order subsets as scores do, because
-    they lack the division by the number of checkpoints alone. Masks are those of ``subset_sums``,
-    and ``averages`` those of ``average_weights``, over all checkpoints.
-
-    Returns:
-        Shape (S, m), float64, for each setting.
+    Phi_c is read once. Sums over checkpoints of these shares, shape (S, m), order subsets as scores
+    do, because they lack the division by the number of checkpoints alone. Masks are those of
+    ``subset_sums``, and ``averages`` those of ``average_weights``, over all checkpoints.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -254,13 +251,11 @@ def weighted_sums(
     blocks: Blocks,
     squared: Sequence[np.ndarray] = (),
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Sum the weighted features of each subset, and weighted products of all, in one pass.
+    """Return weighted sums of each subset's features, and weighted products of all, in one pass.
 
     Masks are those of ``subset_sums``, features of shape (rows, k). Weights of the training samples
-    and of the products (``squared``) have shape (n,) each.
-
-    Returns:
-        Shape (len(weights), S, k), float64; and ``weighted_gramians`` for ``squared``.
+    and of the products (``squared``) have shape (n,) each. Sums have shape (len(weights), S, k);
+    ``weighted_gramians`` makes the products.
     """
     totals: list[np.ndarray] = []
 
@@ -282,10 +277,8 @@ def damped_sums(
 
     With N = V D V^T they are (sums V) (D + ridge I)^-1 (T V)^T. Sums are those of
     ``weighted_sums``, shape (W, S, k), or their first k columns, and the spectrum is that of N's
-    first k rows and columns. Ridges are above 0; targets T have shape (m, k), float64.
-
-    Returns:
-        Shape (len(ridges), W, S, m), float64.
+    first k rows and columns. Ridges are above 0; targets T have shape (m, k), float64. The result
+    has shape (len(ridges), W, S, m).
 
     Source: docs/explanation/scores.md, "The formula".
     """

@@ -35,11 +35,8 @@ def product_variances(x: np.ndarray, y: np.ndarray, projection: ProjectionSpec) 
     """Return Var <Rx, Ry> over the choice of R for all pairs of gradients.
 
     For different gradients whose matrices have sides longer than proj_dim, a ``tensor_sketch`` gets
-    an upper bound. Gradients have shape (n, p) and (m, p), any float dtype. The projection's seed
-    and stream don't count.
-
-    Returns:
-        Shape (n, m), float64; 0 where the projection makes no error.
+    an upper bound. Gradients have shape (n, p) and (m, p), any float dtype; variances (n, m),
+    float64. They are 0 where the projection makes no error. Its seed and stream don't count.
     """
     k, block = projection.proj_dim, projection.lossless_block
     inner, squares = inner_products(x, y), np.outer(_squared_norms(x), _squared_norms(y))

@@ -44,13 +44,8 @@ def measures(
 
     ``output`` is f. For classes there are ``accuracy``, 1 where the prediction is the label, and
     ``target_loss``, -log p of the label, which is log(1 + exp(-f)); in a regression that is half
-    the squared error. Other model outputs have no loss that follows from f.
-
-    Args:
-        about: The model output.
-        outputs: f, shape (models, m).
-        predictions: Likewise, what the model says.
-        labels: The targets' labels, shape (m,).
+    the squared error. Other model outputs have no loss that follows from f. Outputs and predictions
+    have shape (models, m), the targets' labels (m,).
     """
     f = outputs.astype(np.float64)
     if about.labels_are_classes:
@@ -77,17 +72,11 @@ def against_random(
 def proof_tables(
     values: Mapping[str, np.ndarray], sizes: list[int]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return the tables ``summary`` and ``models``.
+    """Return the tables ``summary``, of means over draws and targets, and ``models``, over targets.
 
-    Args:
-        values: For each measure (draws, 1 + 2 S, m): of models that saw everything, those without
-            (or on) the list's first samples, and those without (or on) as many random ones.
-        sizes: The S numbers of samples.
-
-    Returns:
-        ``summary`` has means over draws and targets with intervals, of ``everything``, the
-        ``list``, ``random`` samples, and the ``difference`` list less random. ``models`` has each
-        model's mean over targets.
+    The values of each measure have shape (draws, 1 + 2 S, m): those of models that saw everything,
+    of those without (or on) the list's first samples, and of those without (or on) as many random
+    ones, for each of S sizes.
     """
     rows, models, n = [], [], len(sizes)
     for measure, numbers in values.items():
@@ -117,14 +106,10 @@ def removal_tables(
     An effect is ``change``, of f from the models that saw everything, and where predictions are
     classes ``flips``, the part of models that predict another. Models of one seed are compared.
 
-    Args:
-        top: By the number removed, outputs and predictions, (1, seeds, m), without each target's
-            most helpful samples.
-        random: Likewise, (draws, seeds, m), without random samples.
-        everything: Outputs and predictions, (seeds, m).
-        target_ids: The m targets' ids.
-        baselines: By name, like ``top``, without the samples that a baseline calls most helpful.
-            Each has rows of its name, and of ``top less`` it.
+    By the number removed there are outputs and predictions of models without each target's most
+    helpful samples (``top``), shape (1, seeds, m), and without random ones, (draws, seeds, m);
+    those of ``everything`` have (seeds, m). Baselines, by name, are like ``top``. Each has rows of
+    its name, and of ``top less`` it.
     """
 
     def effects(models: tuple[np.ndarray, np.ndarray]) -> dict[str, np.ndarray]:

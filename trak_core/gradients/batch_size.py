@@ -20,7 +20,7 @@ from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
 from trak_core.gradients.per_sample import differentiating
-from trak_core.gradients.recomputation import Recomputation
+from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 T = TypeVar("T")
@@ -74,23 +74,12 @@ def sample_memory(
     most_bytes: int | None = None,
     n_copies: int = 2,
 ) -> SampleMemory:
-    """Estimate the memory that differentiating the first sample takes, by a forward pass.
+    """Return an estimate of the memory that differentiating the first sample takes.
 
-    Args:
-        model: It may be in any mode.
-        parameters: Those to differentiate.
-        output: The model output f.
-        samples: One at least.
-        blocks: Those of the model that run twice, perhaps.
-        most_bytes: What activations may take.
-        n_copies: Samples of the pass. Two show which gradients arrive as rows; one is enough where
-            no other is ever beside it.
-
-    Returns:
-        The estimate, which doesn't depend on the numbers in the sample.
-
-    Raises:
-        TooMuchMemoryError: If activations take more. Measuring stops there: no more are held.
+    A forward pass shows it, whatever the numbers in the sample; ``blocks`` are those of the model
+    that run twice. The pass has ``n_copies``: two show which gradients arrive as rows; one is
+    enough where no other sample is ever beside it. If activations take more than ``most_bytes``,
+    there is a ``TooMuchMemoryError``. Measuring stops there: no more are held.
     """
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}

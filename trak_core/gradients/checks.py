@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients.choose_method import gradients_one_by_one
 from trak_core.gradients.collect_gradients import Magnitude
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
@@ -349,21 +349,17 @@ def _refuse_bad(
             overflow = " float16 ends at 65504: bfloat16 or float32 weights reach further."
         raise InputError(
             "Per-sample gradients must be finite. Found NaN or infinity for the samples "
-            f"{_first_eight(bad_ids)} in {_first_eight(names)}. Look for bad values "
+            f"{listed(bad_ids)} in {listed(names)}. Look for bad values "
             f"in these samples and in the checkpoint; an infinite score would hide them.{overflow}",
             code="gradients.not_finite",
         )
-
-
-def _first_eight(names: Sequence[object]) -> str:
-    return ", ".join(map(str, names[:8])) + (" and more" if len(names) > 8 else "")
 
 
 def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
     """Raise an error that calls what is not finite ``numbers``, the beginning of a sentence."""
     bad_ids = list(dict.fromkeys(map(str, sample_ids)))
     raise InputError(
-        f"{numbers} must be finite. Found NaN or infinity for the samples {_first_eight(bad_ids)}. "
+        f"{numbers} must be finite. Found NaN or infinity for the samples {listed(bad_ids)}. "
         "Look for bad values in these samples and in the checkpoint; an infinite score would hide "
         "them.",
         code="gradients.values_not_finite",
@@ -373,11 +369,7 @@ def refuse_not_finite(sample_ids: Sequence[object], numbers: str) -> None:
 def check_finite_gramian(
     gramian: np.ndarray, row_ids: Sequence[object], ids: Sequence[object]
 ) -> None:
-    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column.
-
-    Raises:
-        InputError: If there is any; it names the samples.
-    """
+    """Refuse an (n, m) Gramian with NaN or infinity; a bad gradient fills its row or column."""
     bad = ~np.isfinite(gramian)
     if bad.any():
         rows, columns = (np.flatnonzero(bad.all(axis=axis)).tolist() for axis in (1, 0))
@@ -395,8 +387,7 @@ class Variety:
     """Counts samples without a gradient, and compares all with the first, a block at a time.
 
     Attributes:
-        n_samples: Samples seen.
-        n_zero: How many of them have zeros alone.
+        n_zero: How many of the ``n_samples`` seen have zeros alone.
         are_alike: Whether all are equal, to rounding.
     """
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from trak_core.autograd.gradient_terms import PIECE, Consumer, Contribution, summed_parts
+from trak_core.autograd.gradient_terms import Consumer, Contribution, summed_parts
 from trak_core.gradients.model_inputs import Batch, rounding
 from trak_core.gradients.per_sample import in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput, of_sample
@@ -81,7 +81,7 @@ class Formed(_Rows):
 
     def take(self, parameter: Tensor, uses: Sequence[Contribution]) -> None:
         rows = self.rows[self._names[id(parameter)]].view(uses[0].n_rows, parameter.numel())
-        for first, part in summed_parts(uses, PIECE):
+        for first, part in summed_parts(uses):
             rows[:, first : first + part.shape[1]] += part
 
 
@@ -109,7 +109,7 @@ class Digest(_Rows):
         width = parameter.numel() // max(1, n)
         vector = self._vector(name, width)
         uses = [use if use.matrix == (n, width) else use.flattened() for use in uses]
-        for first, part in summed_parts(uses, PIECE):
+        for first, part in summed_parts(uses):
             rows = part.unflatten(1, (-1, width)).to(total.dtype) @ vector
             total[:, first // width : first // width + rows.shape[1]] += rows
 
@@ -154,7 +154,7 @@ class Magnitude(_Rows):
         if not parameter.numel():
             return
         largest = self.rows[self._names[id(parameter)]]
-        for _, part in summed_parts(uses, PIECE):
+        for _, part in summed_parts(uses):
             torch.maximum(largest, part.abs().amax(dim=1), out=largest)
 
 
@@ -166,11 +166,7 @@ _NEAR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A copy of a model in float64, with its parameters, in the order of the model's.
-
-    Attributes:
-        pair: Two samples, or more, in float64.
-    """
+    """A copy of a model in float64, its parameters in order, and two samples or more."""
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]

@@ -118,11 +118,9 @@ def as_batch(samples: Samples, output: ModelOutput) -> Batch:
     ``decoder_attention_mask`` counts. Missing labels or inputs, and tensors of different lengths,
     are refused.
 
-    Args:
-        samples: A tuple of the model's positional arguments and, last, the labels; or a dict of
-            its named arguments and ``labels``. Without labels where the output has none. A batch is
-            returned unchanged.
-        output: The model output f.
+    Samples are a tuple of the model's positional arguments and, last, the labels; or a dict of its
+    named arguments and ``labels``. Without labels where the output has none. A batch stays as it
+    is.
 
     Returns:
         The batch, on the samples' device.

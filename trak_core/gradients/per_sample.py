@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.graph import Node, name_of
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients.model_inputs import Samples, as_batch
 from trak_core.model_outputs.model_output import ModelOutput, OfValue, detached, over_samples
 
@@ -176,7 +176,7 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if integers:
         raise InputError(
             "Parameters that are differentiated must hold floating-point numbers. Found "
-            f"{', '.join(integers[:8])}, as quantized weights are. Choose `parameters` that leave "
+            f"{listed(integers)}, as quantized weights are. Choose `parameters` that leave "
             "them out, or load the model without quantization.",
             code="gradients.integer_parameter",
         )
@@ -189,10 +189,9 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
     for names in (trainable, list(named)):
         if matching := [name for name in names if fnmatch.fnmatchcase(name, pattern)]:
             return matching
-    shown = list(named)[:8] + (["..."] if len(named) > 8 else [])
     raise InputError(
         "Every pattern under `parameters` must match the name of a parameter. Found "
-        f"{pattern!r}, which matches none of {', '.join(shown) or 'no parameters'}.",
+        f"{pattern!r}, which matches none of {listed(named) or 'no parameters'}.",
         code="gradients.unmatched_pattern",
     )
 

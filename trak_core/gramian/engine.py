@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trak_core.autograd.gradient_terms import PIECE, Contribution, add_product, summed_parts
+from trak_core.autograd.gradient_terms import Contribution, add_product, summed_parts
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import by_rows, by_samples, plan_of
 from trak_core.errors import InputError, is_out_of_memory
@@ -137,23 +137,12 @@ def train_gramian(
     output: ModelOutput,
     blocks: Sequence[Samples],
 ) -> np.ndarray:
-    """Return K = J J^T, J the gradients of f at all samples, shape (n, p).
+    """Return K = J J^T, shape (n, n), float64, exactly symmetric; J are gradients of f, (n, p).
 
     Each pair of blocks takes one pass through the model. Choose the largest blocks that memory
     allows, because fewer blocks are faster. How samples are cut into blocks changes the result by
-    rounding only.
-
-    Args:
-        model: In evaluation mode, on the blocks' device. Unchanged.
-        parameters: From ``select_parameters``.
-        output: The model output f.
-        blocks: At least one, of at least one sample each, as ``as_batch`` takes them.
-
-    Returns:
-        Shape (n, n), float64, exactly symmetric.
-
-    Raises:
-        InputError: If there are no samples, or if the model mixes them.
+    rounding only. The model is in evaluation mode, on the blocks' device; the parameters are from
+    ``select_parameters``. Blocks of no samples, and a model that mixes them, are refused.
     """
     batches = [as_batch(block, output) for block in blocks]
     starts = _starts(batches)
@@ -174,15 +163,9 @@ def cross_gramian(
     train_blocks: Sequence[Samples],
     target_blocks: Sequence[Samples],
 ) -> np.ndarray:
-    """Return K_t = J J_t^T between the gradients of f at train samples and at targets.
+    """Return K_t = J J_t^T, (n, m), float64, between train samples and targets.
 
-    The n train samples and the m targets come in blocks, as for ``train_gramian``.
-
-    Returns:
-        Shape (n, m), float64.
-
-    Raises:
-        InputError: If there are no samples on one side, or if the model mixes them.
+    Both come in blocks, and what is refused is as for ``train_gramian``.
     """
     train = [as_batch(block, output) for block in train_blocks]
     targets = [as_batch(block, output) for block in target_blocks]
@@ -232,9 +215,7 @@ def parameter_gramian(
 ) -> Tensor:
     """Return what ``Engine.compute_gramian`` does; a parameter that is given twice counts once.
 
-    Raises:
-        InputError: If the output has no graph, or no dimension ``batch_dim``.
-        MixedSamplesError: If an operation takes statistics over independent samples.
+    A ``MixedSamplesError`` says that an operation takes statistics over independent samples.
     """
     if not (isinstance(output, Tensor) and output.requires_grad):
         found = "no gradient" if isinstance(output, Tensor) else type(output).__name__
@@ -292,7 +273,7 @@ class _Products:
         if len(uses) == 1:
             uses[0].add_to(self.gramian)
             return
-        for _, rows in summed_parts(uses, PIECE):
+        for _, rows in summed_parts(uses):
             add_product(self.gramian, rows)
 
     def empty(self) -> Self:

@@ -55,14 +55,12 @@ def device_name(device: torch.device) -> str:
 
 @cache
 def hold_one(names: tuple[str, ...]) -> int:
-    """Take a GPU for the rest of this process's life; wait while other processes hold all of them.
+    """Return the place in ``names`` of a GPU that this process holds from now on, always the same.
 
+    It waits while other processes hold all.
     A lock on a file in the system's temporary folder says that a GPU is taken. The system gives it
     up when the process ends in whatever way, so that a killed job blocks nobody. The ``names``
     tell the GPUs of this machine apart for every process, such as UUIDs.
-
-    Returns:
-        Position in ``names``; the same one at each call.
     """
     import fcntl  # Only here: Windows has none, and needs none without a GPU.
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trak_core.artifacts import scaled_integers
 from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
 from trak_core.autograd.token_margins import MarginFactors
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.model.device import find_device, takes_cuda
 from trak_core.model_outputs.model_output import ModelOutput
@@ -93,7 +93,7 @@ class Features:
             uses = [use for use in uses if not self._sketched(number, shape, use)]
             if not uses:
                 return
-        for first, part in summed_parts(uses, PIECE):
+        for first, part in summed_parts(uses):
             part = part.float() if part.dtype is torch.float64 else part
             if scale is not None:
                 part = part * scale[first : first + part.shape[1]]
@@ -184,13 +184,9 @@ def batch_features(
     threads: int,
     scales: Mapping[str, Tensor] | None,
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return the projected gradients of a batch, and what goes with each sample.
+    """Return features, shape (batch, proj_dim), float32; label numbers and ``PerSample.columns``.
 
-    Returns:
-        Features, shape (batch, proj_dim), float32. Label numbers, and ``PerSample.columns``.
-
-    Raises:
-        InputError: If something is not finite: it names the samples, by ``ids``, and parameters.
+    If something is not finite, the ``InputError`` names the samples, by ``ids``, and parameters.
     """
     sums = Features.zeros(parameters, [projection], len(batch), threads, scales)
     try:
@@ -218,22 +214,21 @@ def stored_rows(rows: np.ndarray, dtype: str, sample_ids: Sequence[object]) -> n
             stored = rows.astype(np.float16)
         losses, norms = (np.linalg.norm(v, axis=1) for v in (stored - exact, exact))
         lost = ~(losses <= _MOST_LOST[dtype] * norms)
-    if lost.any() and dtype == "int8":
-        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+    named = listed(sample_ids[i] for i in np.flatnonzero(lost).tolist())
+    if named and dtype == "int8":
         raise InputError(
             "Features stored as int8 must keep a sample's features to 2e-2 of their norm: no entry "
             "may be far larger than the others. Found a loss of up to "
-            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {', '.join(named)}. "
+            f"{(losses[lost] / norms[lost]).max():.2g} in the samples {named}. "
             "Set features_dtype to float16 or float32.",
             code="stages.int8",
         )
-    if lost.any():
-        named = [str(sample_ids[i]) for i in np.flatnonzero(lost)[:8]]
+    if named:
         size = np.abs(rows[lost])
         raise InputError(
             "Features stored as float16 must keep a sample's features to 1e-3 of their norm: "
             "entries of 6e-5 to 65504. Found entries from "
-            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {', '.join(named)}. "
+            f"{size[size > 0].min():.2g} to {size.max():.2g} in the samples {named}. "
             "Set features_dtype to float32.",
             code="stages.float16",
         )

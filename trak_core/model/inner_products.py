@@ -27,15 +27,11 @@ from trak_core.system.progress import with_progress
 def inner_products(
     loaded: LoadedModel, data: Split, targets: Split | None, batch_size: int, memory_mb: int
 ) -> tuple[np.ndarray, list[Tensor]]:
-    """Return K = J J^T of the training samples, or K_t = J J_t^T between them and targets.
+    """Return K = J J^T of the training samples, or K_t = J J_t^T between them and targets, float64.
 
     J are the gradients of the model output, which are never formed as a whole. Two blocks of
     ``batch_size`` samples are in the model at once, at most; ``memory_mb`` must hold the Gramian.
-
-    Returns:
-        Rows are the samples of ``data``, columns those of ``targets``, or of ``data`` if there are
-        none: float64. And label numbers, model outputs and what goes with them of the columns'
-        samples; see ``PerSample.columns``.
+    With it are label numbers and ``PerSample.columns`` of the columns' samples.
     """
     own = data if targets is None else targets
     need = gramian_need(len(data.ids), len(own.ids))

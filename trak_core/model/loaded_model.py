@@ -22,7 +22,7 @@ from trak_core.gradients import (
     select_parameters,
 )
 from trak_core.gradients.batch_size import PIECE_BYTES, TooMuchMemoryError
-from trak_core.gradients.recomputation import Recomputation
+from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model.logits_in_pieces import MarginsOfTokens, vocabulary_size
 from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_samples
 from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
@@ -192,7 +192,6 @@ class LoadedModel:
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move a model to a device, whose memory must hold all of it."""
     try:
         model.to(device)
     except RuntimeError as error:

@@ -125,7 +125,6 @@ class MarginsOfTokens(nn.Module):
     something else with them, that call is repeated, and later ones compute them at once.
 
     Attributes:
-        model: The model.
         output: The model output for what this returns: the same numbers as ``output`` of the
             model, up to rounding.
         n_classes: Size of the vocabulary, once the model was called.

@@ -26,7 +26,6 @@ class OrderedSamples:
     batch have similar lengths and little is padded. Otherwise the order is the study's own.
 
     Attributes:
-        split: The samples, in this order.
         rows: Place of each sample in the study's own order, shape (n,).
         lengths: Tokens of each text; None if nothing has to be padded.
         along: Names of the inputs with a row a token.
@@ -148,7 +147,7 @@ def order_samples(
 
     Returns:
         The samples of each split. If any two texts differ in length, those of every split can be
-        padded, so that samples of different splits can share a batch.
+        padded, to share a batch.
     """
     shapes = None
     if output.label_ndim == 1:
@@ -203,12 +202,7 @@ def subset(split: Split, rows: Sequence[int]) -> Split:
 
 @dataclass(frozen=True, slots=True)
 class StoredSamples:
-    """Samples in the memory of one device, for batches that are made again and again.
-
-    Attributes:
-        parts: A batch of one for each sample.
-        places: Place of each sample in the study's own order, shape (n,).
-    """
+    """Samples in the memory of one device, in batches of one, and their places in the study."""
 
     parts: list[Batch]
     ids: list[int] | list[str]

@@ -129,11 +129,8 @@ def embed_samples(model: nn.Module, batch: Batch) -> Tensor:
     """Return the inputs of the last ``torch.nn.Linear`` that a forward pass calls.
 
     Dimensions between the first and the last, such as the tokens of a text, are averaged over,
-    without padding. The model is used in evaluation mode, on the batch's device, and left as it
-    was. It must call such a layer, with a row a sample.
-
-    Returns:
-        Shape (batch, width), float32.
+    without padding, to shape (batch, width), float32. The model is used in evaluation mode, on the
+    batch's device, and left as it was. It must call such a layer, with a row a sample.
     """
     last_inputs: list[Tensor] = []
 

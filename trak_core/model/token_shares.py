@@ -213,7 +213,7 @@ class Shares:
             terms = terms.reshape(*terms.shape[:2], shape[0] * shape[1]).float()
             yield self._part(use, terms, lambda own, d: d @ terms[own].T)
         else:
-            for first, rows in summed_parts([use], PIECE):
+            for first, rows in summed_parts([use]):
                 yield _Part(None, _of_rows(rows.float(), first))
 
     def _part(self, use: Contribution, places: Tensor, of: _Of) -> _Part:

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.model_outputs.model_output import IGNORED, ModelOutput, OfValue, read_logits
-from trak_core.model_outputs.supervised import log_odds_of_all, margin
+from trak_core.model_outputs.supervised import (
+    log_odds_of_all,
+    margin,
+    probability_curvature,
+    probability_weight,
+)
 
 
 def labelled_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
@@ -51,8 +56,8 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
     return ModelOutput(
         read=read_logits,
         value=value,
-        loss_weight=OfValue(value, lambda f: torch.sigmoid(-f)),
-        curvature=OfValue(value, lambda f: torch.sigmoid(f) * torch.sigmoid(-f)),
+        loss_weight=OfValue(value, probability_weight),
+        curvature=OfValue(value, probability_curvature),
         prediction=tokens_right,
         label_number=lambda labels: (labels[ahead:] != IGNORED).sum(),
         label_ndim=1,
@@ -111,18 +116,14 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
     def value(tokens: Tensor, labels: Tensor) -> Tensor:
         return log_odds_of_all(tokens[:, 0], labels[ahead:] != IGNORED)
 
-    def curvature(tokens: Tensor, labels: Tensor) -> Tensor:
-        f = value(tokens, labels)
-        return torch.sigmoid(f) * torch.sigmoid(-f)
-
     def tokens_right(tokens: Tensor, labels: Tensor) -> Tensor:
         return ((labels[ahead:] != IGNORED) & (tokens[:, 1] > 0)).sum().float()
 
     return replace(
         output,
         value=value,
-        loss_weight=lambda tokens, labels: torch.sigmoid(-value(tokens, labels)),
-        curvature=curvature,
+        loss_weight=lambda tokens, labels: probability_weight(value(tokens, labels)),
+        curvature=lambda tokens, labels: probability_curvature(value(tokens, labels)),
         prediction=tokens_right,
         n_classes=lambda tokens: n_classes(),
     )

@@ -21,20 +21,12 @@ def whole(returned: object) -> Any:
     return returned
 
 
-def _one(returned: Any, label: Tensor) -> Tensor:
-    return torch.ones((), device=label.device)
-
-
 def _mean_number(label: Tensor) -> Tensor:
     """Return a label of one number as it is; the mean of several, without NaN."""
     if label.numel() != 1:
         return label.float().nanmean().nan_to_num()
     number = label.reshape(())
     return number.long() if number.dtype is torch.bool else number
-
-
-def _no_classes(returned: Any) -> None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +68,14 @@ class ModelOutput:
     """
 
     value: Callable[[Any, Tensor], Tensor]
-    loss_weight: Callable[[Any, Tensor], Tensor] = _one
+    loss_weight: Callable[[Any, Tensor], Tensor] = lambda _, y: torch.ones((), device=y.device)
     curvature: Callable[[Any, Tensor], Tensor] | None = None
     prediction: Callable[[Any, Tensor], Tensor] | None = None
     label_number: Callable[[Tensor], Tensor] = _mean_number
     read: Callable[[object], Any] = whole
     has_labels: bool = True
     label_ndim: int | None = None
-    n_classes: Callable[[Any], int | None] = _no_classes
+    n_classes: Callable[[Any], int | None] = lambda _: None
     predicts_next: bool = False
     takes_labels: bool = False
     joins_tokens: bool = False
@@ -151,11 +143,8 @@ def detached(returned: Any) -> Any:
 class OfValue:
     """A function of f alone, as a function of outputs and label, for a ``ModelOutput``.
 
-    Where f of a sample is known already, it is not computed again.
-
-    Attributes:
-        value: f of outputs and label.
-        function: What this is of f, such as Q.
+    Where f of a sample is known already, it is not computed again. ``value`` is f of outputs and
+    label, ``function`` what this is of f, such as Q.
     """
 
     value: Callable[[Tensor, Tensor], Tensor]
@@ -198,10 +187,9 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def own_output(made: object, name: str) -> ModelOutput:
     """Return the model output that a user made, whose mistakes are explained.
 
-    Args:
-        made: A ``ModelOutput``; or f alone, a function of what the model returned for one sample
-            and of its label. A function of one argument means that samples have no label.
-        name: What messages call it.
+    It is a ``ModelOutput``; or f alone, a function of what the model returned for one sample and of
+    its label. A function of one argument means that samples have no label. Messages call it
+    ``name``.
     """
     if isinstance(made, ModelOutput):
         output = made

@@ -30,22 +30,22 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
     return own - torch.logsumexp(others, dim=-1)
 
 
-def _loss_weight(logits: Tensor, label: Tensor) -> Tensor:
-    # 1 - p_y; from the margin, because 1 - softmax rounds to an exact 0 for confident samples.
-    return torch.sigmoid(-margin(logits, label))
+def probability_weight(f: Tensor) -> Tensor:
+    """Return Q = 1 - p of log-odds f; 1 - softmax would round to 0 for confident samples."""
+    return torch.sigmoid(-f)
 
 
-def _curvature(logits: Tensor, label: Tensor) -> Tensor:
-    value = margin(logits, label)
-    return torch.sigmoid(value) * torch.sigmoid(-value)
+def probability_curvature(f: Tensor) -> Tensor:
+    """Return W = p (1 - p) of log-odds f."""
+    return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
 # l = -log p_y = log(1 + exp(-f)).
 CLASSIFICATION = ModelOutput(
     read=read_logits,
     value=margin,
-    loss_weight=_loss_weight,
-    curvature=_curvature,
+    loss_weight=lambda logits, label: probability_weight(margin(logits, label)),
+    curvature=lambda logits, label: probability_curvature(margin(logits, label)),
     prediction=lambda logits, label: logits.argmax(-1),
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
@@ -106,16 +106,12 @@ def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
     return _mean(torch.sigmoid(-margins), counted)
 
 
-def _pixels_right(logits: Tensor, labels: Tensor) -> Tensor:
-    return (logits.argmax(0) == labels).sum().float()
-
-
 SEGMENTATION = ModelOutput(
     read=read_logits,
     value=mean_pixel_margin,
     loss_weight=_pixels_loss_weight,
     curvature=None,
-    prediction=_pixels_right,
+    prediction=lambda logits, labels: (logits.argmax(0) == labels).sum().float(),
     label_number=lambda labels: (labels != IGNORED).sum(),
     label_ndim=2,
     n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
@@ -147,15 +143,6 @@ def labels_log_odds(logits: Tensor, labels: Tensor) -> Tensor:
     return log_odds_of_all(*_margins(logits, labels))
 
 
-def _labels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
-    return torch.sigmoid(-labels_log_odds(logits, labels))
-
-
-def _labels_curvature(logits: Tensor, labels: Tensor) -> Tensor:
-    f = labels_log_odds(logits, labels)
-    return torch.sigmoid(f) * torch.sigmoid(-f)
-
-
 def _labels_right(logits: Tensor, labels: Tensor) -> Tensor:
     margins, counted = _margins(logits, labels)
     return (counted & (margins > 0)).sum().float()
@@ -164,15 +151,15 @@ def _labels_right(logits: Tensor, labels: Tensor) -> Tensor:
 MULTI_LABEL = ModelOutput(
     read=read_logits,
     value=labels_log_odds,
-    loss_weight=_labels_loss_weight,
-    curvature=_labels_curvature,
+    loss_weight=lambda logits, labels: probability_weight(labels_log_odds(logits, labels)),
+    curvature=lambda logits, labels: probability_curvature(labels_log_odds(logits, labels)),
     prediction=_labels_right,
     label_number=lambda labels: (labels != IGNORED).sum(),
     n_classes=lambda logits: 2,
 )
 
 
-def _value(outputs: Tensor, label: Tensor | None = None) -> Tensor:
+def _value(outputs: Tensor, _: Tensor | None = None) -> Tensor:
     return at_least_float32(outputs.squeeze())
 
 

@@ -1,12 +1,12 @@
 """The model outputs that a config may name: one row each, read by all who must know them apart.
 
 A config may also bring one of its own, a function in a Python file; ``about_output`` has words for
-either. A new row needs a function that imports its own module, its name in the config's schema and
-its line in ``config/README.md``; ``tests/library/test_registries.py`` says what is missing. Every
-start of Snakemake reads this: torch is imported inside functions only.
+either. A new row needs its name in the config's schema and its line in ``config/README.md``;
+``tests/library/test_registries.py`` says what is missing. Every start of Snakemake reads this, so
+that torch is imported by ``load`` alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,13 @@ class About:
     """A model output in plain words, and what it needs from a study.
 
     Attributes:
-        name: Its name in plain words, with an article.
-        unit: The unit of its numbers.
+        name: In plain words, with an article.
         meaning: What a larger one says, after "the larger f, ".
         label: A word for a table's column ``label``; empty where the column says nothing.
         prediction: A word for its column ``prediction``.
         columns: One line on both columns, for readers of the tables.
-        load: Makes the model output, with the arguments of ``contrast`` where ``needs_pairs``.
+        place: Where the model output is: a module of this package, and a name in it. Empty for a
+            function of the user's own, which is loaded with the study.
         labels_are_classes: Whether a sample has one label out of a few.
         weight_is_probability: Whether the loss weight Q is a probability, or a mean of some: within
             0 and 1, and nearly 0 for samples that a model is sure of. Else its unit has no bound.
@@ -34,7 +34,6 @@ class About:
             no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
             would count alone.
         needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
-        is_own: Whether it is a function of the user's own, which ``load`` doesn't find.
     """
 
     name: str
@@ -43,72 +42,25 @@ class About:
     label: str = "label"
     prediction: str = "predicted"
     columns: str = "label: the sample's own; prediction: what the model says in its place"
-    load: "Callable[..., ModelOutput]"
+    place: str
     labels_are_classes: bool = False
     weight_is_probability: bool
     weighs_by_curvature: bool = False
     needs_pairs: bool = False
-    is_own: bool = False
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of the user's own."""
+        return not self.place
 
-def _classification() -> "ModelOutput":
-    from trak_core.model_outputs.supervised import CLASSIFICATION
+    def load(self, *others: Any) -> "ModelOutput":
+        """Return the model output; ``contrast`` gets the arguments, where it ``needs_pairs``."""
+        from trak_core.model_outputs import clip, language_modelling, supervised
 
-    return CLASSIFICATION
-
-
-def _language_modelling() -> "ModelOutput":
-    from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
-
-    return LANGUAGE_MODELLING
-
-
-def _masked_language_modelling() -> "ModelOutput":
-    from trak_core.model_outputs.language_modelling import MASKED_LANGUAGE_MODELLING
-
-    return MASKED_LANGUAGE_MODELLING
-
-
-def _sequence_to_sequence() -> "ModelOutput":
-    from trak_core.model_outputs.language_modelling import SEQUENCE_TO_SEQUENCE
-
-    return SEQUENCE_TO_SEQUENCE
-
-
-def _regression() -> "ModelOutput":
-    from trak_core.model_outputs.supervised import REGRESSION
-
-    return REGRESSION
-
-
-def _segmentation() -> "ModelOutput":
-    from trak_core.model_outputs.supervised import SEGMENTATION
-
-    return SEGMENTATION
-
-
-def _multi_label() -> "ModelOutput":
-    from trak_core.model_outputs.supervised import MULTI_LABEL
-
-    return MULTI_LABEL
-
-
-def _token_log_odds() -> "ModelOutput":
-    from trak_core.model_outputs.language_modelling import TOKEN_LOG_ODDS
-
-    return TOKEN_LOG_ODDS
-
-
-def _loss() -> "ModelOutput":
-    from trak_core.model_outputs.supervised import LOSS
-
-    return LOSS
-
-
-def _clip(*others: Any) -> "ModelOutput":
-    from trak_core.model_outputs.clip import contrast
-
-    return contrast(*others)
+        modules = {"clip": clip, "language_modelling": language_modelling, "supervised": supervised}
+        module, name = self.place.split(".")
+        found = getattr(modules[module], name)
+        return found(*others) if self.needs_pairs else found
 
 
 _LOG_ODDS = (
@@ -119,7 +71,7 @@ _LABEL = About(
     name="the log-odds of the label",
     unit=_LOG_ODDS,
     meaning="the surer the model is of the sample's own label",
-    load=_classification,
+    place="supervised.CLASSIFICATION",
     labels_are_classes=True,
     weight_is_probability=True,
     weighs_by_curvature=True,
@@ -132,17 +84,21 @@ _TOKENS = About(
     label="tokens",
     prediction="right",
     columns="label: how many tokens count; prediction: how many of them the model gets right",
-    load=_language_modelling,
+    place="language_modelling.LANGUAGE_MODELLING",
     weight_is_probability=True,
 )
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
     "text_classification": _LABEL,
     "language_modelling": _TOKENS,
-    "masked_language_modelling": replace(_TOKENS, load=_masked_language_modelling),
-    "sequence_to_sequence": replace(_TOKENS, load=_sequence_to_sequence),
+    "masked_language_modelling": replace(
+        _TOKENS, place="language_modelling.MASKED_LANGUAGE_MODELLING"
+    ),
+    "sequence_to_sequence": replace(_TOKENS, place="language_modelling.SEQUENCE_TO_SEQUENCE"),
     "token_log_odds": replace(
-        _TOKENS, name="the log-odds of the tokens that count, added up", load=_token_log_odds
+        _TOKENS,
+        name="the log-odds of the tokens that count, added up",
+        place="language_modelling.TOKEN_LOG_ODDS",
     ),
     "multi_label": About(
         name="the joint log-odds of the labels that count",
@@ -151,14 +107,14 @@ TABLE: dict[str, About] = {
         label="labels",
         prediction="right",
         columns="label: how many labels count; prediction: how many of them the model gets right",
-        load=_multi_label,
+        place="supervised.MULTI_LABEL",
         weight_is_probability=True,
     ),
     "regression": About(
         name="the prediction",
         unit="the label's own unit",
         meaning="the larger the number that the model predicts",
-        load=_regression,
+        place="supervised.REGRESSION",
         weight_is_probability=False,
         weighs_by_curvature=True,
     ),
@@ -169,7 +125,7 @@ TABLE: dict[str, About] = {
         label="pixels",
         prediction="right",
         columns="label: how many pixels count; prediction: how many of them the model gets right",
-        load=_segmentation,
+        place="supervised.SEGMENTATION",
         weight_is_probability=True,
     ),
     "clip": About(
@@ -181,7 +137,7 @@ TABLE: dict[str, About] = {
         prediction="told apart",
         columns="label: 1; prediction: 1 where the pair is likelier than all others together, both "
         "ways, else 0",
-        load=_clip,
+        place="clip.contrast",
         weight_is_probability=True,
         needs_pairs=True,
     ),
@@ -192,7 +148,7 @@ TABLE: dict[str, About] = {
         label="",
         prediction="",
         columns="label: 1; prediction: f, because a loss says neither",
-        load=_loss,
+        place="supervised.LOSS",
         weight_is_probability=False,
     ),
 }
@@ -207,10 +163,6 @@ def place_of(name: str) -> tuple[str, str] | None:
     """Return the file and the function that a model output's name says; None for a row's name."""
     file, _, function = name.rpartition(":")
     return (file, function) if name not in TABLE and file else None
-
-
-def _not_here() -> "ModelOutput":
-    raise LookupError("a function of a user's own is loaded with the study")
 
 
 def about_output(model_output: str | Mapping[str, str]) -> About:
@@ -228,7 +180,6 @@ def about_output(model_output: str | Mapping[str, str]) -> About:
         prediction=prediction,
         columns=f"label: {label or 'its number, the mean of several'}; prediction: "
         f"{prediction or 'what the model output says it is, else f'}",
-        load=_not_here,
+        place="",
         weight_is_probability=False,
-        is_own=True,
     )

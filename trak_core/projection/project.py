@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.projection.cpu import project_cpu
 from trak_core.projection.cpu.sketches import COLUMN_SIGNS, fill_signs
 from trak_core.projection.tensor_sketch import add_rows, sides_on
@@ -113,8 +113,7 @@ def _check_finite(out: Matrix) -> None:
         rows = [i for i, row in enumerate(finite) if not row.all()]
         raise NotFiniteError(
             "`gradients` must be finite, and their sums must fit float32. Found NaN or infinity in "
-            f"the projection of the rows {', '.join(map(str, rows[:8]))}"
-            f"{' and more' if len(rows) > 8 else ''}.",
+            f"the projection of the rows {listed(rows)}.",
             code="projection.not_finite",
         )
 
@@ -248,16 +247,8 @@ def back_project(vectors: Tensor, spec: ProjectionSpec, offset: int, n_entries: 
 
     So <x, g> = <x R, v> for the direction g of a vector v and any gradient x. A tensor sketch is
     read where its entries lie, and hadamard transformed back; for the other kinds rows of R are
-    made, at the cost of projecting 64 gradients.
-
-    Args:
-        vectors: Shape (m, k), float32.
-        spec: The projection.
-        offset: First coordinate; for a tensor sketch that of a parameter.
-        n_entries: How many; for a tensor sketch those of the parameter.
-
-    Returns:
-        Shape (m, n_entries), float32, on the vectors' device.
+    made, at the cost of projecting 64 gradients. The coordinates of a tensor sketch must be those
+    of one parameter. Vectors have shape (m, k), the result (m, n_entries), both float32.
     """
     if spec.kind is ProjectionKind.IDENTITY:
         return vectors[:, offset : offset + n_entries]

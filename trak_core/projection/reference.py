@@ -50,14 +50,7 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 
 def philox4x32_reference(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return Philox4x32-10 of many counters.
-
-    Args:
-        counter: Shape (4, n), uint64 holding 32-bit values.
-        key: Two 32-bit values.
-
-    Returns:
-        Shape (4, n), uint64 holding 32-bit words.
+    """Return Philox4x32-10 of counters (4, n): words of that shape, 32 bits in uint64 each.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
@@ -164,15 +157,9 @@ def _tensor_sketch(spec: ProjectionSpec, g: np.ndarray) -> np.ndarray:
 def projection_matrix(
     spec: ProjectionSpec, first: int = 0, n_rows: int | None = None
 ) -> np.ndarray:
-    """Return rows of the unscaled projection matrix R.
+    """Return rows of the unscaled projection matrix R, (n_rows, spec.proj_dim), float64.
 
-    Args:
-        spec: The projection.
-        first: Coordinate of the first row.
-        n_rows: How many rows; None for all of the matrix from ``first`` on.
-
-    Returns:
-        Shape (n_rows, spec.proj_dim), float64.
+    They begin at the coordinate ``first``; without ``n_rows`` they are all from there on.
     """
     n_rows = spec.n_params - first if n_rows is None else n_rows
     g = np.uint64(first) + np.arange(n_rows, dtype=np.uint64)[:, None]

@@ -45,14 +45,9 @@ _LANES, _LANE_NS = 8, 4.0
 
 
 def prefers_factors(n_samples: int, n_tokens: int, rows: int, columns: int, proj_dim: int) -> bool:
-    """Whether sums of outer products are cheaper to sketch by their factors than to form.
+    """Estimate whether sums of outer products are cheaper to sketch by their factors than to form.
 
-    Args:
-        n_samples: How many sums.
-        n_tokens: Outer products of each.
-        rows: Rows of the matrix.
-        columns: Columns of the matrix.
-        proj_dim: k.
+    There are ``n_samples`` sums of ``n_tokens`` products each, matrices of rows x columns.
 
     Returns:
         An estimate, by the costs of one core.
@@ -198,13 +193,9 @@ def _add_lookups(
 
 
 def add_rows(out: Tensor, blocks: list[Tensor], spec: ProjectionSpec, offset: int) -> None:
-    """Add the sketches of formed gradients, as ``project`` has them.
+    """Add the sketches of formed gradients to ``out``, shape (b, k), as ``project`` has them.
 
-    Args:
-        out: Shape (b, k), float32; added to.
-        blocks: Shape (b, n_i) each, side by side.
-        spec: A ``tensor_sketch``.
-        offset: Coordinate of the first column.
+    Blocks have shape (b, n_i), side by side, the first column at the coordinate ``offset``.
     """
     assert spec.shapes is not None
     stop = offset
@@ -229,7 +220,6 @@ class OuterProducts:
     The total is within 1e-6 sum_t |a_t| |b_t| of the definition, the sum over all that was added.
 
     Attributes:
-        spec: A ``tensor_sketch``.
         rows: Shape (b, k), float32: what was added outside the frequency domain.
         spectrum: Shape (b, k), complex128: sums of squares of transforms.
     """
@@ -241,24 +231,15 @@ class OuterProducts:
         self.spectrum = torch.zeros(n_samples, spec.proj_dim, dtype=torch.complex128, device=device)
 
     def add_products(self, number: int, left: Tensor, right: Tensor) -> None:
-        """Add sum_t left[b, t] right[b, t]^T.
+        """Add sum_t left[b, t] right[b, t]^T, part of the gradient of a parameter by its number.
 
-        Args:
-            number: Which parameter it is a part of the gradient of.
-            left: Shape (b, tokens, n0).
-            right: Shape (b, tokens, n1).
+        Shapes are (b, tokens, n0) and (b, tokens, n1).
         """
         for samples, _, transformed in _transforms(self.spec, number, left, right):
             _add_squares(self.spectrum[samples], transformed, left.device.type == "cpu")
 
     def add_lookups(self, number: int, indices: Tensor, right: Tensor) -> None:
-        """Add sum_t e_indices[b, t] right[b, t]^T, e_i the unit vectors.
-
-        Args:
-            number: Which parameter it is a part of the gradient of.
-            indices: Shape (b, tokens).
-            right: Shape (b, tokens, n1).
-        """
+        """Add sum_t e_indices[b, t] right[b, t]^T likewise, e_i the unit vectors."""
         _add_lookups(self.rows, self.spec, number, indices, right)
 
     def total(self) -> Tensor:
@@ -276,7 +257,6 @@ class Contractions:
     product of matrices. Results are within 1e-6 |a_t| |b_t| |v| of the definition.
 
     Attributes:
-        spec: A ``tensor_sketch``.
         vectors: Shape (m, k), float32.
         spectra: What the parts of the differences are multiplied by, (m, 2 (k // 2 + 1)), float32.
     """
@@ -296,16 +276,9 @@ class Contractions:
         return cls(spec, vectors, spectra.flatten(1).float())
 
     def prefers_factors(self, n_samples: int, n_pairs: int, n_tokens: int, number: int) -> bool:
-        """Whether that is cheaper than products of the factors with each vector's own matrix.
+        """Return whether that is cheaper than products of the factors with each vector's matrix.
 
-        Args:
-            n_samples: Texts.
-            n_pairs: How many pairs of a text and a vector.
-            n_tokens: Outer products of each text.
-            number: The parameter.
-
-        Returns:
-            An estimate, as for ``prefers_factors``.
+        There are ``n_pairs`` of a text and a vector, and ``n_tokens`` outer products of each text.
         """
         assert self.spec.shapes is not None
         k, (rows, columns) = self.spec.proj_dim, self.spec.shapes[number]
@@ -324,12 +297,8 @@ class Contractions:
     ) -> Tensor:
         """Return <left[b, t] right[b, t]^T, R v> of pairs of b and v, shape (pairs, tokens).
 
-        Args:
-            number: Which parameter it is a part of the gradient of.
-            left: Shape (batch, tokens, n0).
-            right: Shape (batch, tokens, n1).
-            groups: Each b, in order, and which pairs it is in.
-            directions: The rows of ``vectors``, shape (pairs,).
+        Factors are those of ``OuterProducts``. ``groups`` has each b, in order, and which pairs it
+        is in; ``directions`` are rows of ``vectors``, shape (pairs,).
         """
         found = self.vectors.new_empty(len(directions), left.shape[1])
         pairs_of = dict(groups)
@@ -348,15 +317,7 @@ class Contractions:
         groups: Sequence[tuple[int, slice]],
         directions: Tensor,
     ) -> Tensor:
-        """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors.
-
-        Args:
-            number: As above.
-            indices: Shape (batch, tokens).
-            right: Shape (batch, tokens, n1).
-            groups: As above.
-            directions: As above.
-        """
+        """Return the same of e_indices[b, t] right[b, t]^T, e_i the unit vectors."""
         found = self.vectors.new_empty(len(directions), indices.shape[1])
         for b, own in groups:
             rows = self.vectors.new_zeros(indices.shape[1], self.spec.proj_dim)

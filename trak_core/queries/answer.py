@@ -13,7 +13,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import about_output
 from trak_core.report.number_formats import of_target
-from trak_core.report.read import named
+from trak_core.report.read_results import named
 from trak_core.scoring.scores import largest, most_frequent
 from trak_core.study.split import Samples, Split, checked_ids, users_code
 from trak_core.study.study import Study
@@ -37,11 +37,7 @@ class Asked:
 
 
 def parsed_line(line: str | bytes) -> dict[str, Any]:
-    """Return the fields of a line: those of a JSON object, or ``text`` of any other line.
-
-    Raises:
-        InputError: If it is not UTF-8, or begins like a JSON object and is none.
-    """
+    """Return the fields of a line: those of a JSON object, or ``text`` of any other line."""
     try:
         text = (line.decode("utf-8-sig") if isinstance(line, bytes) else line).strip()
     except UnicodeDecodeError as error:

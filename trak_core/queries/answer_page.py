@@ -11,7 +11,7 @@ from trak_core.queries.answer import Answer
 from trak_core.queries.held_run import HeldRun
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
 from trak_core.report.explore_page import Tokens, explore
-from trak_core.report.read import File, with_class_names
+from trak_core.report.read_results import File, with_class_names
 from trak_core.report.render import answer as rendered
 from trak_core.scoring.scores import unit_of
 from trak_core.spec import EXACT
@@ -35,7 +35,7 @@ def answer_page(held: HeldRun, answers: Sequence[Answer], k: int) -> str:
         file = with_class_names(_file(held, answers), held.study.class_names())
         tokens = _tokens(answers)
         explored = explore(file, show, drawn=draws, described=described, tokens=tokens)
-        return rendered(explored, held.study.path.name, k)
+        return rendered(explored, held.study.name, k)
 
 
 def _file(held: HeldRun, answers: Sequence[Answer]) -> File:

@@ -26,12 +26,9 @@ _OF_SCORES = ("damping", "combine", "loss_weight_power")
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run's config, and where its files lie.
+    """What follows from today's config, and where a run's files lie, absolute.
 
-    Attributes:
-        specs: What follows from today's config, study and data.
-        results: The results folder, absolute.
-        folder: Where the run's paths count from, absolute.
+    The run's paths count from ``folder``.
     """
 
     specs: Specs
@@ -40,11 +37,7 @@ class FinishedRun:
 
     @classmethod
     def of_config(cls, config: dict[str, Any], results: Path, folder: Path) -> Self:
-        """Return the run of a config with its defaults; nothing is written.
-
-        Raises:
-            InputError: If files are missing that a run leaves.
-        """
+        """Return the run of a config with its defaults; nothing is written."""
         results, folder = results.resolve(), folder.resolve()
         with contextlib.chdir(folder):
             if not Path(config["study"]).is_file():

@@ -131,9 +131,6 @@ class HeldRun:
         With ``tokens`` the scores of these are cut by tokens, which takes gradients of their
         training samples. Checkpoints that take turns are read once for as many samples as fit, and
         once more for tokens. Where they can't be cut, a notice says why, and the answer is without.
-
-        Raises:
-            InputError: If tokens are asked for where no features are.
         """
         if tokens and self.specs.is_exact:
             raise InputError(
@@ -311,11 +308,7 @@ class HeldRun:
     def _cut_answer(
         self, answer: Answer, parts: "_Parts", cuts: Sequence[tuple[Cut, Cut]]
     ) -> Answer:
-        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens.
-
-        Raises:
-            InputError: If the study has no text for each token.
-        """
+        """Return an answer with the sums of its cuts over checkpoints, and texts for its tokens."""
         places = [self._places[train_id] for train_id in answer.top["train_id"]]
         powers = np.stack([weights[places] for _, weights, _ in parts.terms])
         norms = np.array([norm for *_, norm in parts.terms])

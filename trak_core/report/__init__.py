@@ -1,7 +1,7 @@
 """A study's results for readers: pages of HTML, and a figure of each experiment.
 
 Markup and prose stand in ``templates``, colours and sizes in ``style.css``: a sentence is changed
-there. The modules read what artifacts hold (``read``) and compute what templates show of it.
+there. Modules read what artifacts hold (``read_results``) and compute what templates show of it.
 """
 
 # Whoever lacks the extra learns its name before an import of a module here fails.

@@ -18,7 +18,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from trak_core.report.read import File, rows_with, strongest
+from trak_core.report.read_results import File, rows_with, strongest
 from trak_core.spec import MEAN_OF
 from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
@@ -109,29 +109,20 @@ def find_examples(
     experiments: Sequence[File],
     train: Split,
     targets: Iterable[Split],
-    characters: int = BEGINNING,
     also: Sequence[Any] = (),
 ) -> list[Examples]:
     """Return each experiment's targets and strongest training samples, as they are shown.
 
-    Args:
-        study: Its ``draw(axes, sample)`` draws a sample, its ``describe(sample)`` says what it is;
-            without either images are drawn as they are, other samples printed.
-        experiments: Their scores; see ``read_experiment``.
-        train: The study's training samples.
-        targets: Those of each experiment, in its order.
-        characters: Length of a text, at most.
-        also: Ids of further training samples to show.
-
-    Raises:
-        InputError: If the study's draw or describe fails.
+    The study's ``draw(axes, sample)`` draws a sample, its ``describe(sample)`` says what it is;
+    without either images are drawn as they are, other samples printed. Targets are those of each
+    experiment, in its order; ``also`` are ids of further training samples to show.
     """
     draws, describes = are_drawn(study, train), study.has("describe")
 
     def show(split: Split, n: int) -> dict[Any, Picture | str]:
         ids = split.ids[:n]
         return {
-            i: show_sample(study, i, split.samples[row], characters, draws)
+            i: show_sample(study, i, split.samples[row], BEGINNING, draws)
             for row, i in enumerate(ids)
         }
 

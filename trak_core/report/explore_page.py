@@ -15,7 +15,7 @@ import pandas as pd
 
 from trak_core.report.describe_samples import BEGINNING, Picture, readable
 from trak_core.report.number_formats import anchor, is_right, label, number, of_target, signed
-from trak_core.report.read import File, output_of, rows_with
+from trak_core.report.read_results import File, output_of, rows_with
 from trak_core.spec import MEAN_OF
 from trak_core.study.sample_columns import RESERVED
 
@@ -35,13 +35,10 @@ LEVELS = 9
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Scores of tokens, to be shown as colours.
+    """Scores of tokens, to be shown as colours: by target and training sample, and by target.
 
-    Attributes:
-        texts: What stands for the tokens of a target (or, if not, a training sample), given its id
-            and their number.
-        train: Scores of a training sample's tokens, by target and training sample.
-        targets: Scores of a target's tokens, summed over its training samples.
+    ``texts`` gives what stands for the tokens of a target (or, if not, a training sample), from its
+    id and their number. Those of a target's own tokens are sums over its training samples.
     """
 
     texts: Callable[[bool, Any, int], Sequence[str]]
@@ -88,8 +85,6 @@ class Answer:
         train: Likewise for each training sample beside a target, and those that harm most.
         columns: Names of the columns of ``targets`` and ``train``, as their ``values`` are ordered.
         pictures: Addresses of the pictures that show without the script, by their place.
-        drawn: Whether samples are pictures.
-        described: Whether they are, or have, texts in the study's own words.
     """
 
     experiment: File
@@ -264,15 +259,9 @@ def explore(
 
     All targets, from the first, whose ids, scores and columns fit into half of it; then samples as
     far as they fit: those of the first targets, all targets, and training samples, those of the
-    best rank first. Texts are cut to a beginning where that makes room for more.
-
-    Args:
-        experiment: Tables ``targets``, ``top_influences`` and ``train`` of its scores.
-        show: Shows a sample.
-        drawn: Whether samples are pictures.
-        described: Whether they have texts in the study's own words.
-        self_influence: That of training samples by id, where it is known.
-        tokens: Scores of tokens, where they are known.
+    best rank first. Texts are cut to a beginning where that makes room for more. ``show`` shows a
+    sample: as a picture if they are ``drawn``, with the study's own words if ``described``.
+    ``self_influence`` is that of training samples by id, where it is known.
     """
     n_targets = len(experiment.tables["targets"])
     while True:

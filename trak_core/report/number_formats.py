@@ -15,9 +15,9 @@ def number(value: float, digits: int = 3) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def signed(value: float, digits: int = 2) -> str:
+def signed(value: float) -> str:
     """Return a number with its sign, plus as well: for scores."""
-    return f"{'+' if value > 0 else ''}{number(value, digits)}"
+    return f"{'+' if value > 0 else ''}{number(value, 2)}"
 
 
 def fixed(value: float, decimals: int) -> str:

@@ -18,11 +18,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from trak_core.config.complete_config import lists_of
+from trak_core.config.cross_checks import lists_of
 from trak_core.report import charts, number_formats
 from trak_core.report.describe_samples import EACH, Examples
 from trak_core.report.explore_page import AT_ONCE, EACH_ON_PAGE, Answer
-from trak_core.report.read import (
+from trak_core.report.read_results import (
     NEAR_ZERO,
     File,
     Results,
@@ -268,8 +268,10 @@ def rendered(template: str, **shown: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(shown)
 
 
-def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shared]) -> str:
-    """Return the report as one HTML document, with each experiment's examples.
+def report(
+    results: Results, examples: Sequence[Examples], shared: Sequence[Shared], study: str
+) -> str:
+    """Return the report of a ``study`` as one HTML document, with each experiment's examples.
 
     ``shared`` are training samples of several experiments, which the examples show too.
     """
@@ -281,7 +283,7 @@ def report(results: Results, examples: Sequence[Examples], shared: Sequence[Shar
         examples=examples,
         shared=shared,
         each=EACH,
-        study=results.config["study"],
+        study=study,
     )
 
 

@@ -112,14 +112,10 @@ class GroupSums:
         norms: Sequence[float],
         groups: Sequence[np.ndarray],
     ) -> None:
-        """Add a block of samples.
+        """Add a block of samples: rows of every A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        Args:
-            similarities: Rows of every A_c, shape (C, rows, m), float64.
-            loss_weights: Q_c^power, shape (C, rows).
-            norms: N_c, which counts for ``unit_average`` alone.
-            groups: For each grouping column, the samples' groups, shape (rows,): numbers from 0,
-                which go on from one column to the next.
+        N_c counts for ``unit_average`` alone. For each grouping column there are the samples'
+        groups, shape (rows,): numbers from 0, which go on from one column to the next.
         """
         times = self.random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)
         is_product = self.combine is Combine.PRODUCT_OF_AVERAGES

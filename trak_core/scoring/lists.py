@@ -41,14 +41,9 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     The targets' own labels must be right, on the whole. A sample with a wrong label pushes down the
     model output of the targets that it looks like.
 
-    Args:
-        train: The table ``train`` of a scores file, with ``harmed_label`` where labels are classes,
-            and ``self_influence`` where that is known.
-
-    Returns:
-        Columns id, rank, ``worth_a_look`` (1 where the harm is larger than the help, an upper
-        estimate of how many are wrong), ``suggested_label``, harm, help, and the others of
-        ``train``.
+    Columns are id, rank, ``worth_a_look`` (1 where the harm is larger than the help, an upper
+    estimate of how many are wrong), ``suggested_label``, harm, help, and the others of ``train``,
+    the table of a scores file.
 
     Source: docs/how-to/clean-data.md, "Find wrong labels".
     """
@@ -64,12 +59,8 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
 def most_harmful(train: pd.DataFrame) -> pd.DataFrame:
     """Return the training samples that push targets down on the whole, most harmful first.
 
-    Args:
-        train: The table ``train`` of a scores file.
-
-    Returns:
-        Columns id, rank, ``score`` (the mean over targets, below 0 for each sample), and those of
-        ``train``.
+    Columns are id, rank, ``score`` (the mean over targets, below 0 for each sample), and those of
+    ``train``, the table of a scores file.
     """
     score = _mean_score(train)
     order = np.argsort(score, kind="stable")[: int((score < 0).sum())]
@@ -86,13 +77,8 @@ def best_in_turn(
     largest mean scores were taken, which can be much alike. Where all top influences are taken, the
     largest mean scores follow.
 
-    Args:
-        train: The table ``train`` of a scores file.
-        top_influences: Its table ``top_influences``.
-        fraction: The part of all training samples that is taken, rounded up.
-
-    Returns:
-        Columns id, rank, ``score`` (the mean over targets), and those of ``train``.
+    The tables are those of a scores file; the ``fraction`` that is taken is rounded up. Columns are
+    as for ``most_harmful``.
     """
     score = _mean_score(train)
     row_of = {sample_id: row for row, sample_id in enumerate(train["id"])}
@@ -125,16 +111,10 @@ def nearest(
 ) -> Extremes:
     """Return the rows whose features have the largest cosines with those of some samples.
 
-    Args:
-        read: Gives rows of features, shape (rows, k), from start to stop.
-        n_rows: How many there are.
-        others: Features of the samples, shape (m, k).
-        block: Rows to read at once; it changes nothing.
-        first: The row that the first of the samples is, if they are among the rows: none is its own
-            neighbour.
-
-    Returns:
-        The five largest cosines of each sample at most, shape (5, m), float32.
+    These are the five largest of each sample at most, shape (5, m), float32. ``read`` gives rows of
+    features, shape (rows, k), from start to stop; ``others`` are those of the samples, shape
+    (m, k). If these are among the rows, from ``first`` on, none is its own neighbour. The
+    ``block``, rows to read at once, changes nothing.
     """
     unit = unit_rows(others).T.astype(np.float32)
     found: Extremes | None = None
@@ -150,13 +130,10 @@ def nearest(
 
 
 def copies(neighbours: Extremes) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return which samples have a copy among the rows, from ``nearest``.
+    """Return samples that have a copy among the rows, these rows, cosines and closeness.
 
     A copy is much nearer than other samples are: ``closeness`` is 1 less the distance (1 less the
     cosine) to the nearest row by that to the fifth nearest. From .9 on a pair counts.
-
-    Returns:
-        Samples, their rows, cosines and closeness, one entry a pair.
     """
     cosines = np.minimum(neighbours.scores.astype(np.float64), 1)
     # A sample's own row has no cosine.

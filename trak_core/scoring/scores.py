@@ -110,11 +110,8 @@ def help_and_harm(scores: np.ndarray) -> np.ndarray:
     """Return how much each training sample pushes targets up, and how much down.
 
     Both are means over all targets, of rows of scores (rows, m): of ``max(scores, 0)`` and of
-    ``max(-scores, 0)``. Their difference is the mean score. How rows are cut into blocks changes
-    nothing.
-
-    Returns:
-        Shape (rows, 2), float64, neither negative.
+    ``max(-scores, 0)``, shape (rows, 2), float64. Their difference is the mean score. How rows are
+    cut into blocks changes nothing.
     """
     n_targets = scores.shape[1]
     up = np.maximum(scores, 0).sum(axis=1, dtype=np.float64)

@@ -34,13 +34,7 @@ class Kind:
 
 
 class ProjectionKind(StrEnum):
-    """The kinds of projection, one row each.
-
-    A new kind is a row here, its definition in ``projection/reference.py``, a module
-    ``projection/cpu/<kind>.py`` and its line in ``projection/cpu/project.py``, and its name in the
-    config's schema. ``projection/cuda/project.py`` refuses it until there is a kernel for
-    GPUs. ``tests/library/test_registries.py`` says what is missing.
-    """
+    """The kinds of projection, one row each; CONTRIBUTING.md says what a new one needs."""
 
     about: Kind
 

@@ -106,9 +106,8 @@ def ordered(value: Any) -> Any:
 class FeaturesSpec:
     """What decides the numbers of features, or of a Gramian, a distortion or embeddings.
 
-    ``trak_core.config.job_specs`` makes it from a config. It is a param of the rule, is written
-    into the file, and is compared where files are combined. Without checkpoint and split it holds
-    for all of them.
+    It is a param of the rule, is written into the file, and is compared where files are combined.
+    Without checkpoint and split it holds for all of them.
 
     Attributes:
         model_output: Name of the model output f.

@@ -14,7 +14,6 @@ from trak_core.artifacts import (
     NORMAL_MATRIX,
     RETRAINED,
     Artifact,
-    ArtifactKind,
     Rows,
     Writer,
     check_made_for,
@@ -51,8 +50,8 @@ def similarity_rows(
     """
     if features is None:
         return read_rows(part.matrix("similarities"))
-    hashes = part.spec.get("train_features"), features.content_hash
-    check_same("training features", *hashes, features.path, FEATURES.rule)
+    own_hash = part.spec.get("train_features")
+    check_same("training features", own_hash, features.content_hash, features)
     solved = part.matrix("solved_targets")
     solved = solved[:] if in_memory else solved
     phi = read_rows(features.matrix("features"), normalize=normalize)
@@ -80,22 +79,21 @@ def read_embeddings(
     """
     for path, checkpoint in zip(paths, checkpoints, strict=True):
         with open_artifact(path, EMBEDDINGS) as file:
-            check_made_for(file, spec.under(checkpoint), EMBEDDINGS.rule)
-            own = file.index("train")
-            check_same("training samples", list(train_ids), own, path, EMBEDDINGS.rule)
+            check_made_for(file, spec.under(checkpoint))
+            check_same("training samples", list(train_ids), file.index("train"), file)
             row = {target: i for i, target in enumerate(file.index("targets"))}
             embedded = [target for target in target_ids if target in row]
-            check_same("targets", list(target_ids), embedded, path, EMBEDDINGS.rule)
+            check_same("targets", list(target_ids), embedded, file)
             # HDF5 reads rows in their own order.
             rows, place = np.unique([row[i] for i in target_ids], return_inverse=True)
             yield read_rows(file.matrix("train")), file.matrix("targets")[rows][place]
 
 
-def content_hashes(paths: Sequence[Path], kind: ArtifactKind) -> list[str]:
-    """Return the content hash of each file of a kind."""
+def embeddings_hashes(paths: Sequence[Path]) -> list[str]:
+    """Return the content hash of each file of embeddings."""
     hashes = []
     for path in paths:
-        with open_artifact(path, kind) as file:
+        with open_artifact(path, EMBEDDINGS) as file:
             hashes.append(file.content_hash)
     return hashes
 
@@ -137,7 +135,7 @@ class Damped:
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
         stored = {key: file.spec.get(key) for key in expected}
-        check_same("features", expected, stored, file.path, NORMAL_MATRIX.rule)
+        check_same("features", expected, stored, file)
         ridge = spec.damping * file.scalar("mean_squared_norm")
         norm = None
         if spec.norm_power is not None:
@@ -191,9 +189,9 @@ def self_influences(
         files = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         for file, path, checkpoint in zip(files, normal_matrices, spec.checkpoints, strict=True):
             own = spec.under(checkpoint)
-            check_made_for(file, own.of_train(), FEATURES.rule)
-            ids = files[0].ids("sample_ids"), file.ids("sample_ids")
-            check_same("training samples", *ids, file.path, FEATURES.rule)
+            check_made_for(file, own.of_train())
+            own_ids = file.ids("sample_ids")
+            check_same("training samples", files[0].ids("sample_ids"), own_ids, file)
             with open_artifact(path, NORMAL_MATRIX) as matrix:
                 damped = Damped.read(matrix, file, own)
             diagonal = _self_similarities(file, damped, memory_mb, normalize=spec.normalize)
@@ -240,19 +238,11 @@ def _self_similarities(
 
 @dataclass(frozen=True, slots=True)
 class Retrained:
-    """What retrained models say of some targets.
-
-    Attributes:
-        outputs: The model output f, shape (models, m).
-        predictions: Likewise, what the models say.
-        spec: What decided the file.
-        content_hash: The file's.
-    """
+    """What retrained models say of some targets: f and predictions, shape (models, m)."""
 
     outputs: np.ndarray
     predictions: np.ndarray
-    spec: dict[str, Any]
-    content_hash: str
+    file: Artifact
 
     @classmethod
     def read(
@@ -260,9 +250,9 @@ class Retrained:
     ) -> Self:
         """Return what a rule made for ``spec`` and ``more``; other files are refused."""
         with open_artifact(path, replace(RETRAINED, rule=rule)) as file:
-            check_retrained(file, spec, rule, **more)
+            check_retrained(file, spec, **more)
             place = {target: i for i, target in enumerate(file.columns("outputs"))}
             columns = [place[target] for target in target_ids]
             outputs = file.matrix("outputs")[:][:, columns]
             predictions = file.matrix("predictions")[:][:, columns]
-            return cls(outputs, predictions, file.spec, file.content_hash)
+            return cls(outputs, predictions, file)

@@ -201,13 +201,12 @@ def _check_shards(
     """Refuse shards of other scores, or that are not all rows in order."""
     for number, shard in enumerate(shards, start=1):
         own = {key: value for key, value in shard.spec.items() if key != "shard"}
-        check_same("specification of shards", file_spec, own, shard.path, SCORES_SHARD.rule)
+        check_same("specification of shards", file_spec, own, shard)
         stored = dict(shard.spec.get("shard") or {})
-        hashes = made_of, stored.pop("made_of", None)
-        check_same("scores under the checkpoints", *hashes, shard.path, SCORES_SHARD.rule)
+        check_same("scores under the checkpoints", made_of, stored.pop("made_of", None), shard)
         rows = list(shard_rows(n_train, number, len(shards)))
         expected = {"rows": rows, "number": number, "of": len(shards), "top": top}
-        check_same("order of shards", expected, stored, shard.path, SCORES_SHARD.rule)
+        check_same("order of shards", expected, stored, shard)
 
 
 def average_scores(
@@ -252,7 +251,7 @@ def average_scores(
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         pieces = [stack.enter_context(open_artifact(path, SCORES_SHARD)) for path in shards]
-        check_together(parts, spec, kind)
+        check_together(parts, spec)
         n_train, n_targets = len(parts[0].vector("train_ids")), len(parts[0].vector("target_ids"))
         solved_dim = spec.features.projection["proj_dim"] if phis else None
         sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}

@@ -11,19 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from trak_core.artifacts import (
-    EMBEDDINGS,
-    PROOF,
-    REMOVALS,
-    SCORES,
-    check_same,
-    create,
-    open_artifact,
-)
+from trak_core.artifacts import PROOF, REMOVALS, SCORES, check_same, create, open_artifact
 from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tables, removal_tables
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import RetrainedSpec
-from trak_core.stages._inputs import Retrained, content_hashes
+from trak_core.stages._inputs import Retrained, embeddings_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.files import file_digest
 from trak_core.system.progress import software
@@ -82,7 +74,7 @@ def compare_removals(
     by_scores = without(top, top_spec, "retrain_without_top", scores=scores_hash)
     made_of = {
         "bm25": {"digest": digest},
-        "embedding_cosine": {"embeddings": content_hashes(embeddings, EMBEDDINGS)},
+        "embedding_cosine": {"embeddings": embeddings_hashes(embeddings)},
     }
     baselines = {
         name: without(
@@ -97,7 +89,7 @@ def compare_removals(
     everything = outputs[0], predictions[0]
     summary, table = removal_tables(by_scores, chance, everything, target_ids, baselines)
     provenance = software(code, "cpu", "numpy", "pandas")
-    file_spec = {"scores": scores_hash, "retrained": [file.content_hash for file in files]}
+    file_spec = {"scores": scores_hash, "retrained": [models.file.content_hash for models in files]}
     file_spec = spec.as_dict() | file_spec
     with create(removals, REMOVALS, file_spec, provenance, confidence=CONFIDENCE) as writer:
         writer.table("summary", summary, [])
@@ -135,9 +127,9 @@ def prove_list(
         Retrained.read(path, targets["id"].tolist(), spec, "retrain_list", draw=draw, **about)
         for draw, path in enumerate(retrained)
     ]
-    sizes = files[0].spec["sizes"]
-    for file, path in zip(files, retrained, strict=True):
-        check_same("number of samples", sizes, file.spec["sizes"], path, "retrain_list")
+    sizes = files[0].file.spec["sizes"]
+    for models in files:
+        check_same("number of samples", sizes, models.file.spec["sizes"], models.file)
     values = measures(
         about_output(spec.model_output),
         np.stack([file.outputs for file in files]),
@@ -149,7 +141,7 @@ def prove_list(
         "list": kind,
         "experiment": experiment,
         "scores": scores_hash,
-        "retrained": [file.content_hash for file in files],
+        "retrained": [models.file.content_hash for models in files],
     }
     provenance = software(code, "cpu", "numpy", "pandas")
     with create(

@@ -9,7 +9,7 @@ import torch
 
 from trak_core.artifacts import DISTORTION, create
 from trak_core.config.memory_needs import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
 from trak_core.gradients import (
     Batch,
@@ -102,7 +102,7 @@ def _not_zero(gramian: np.ndarray, ids: Sequence[object]) -> np.ndarray:
     if zero:
         print(
             f"Notice: left out {len(zero)} of {len(ids)} samples, whose gradients are zero: "
-            f"{', '.join(zero[:8])}{' and more' if len(zero) > 8 else ''}.",
+            f"{listed(zero)}.",
             flush=True,
         )
     return np.flatnonzero(positive)

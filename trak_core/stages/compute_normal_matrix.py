@@ -28,7 +28,7 @@ def compute_normal_matrix(
     from: no other stage needs all training features again for it.
     """
     with open_artifact(features, FEATURES) as train:
-        check_made_for(train, spec.features, FEATURES.rule)
+        check_made_for(train, spec.features)
         values = train.matrix("features")
         n_rows, proj_dim = values.shape
         rows = read_rows(values, normalize=spec.normalize)

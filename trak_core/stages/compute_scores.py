@@ -63,13 +63,13 @@ def compute_scores(
         train_file = stack.enter_context(open_artifact(train_path, FEATURES))
         target_file = stack.enter_context(open_artifact(targets_path, FEATURES))
         matrix_file = stack.enter_context(open_artifact(normal_matrix, NORMAL_MATRIX))
-        shared = check_splits(train_file, target_file, spec, FEATURES)
+        shared = check_splits(train_file, target_file, spec)
         scored = train_file
         if pool is not None:
             scored = stack.enter_context(open_artifact(pool, FEATURES))
-            check_made_for(scored, spec.of_pool(), FEATURES.rule)
+            check_made_for(scored, spec.of_pool())
             own = {key: scored.spec.get(key) for key in shared}
-            check_same("specification of both splits", shared, own, pool, FEATURES.rule)
+            check_same("specification of both splits", shared, own, scored)
         n_samples, proj_dim = scored.matrix("features").shape
         sample_ids, target_ids = (file.vector("sample_ids") for file in (scored, target_file))
         block = scores_need(proj_dim, len(target_ids)).rows(memory_mb)
@@ -117,11 +117,9 @@ def compute_exact_scores(
         open_artifact(train_path, GRAMIAN) as train_file,
         open_artifact(targets_path, GRAMIAN) as target_file,
     ):
-        shared = check_splits(train_file, target_file, spec, GRAMIAN)
+        shared = check_splits(train_file, target_file, spec)
         train_ids, target_ids = target_file.index("gramian"), target_file.columns("gramian")
-        check_same(
-            "training samples", train_file.index("gramian"), train_ids, targets_path, GRAMIAN.rule
-        )
+        check_same("training samples", train_file.index("gramian"), train_ids, target_file)
         exact_need(len(train_ids), len(target_ids)).check(memory_mb)
         weights = normal_weights(train_file, spec.curvature_power)
         gramian, cross = train_file.matrix("gramian")[:], target_file.matrix("gramian")[:]
@@ -166,15 +164,14 @@ def average_targets(
         parts = [stack.enter_context(open_artifact(path, kind)) for path in members]
         first, name = parts[0], str(spec.experiment)
         asked = [(part.spec["experiment"], part.spec["targets_digest"]) for part in parts]
-        digests = spec.targets_digest, content_digest("mean", *asked)
-        check_same("targets to average", *digests, parts[-1].path, kind.rule)
+        own_digest = content_digest("mean", *asked)
+        check_same("targets to average", spec.targets_digest, own_digest, parts[-1])
         for part, (experiment, digest) in zip(parts, asked, strict=True):
             own = replace(spec, experiment=experiment, targets_digest=digest)
-            check_made_for(part, own, kind.rule)
+            check_made_for(part, own)
             # Made from the same training samples' features, or Gramian.
             for key in ("checkpoint", "projection", "train_features", "train_gramian"):
-                values = first.spec.get(key), part.spec.get(key)
-                check_same(key.replace("_", " "), *values, part.path, kind.rule)
+                check_same(key.replace("_", " "), first.spec.get(key), part.spec.get(key), part)
 
         def mean(key: str, start: int = 0, stop: int | None = None) -> np.ndarray:
             """Return what one experiment's targets have in the mean, less what another's have."""

@@ -61,7 +61,7 @@ def compute_token_scores(
     """
     torch.set_num_threads(threads)
     with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec, SCORES.rule)
+        check_made_for(file, spec)
         top, target_ids = file.table("top_influences"), file.table("targets")["id"].tolist()
         scores_hash, made_from = file.content_hash, [file.provenance]
     # A target whose scores are all 0 has no row, and nothing to be cut.
@@ -83,8 +83,8 @@ def compute_token_scores(
             open_artifact(targets_paths[number], FEATURES) as target,
             open_artifact(normal_matrices[number], NORMAL_MATRIX) as matrix,
         ):
-            check_made_for(train, own.of_train(), FEATURES.rule)
-            check_made_for(target, own.of_targets(), FEATURES.rule)
+            check_made_for(train, own.of_train())
+            check_made_for(target, own.of_targets())
             damped = Damped.read(matrix, train, own)
             phi = _rows(train, train_ids)
             target_phi = _rows(target, target_ids)
@@ -102,13 +102,8 @@ def compute_token_scores(
         norms.append(damped.norm or 1.0)
         print(f"Checkpoint {checkpoint}: {len(top)} scores", flush=True)
         loaded = LoadedModel.load(study_file, checkpoints[number], own.of_train(), where)
-        check_same(
-            "checkpoints",
-            train.spec["checkpoint"],
-            loaded.file_spec(own.of_train(), {})["checkpoint"],
-            checkpoints[number],
-            FEATURES.rule,
-        )
+        today = loaded.file_spec(own.of_train(), {})["checkpoint"]
+        check_same("checkpoints", today, train.spec["checkpoint"], train)
         projection = projection_of(own.of_train(), [p.shape for p in loaded.parameters.values()])
         between = Between(
             train=loaded.study.split(TRAIN, None).take(train_ids),

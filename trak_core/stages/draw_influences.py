@@ -33,7 +33,7 @@ from trak_core.report.describe_samples import (
     targets_of_mean,
 )
 from trak_core.report.explore_page import EACH_ON_PAGE, Answer, Tokens, explore
-from trak_core.report.read import File, read_experiment, with_class_names
+from trak_core.report.read_results import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
 from trak_core.study.split import Split
@@ -91,7 +91,7 @@ def _self_influence(files: Sequence[Path], scores: File) -> pd.Series | None:
         known = pd.Series(own["self_influence"].to_numpy(), index=own["id"].to_numpy())
         shown = scores.tables["train"]["id"].tolist()
         found = [i for i in shown if i in known.index]
-        check_same("training samples", shown, found, path, SELF_INFLUENCE.rule)
+        check_same("training samples", shown, found, file)
         return known
     return None
 
@@ -100,8 +100,7 @@ def _token_scores(files: Sequence[Path], scores: File) -> pd.DataFrame | None:
     """Return the scores of tokens, where there is a file; it must be about these scores."""
     for path in files:
         with open_artifact(path, TOKEN_SCORES) as file:
-            hashes = scores.content_hash, file.spec["scores"]
-            check_same("scores", *hashes, path, TOKEN_SCORES.rule)
+            check_same("scores", scores.content_hash, file.spec["scores"], file)
             return file.table("tokens")
     return None
 
@@ -186,5 +185,5 @@ def draw_influences(
     tokens = _token_scores(token_scores, experiment)
     explored = _explored(study, experiment, targets, train, known, tokens)
     with written_whole(answer) as partial:
-        partial.write_text(answer_page(explored, study_file.name), encoding="utf-8")
+        partial.write_text(answer_page(explored, study.name), encoding="utf-8")
     _write_texts(texts, study, explored, targets, train, code)

@@ -29,7 +29,7 @@ from trak_core.artifacts import (
     open_artifact,
     read_frame,
 )
-from trak_core.config.complete_config import usual_combine, usual_power, usual_weighting
+from trak_core.config.cross_checks import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
 from trak_core.evaluation.baselines import (
     Bm25,
@@ -129,11 +129,10 @@ def _feature_sums(
             open_artifact(train_path, FEATURES) as train,
             open_artifact(targets_path, FEATURES) as targets,
         ):
-            check_splits(train, targets, spec.under(checkpoint), FEATURES)
-            hashes = scored.spec["train_features"], train.content_hash
-            check_same("training features", *hashes, train.path, FEATURES.rule)
-            ids = scored.ids("target_ids"), targets.ids("sample_ids")
-            check_same("targets", *ids, targets.path, FEATURES.rule)
+            check_splits(train, targets, spec.under(checkpoint))
+            own_hash = scored.spec["train_features"]
+            check_same("training features", own_hash, train.content_hash, train)
+            check_same("targets", scored.ids("target_ids"), targets.ids("sample_ids"), targets)
             for own, total in zip(passes, totals, strict=True):
                 if checkpoint in own.checkpoints:
                     weights = {
@@ -150,14 +149,14 @@ def _feature_sums(
 
 
 def _word_sums(
-    masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], path: Path
+    masks: np.ndarray, study_file: Path, train_ids: list[Any], target_ids: list[Any], file: Artifact
 ) -> np.ndarray:
     """Return subset sums of BM25 between the texts of the study's samples."""
     from trak_core.study.study import Study  # which brings torch
 
     study = Study.load(study_file)
     train = study.split(TRAIN, None)
-    check_same("training samples", train_ids, train.ids, path, SCORES.rule)
+    check_same("training samples", train_ids, train.ids, file)
     index = Bm25.of(study.words(train))
     asked = study.words(study.split("target", target_ids))
     return np.stack([masks @ index.scores(words) for words in asked], axis=1)
@@ -200,10 +199,10 @@ def evaluate_scores(
         kind = EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         final = stack.enter_context(open_artifact(scores, SCORES))
-        check_together(parts, spec, kind)
-        check_made_for(final, spec, SCORES.rule)
+        check_together(parts, spec)
+        check_made_for(final, spec)
         made_of = [part.spec["checkpoint"] for part in parts]
-        check_same("checkpoints", made_of, final.spec["checkpoints"], scores, SCORES.rule)
+        check_same("checkpoints", made_of, final.spec["checkpoints"], final)
         train_ids, target_ids = parts[0].ids("train_ids"), parts[0].ids("target_ids")
         truth = read_ground_truth(retrained, train_ids, target_ids, retrained_spec)
         masks, n_train = truth.masks, len(train_ids)
@@ -257,7 +256,7 @@ def evaluate_scores(
             if name == "random":
                 methods[name, "baseline", 0] = random_sums(masks, len(target_ids), block)
             if name == "bm25":
-                sums = _word_sums(masks, study_file, train_ids, target_ids, scores)
+                sums = _word_sums(masks, study_file, train_ids, target_ids, final)
                 methods[name, "baseline", 0] = sums
             if name == "same_class":
                 labels, own_labels = map(parts[0].vector, ("train_labels", "target_labels"))
@@ -308,7 +307,7 @@ def read_ground_truth(
             source.append(digest.hexdigest())
         else:
             with open_artifact(path, RETRAINED) as file:
-                check_retrained(file, spec, RETRAINED.rule)
+                check_retrained(file, spec)
                 masks, outputs = (
                     (file.matrix(key)[:], file.index(key), file.columns(key))
                     for key in ("masks", "outputs")

@@ -45,8 +45,7 @@ def find_flipped(
     assert spec.features.flipped is not None
     is_flipped = flipped_samples(len(table["id"]), **spec.features.flipped)
     with open_artifact(original, FEATURES) as file:
-        ids = file.ids("sample_ids")
-        check_same("training samples", table["id"], ids, original, FEATURES.rule)
+        check_same("training samples", table["id"], file.ids("sample_ids"), file)
         labels = file.vector("labels")
     train = pd.DataFrame({
         "id": table["id"],

@@ -20,7 +20,6 @@ from trak_core.spec import FeaturesSpec
 from trak_core.system.progress import blocks_with_progress, software
 
 _ROWS = 4096
-_RULE = "compute_features_shard"
 
 
 def _common(spec: dict) -> dict:
@@ -31,20 +30,19 @@ def _check(parts: Sequence[Artifact], spec: FeaturesSpec) -> None:
     """Refuse shards for another config, and those that the first one doesn't go with, by name."""
     end, first = 0, parts[0]
     for number, part in enumerate(parts, start=1):
-        settings = made_for(part, spec)
-        check_same("settings of today's config", *settings, part.path, _RULE)
+        check_same("settings of today's config", *made_for(part, spec), part)
         common = _common(first.spec), _common(part.spec)
-        check_same(f"specification of {first.path}", *common, part.path, _RULE)
+        check_same(f"specification of {first.path}", *common, part)
         expected = {"number": number, "of": len(parts), "first row": end}
         # A whole split says nothing of shards; its type is the same.
         shard = part.spec.get("shard") or {"rows": [None]}
         stored = {key: shard.get(key) for key in ("number", "of")}
         stored["first row"] = shard["rows"][0]
-        check_same("order of shards", expected, stored, part.path, _RULE)
+        check_same("order of shards", expected, stored, part)
         samples = first.spec["shard"].get("made_of"), shard.get("made_of")
-        check_same(f"samples that {first.path} is a shard of", *samples, part.path, _RULE)
+        check_same(f"samples that {first.path} is a shard of", *samples, part)
         n_rows = len(part.vector("sample_ids"))
-        check_same("rows of the shard", [end, end + n_rows], shard["rows"], part.path, _RULE)
+        check_same("rows of the shard", [end, end + n_rows], shard["rows"], part)
         end += n_rows
 
 

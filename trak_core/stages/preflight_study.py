@@ -56,9 +56,6 @@ class StudyModel:
     shapes and dtypes, and operations on them compute shapes. What they can't do is done with the
     model itself: a ``make_model`` or a forward pass that looks at numbers, or fails, and outputs
     that need embeddings. So all errors are the model's own.
-
-    Attributes:
-        module: The model.
     """
 
     def __init__(self, study: Study, model_output: str, *, without_numbers: bool) -> None:
@@ -127,12 +124,10 @@ _SHOWN = 8  # bad checkpoints whose messages are shown in full
 def _check_split(
     split: Split, model: StudyModel, output: ModelOutput, n_classes: int | None
 ) -> list[int | float]:
-    """Check labels and shapes of as many samples as ten seconds allow; jobs check every one again.
+    """Return the labels of as many samples as ten seconds allow, checked with their shapes.
 
-    Where texts differ in length, the longest that was read goes through the model.
-
-    Returns:
-        The labels that were read, as the numbers that tables have of them.
+    They are the numbers that tables have of them. Jobs check every sample again. Where texts differ
+    in length, the longest that was read goes through the model.
     """
     numbers: list[int | float] = []
     longest: tuple[object, Batch] | None = None
@@ -292,15 +287,13 @@ def preflight_study(
     read have ids for an experiment, None for the training data and for all that a question's file
     has. ``retraining`` are arguments of ``train`` that all checkpoints share, if models are
     retrained, and ``weighted`` says whether by sample weights; ``describes`` whether samples must
-    have texts. Keys and shapes of ``checkpoints``
-    are read, no numbers. ``without_numbers`` builds the model so too, if it can be. ``group_by``
-    are columns of the training samples, ``conditions`` descriptions of experiments' targets.
+    have texts. Keys and shapes of ``checkpoints`` are read, no numbers. ``without_numbers`` builds
+    the model so too, if it can be. ``group_by`` are columns of the training samples, ``conditions``
+    descriptions of experiments' targets. The first thing that doesn't hold is refused, and all
+    checkpoints that don't fit.
 
     Returns:
         ``n_params``; ``model_bytes``, of all that the model holds; ``n_samples`` of each split.
-
-    Raises:
-        InputError: At the first thing that doesn't hold; of the checkpoints, at all that don't fit.
     """
     study = Study.load(study_file)
     study.class_names()
@@ -312,7 +305,7 @@ def preflight_study(
         _check_retraining(study, retraining, weighted=weighted)
     if describes and not study.has("describe"):
         raise InputError(
-            f"{study_file}: for bm25 among baselines of `evaluation`, the study must define "
+            f"{study.name}: for bm25 among baselines of `evaluation`, the study must define "
             "describe(sample), which returns a sample's whole text. Found none. Define it, or "
             "leave bm25 out.",
             code="study.no_texts",
@@ -351,7 +344,7 @@ def preflight_study(
         except InputError as error:
             # A ready-made study names the user's own file; this one's is written by a start.
             is_ready = str(error.code).startswith("studies.")
-            place = "" if is_ready else f"{study_file}, {where}: "
+            place = "" if is_ready else f"{study.name}, {where}: "
             raise InputError(f"{place}{error}", error.code) from error
         if shards[name] > len(split.ids):
             raise InputError(

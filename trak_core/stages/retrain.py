@@ -22,21 +22,13 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from trak_core.artifacts import (
-    EMBEDDINGS,
-    RETRAINED,
-    SCORES,
-    check_made_for,
-    check_same,
-    create,
-    open_artifact,
-)
+from trak_core.artifacts import RETRAINED, SCORES, check_made_for, check_same, create, open_artifact
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, parse_spec, subset_size
-from trak_core.stages._inputs import content_hashes, read_embeddings
+from trak_core.stages._inputs import embeddings_hashes, read_embeddings
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -146,8 +138,8 @@ def _without_random(asked: _Asked) -> _Subsets:
 def _by_scores(asked: _Asked) -> _Subsets:
     (scores,), target_ids = asked.named_by, asked.naming["target_ids"]
     with open_artifact(scores, SCORES) as file:
-        check_made_for(file, parse_spec(ScoresSpec, asked.naming["scores_spec"]), SCORES.rule)
-        check_same("training samples", asked.train.ids, file.index("scores"), scores, SCORES.rule)
+        check_made_for(file, parse_spec(ScoresSpec, asked.naming["scores_spec"]))
+        check_same("training samples", asked.train.ids, file.index("scores"), file)
         values, columns = file.matrix("scores"), file.columns("scores")
         column = {target: i for i, target in enumerate(columns)}
         of_targets = [values[:, column[target]] for target in target_ids]
@@ -168,7 +160,7 @@ def _by_embeddings(asked: _Asked) -> _Subsets:
     cosines = [
         unit_rows(read(0, asked.n_train)) @ unit_rows(of_targets).T for read, of_targets in files
     ]
-    hashes = content_hashes(asked.named_by, EMBEDDINGS)
+    hashes = embeddings_hashes(asked.named_by)
     return _without_top(asked, np.mean(cosines, axis=0).T, embeddings=hashes)
 
 

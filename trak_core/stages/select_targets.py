@@ -33,11 +33,11 @@ def select_targets(
     parts, hashes = [], []
     for path in outputs:
         with open_artifact(path, OUTPUTS) as file:
-            check_made_for(file, spec.under(file.spec["checkpoint"]["id"]), OUTPUTS.rule)
+            check_made_for(file, spec.under(file.spec["checkpoint"]["id"]))
             names = ("labels", "outputs", "predictions")
             parts.append((file.ids("sample_ids"), *(file.vector(name) for name in names)))
             hashes.append(file.content_hash)
-            check_same("targets", parts[0][0], parts[-1][0], path, OUTPUTS.rule)
+            check_same("targets", parts[0][0], parts[-1][0], file)
     (ids, *_), (labels, *_) = ([part[i] for part in parts] for i in (0, 1))
     values, predictions = (np.stack([part[i] for part in parts]) for i in (2, 3))
     is_class = predictions.dtype.kind != "f"

@@ -104,7 +104,7 @@ def show_list(
         has_pool=pool is not None,
         described=study.has("describe"),
         drawn=draws,
-        study=study_file.name,
+        study=study.name,
     )
     with written_whole(page) as partial:
         partial.write_text(markup, encoding="utf-8")

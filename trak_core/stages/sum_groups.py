@@ -53,7 +53,7 @@ def sum_groups(
     ``checkpoint_scores`` and ``features`` are what they are made of.
     """
     with open_artifact(scores, SCORES) as file:
-        check_made_for(file, spec, SCORES.rule)
+        check_made_for(file, spec)
         train, scores_hash = file.table("train"), file.content_hash
     check_groups(group_by, train.drop(columns=["label", "prediction"]))
     groupings = [Grouping.of(name, train[name]) for name in group_by]
@@ -61,9 +61,8 @@ def sum_groups(
         kind = EXACT_SCORES if spec.features.projection.get("kind") == EXACT else CHECKPOINT_SCORES
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
-        check_together(parts, spec, kind)
-        ids = train["id"].tolist(), parts[0].ids("train_ids")
-        check_same("training samples", *ids, scores, SCORES.rule)
+        check_together(parts, spec)
+        check_same("training samples", train["id"].tolist(), parts[0].ids("train_ids"), file)
         rows = [
             similarity_rows(part, phi, normalize=spec.normalize)
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)

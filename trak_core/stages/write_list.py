@@ -1,6 +1,7 @@
 """Write lists to act on as CSV, best first: suspects, samples to take or drop, and copies."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,18 +46,17 @@ def write_list(
     ``self_influence`` is a file with one more column for ``suspects``, and ``study_file`` a study
     that names classes.
     """
-    with open_artifact(scores, SCORES) as file:
-        of_pool = "_pool" if spec.pool_digest else ""
-        check_made_for(file, spec, f"{SCORES.rule}{of_pool}")
+    rule = f"{SCORES.rule}{'_pool' if spec.pool_digest else ''}"
+    with open_artifact(scores, replace(SCORES, rule=rule)) as file:
+        check_made_for(file, spec)
         train, top_influences = file.table("train"), file.table("top_influences")
         targets = file.table("targets")
         model_output = file.spec["model_output"]
     for path in self_influence:
         with open_artifact(path, SELF_INFLUENCE) as file:
-            check_made_for(file, spec.of_self_influence(), SELF_INFLUENCE.rule)
+            check_made_for(file, spec.of_self_influence())
             own = file.table("train")
-        ids = train["id"].tolist(), own["id"].tolist()
-        check_same("training samples", *ids, path, SELF_INFLUENCE.rule)
+        check_same("training samples", train["id"].tolist(), own["id"].tolist(), file)
         train["self_influence"] = own["self_influence"]
     if kind == "suspects":
         rows = suspects(train)
@@ -103,8 +103,8 @@ def find_duplicates(
     checkpoint's scores of the targets, and ``study_file`` a study that names classes.
     """
     with open_artifact(train_path, FEATURES) as own, open_artifact(targets_path, FEATURES) as asked:
-        check_made_for(own, spec.of_train(), FEATURES.rule)
-        check_made_for(asked, spec.of_targets(), FEATURES.rule)
+        check_made_for(own, spec.of_train())
+        check_made_for(asked, spec.of_targets())
         among = str(spec.experiment)
         parts = [_pairs(own, own, "train", memory_mb), _pairs(own, asked, among, memory_mb)]
     pairs = pd.concat(parts, ignore_index=True)

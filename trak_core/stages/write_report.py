@@ -5,19 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trak_core.artifacts import EVALUATION, GROUPS, PROOF, REMOVALS
 from trak_core.errors import InputError
 from trak_core.report.describe_samples import EACH, find_examples, targets_of_mean, targets_shown
-from trak_core.report.read import (
+from trak_core.report.read_results import (
     File,
     Results,
     read_distortion,
-    read_evaluation,
     read_experiment,
     read_flipped,
-    read_groups,
     read_matrix,
-    read_proof,
-    read_removals,
+    read_measured,
     read_self_influence,
     read_timings,
     side_by_side,
@@ -89,19 +87,19 @@ def write_report(
     runs = experiments[0].spec["runs"]
     known = {TRAIN, *config["experiments"], *runs, *(c for ids in runs.values() for c in ids)}
     known |= {POOL, *config.get("lists", ())}
-    measured = {path.stem: read_removals(path, folder) for path in removals}
+    measured = {path.stem: read_measured(path, folder, REMOVALS) for path in removals}
     known |= {name for file in measured.values() for name in file.tables["summary"]["removed"]}
     results = Results(
         config=config,
         experiments=experiments,
         matrices=[read_matrix(path, folder) for path in normal_matrices],
         timings=read_timings(folder / "benchmarks", folder / "logs", known),
-        evaluations={path.stem: read_evaluation(path, folder) for path in evaluations},
+        evaluations={path.stem: read_measured(path, folder, EVALUATION) for path in evaluations},
         removals=measured,
         flipped=[read_flipped(path, folder) for path in flipped],
         self_influence=[read_self_influence(path, folder) for path in self_influence],
-        groups={path.stem: read_groups(path, folder) for path in groups},
-        proofs={path.stem: read_proof(path, folder) for path in proofs},
+        groups={path.stem: read_measured(path, folder, GROUPS) for path in groups},
+        proofs={path.stem: read_measured(path, folder, PROOF) for path in proofs},
         distortions=[read_distortion(path, folder) for path in distortion],
     )
     _check_scores(results)
@@ -115,6 +113,6 @@ def write_report(
     shared = side_by_side(experiments)
     also = [sample.id for sample in shared]
     examples = find_examples(study, experiments, study.split(TRAIN, None), targets, also=also)
-    page = report_page(results, examples, shared)
+    page = report_page(results, examples, shared, study.name)
     with written_whole(report) as partial:
         partial.write_text(page, encoding="utf-8")

@@ -160,11 +160,7 @@ _READERS = {
 
 
 def read_rows(path: str) -> list[dict[str, Any]]:
-    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, in order.
-
-    Raises:
-        InputError: If the file is not there, has another ending, can't be read, or has no rows.
-    """
+    """Return the rows of a ``.jsonl``, ``.csv``, ``.tsv`` or ``.parquet`` file, in order."""
     file = Path(path)
     if not file.is_file():
         raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.spec import ADAPTER_CONFIG
 from trak_core.study.weight_files import (
     ADAPTER_WEIGHTS,
@@ -168,8 +168,8 @@ def read_state_dict(checkpoint: Path) -> tuple[dict[str, Tensor], str]:
     sharded or not, or a folder of an adapter of PEFT's; anything else is an ``InputError``.
 
     Returns:
-        Names to tensors; and the SHA-256 of the files that decide the numbers, in order, as 64
-        hexadecimal digits. An adapter's config, or an index, comes before the weights.
+        Names to tensors; and the SHA-256 of the files that decide the numbers, in order. An
+        adapter's config, or an index, comes before the weights.
     """
     files, config = _weight_files(checkpoint)
     digest, state = hashlib.sha256(), {}
@@ -191,12 +191,6 @@ def _add_shard(state: dict[str, Tensor], saved: Any, path: Path) -> None:
             code="study.checkpoint_shards",
         )
     state.update(shard)
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return at most eight names, and how many more there are."""
-    shown = ", ".join(names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
 
 
 def _misfits(state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -299,8 +293,7 @@ def _tell_prefix(prefix: str, source: str) -> None:
 
 
 def _check_finite(weights: Mapping[str, Tensor], source: str) -> None:
-    bad = [key for key, value in weights.items() if not _is_finite(value)]
-    _refuse_not_finite(bad, source)
+    _refuse_not_finite([key for key, value in weights.items() if not _is_finite(value)], source)
 
 
 def _is_finite(values: Tensor) -> bool:
@@ -397,12 +390,9 @@ def _loads_plainly(model: nn.Module) -> bool:
 
 
 def _stream(model: nn.Module, files: Sequence[Path], index: Path | None, source: str) -> str:
-    """Do what ``load_state_dict`` does, with files of safetensors, a tensor at a time.
+    """Return the SHA-256 of ``read_state_dict``; do what ``load_state_dict`` does.
 
-    The process never holds weights beside the model's own.
-
-    Returns:
-        The SHA-256 that ``read_state_dict`` returns.
+    Files of safetensors are read a tensor at a time: no weights are held beside the model's own.
     """
     shapes: dict[str, Tensor] = {}
     for path in files:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trak_core.errors import InputError
+from trak_core.errors import InputError, listed
 from trak_core.spec import OPTIMIZER_FILE
-from trak_core.study.checkpoints import listed, shared_prefixes
+from trak_core.study.checkpoints import shared_prefixes
 from trak_core.study.weight_files import read_tensors
 
 # Where a file of model and optimizer has the latter.
@@ -44,10 +44,7 @@ def adam_scales(
     ``requires_grad`` when the study had made the model. The checkpoint is a folder with
     ``optimizer.pt``, as transformers' Trainer saves it, or a file with the state of model and
     optimizer. Without a state of an Adam that is known to be theirs, there is an ``InputError``.
-
-    Returns:
-        By name, in each parameter's shape, float32, on the CPU; and the SHA-256 of the file with
-        the state, 64 hexadecimal digits.
+    With factors by name, float32, on the CPU, comes the SHA-256 of the file with the state.
 
     Source: Kingma and Ba, "Adam", ICLR 2015, algorithm 1.
     """

@@ -33,18 +33,9 @@ def columns_of(
 ) -> pd.DataFrame:
     """Return the study's own columns of its training samples, or of an experiment's targets.
 
-    Args:
-        study: The study; None where ``question`` has lines.
-        name: ``TRAIN``, or the experiment.
-        ids: Those of the samples, in order.
-        question: The experiment's own file of targets; None for the study's ``target_data()``.
-
-    Returns:
-        A row a sample, in the order of ``ids``. A column is int64, float64 or texts of at most 255
-        bytes; one in which a value is missing is texts. No columns, where nothing is known.
-
-    Raises:
-        InputError: If the study's function fails, or returns something else.
+    There is a row a sample, in the order of ``ids``. A column is int64, float64 or texts of at most
+    255 bytes; one in which a value is missing is texts. No columns, where nothing is known. The
+    study is None where ``question``, the experiment's own file of targets, has lines.
     """
     if question is not None and question.suffix != ".py":
         known, lines, _ = read_questions(question)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
-from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
+from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, listed, no_room
 from trak_core.study.retraining_draws import flipped_labels
 
 _MAX_ID = 255
@@ -44,13 +44,12 @@ class Split:
         if unknown:
             raise InputError(
                 "Targets must be ids of the study's target_data(), or of the experiment's own "
-                f"data. Found {', '.join(map(str, unknown[:8]))}"
-                f"{' and more' if len(unknown) > 8 else ''}; it has {len(position)}, such as "
+                f"data. Found {listed(unknown)}; it has {len(position)}, such as "
                 f"{self.ids[0]} and {self.ids[-1]}."
             )
         twice = sorted(str(i) for i, count in Counter(ids).items() if count > 1)
         if twice:
-            raise InputError(f"A target must be listed once. Found twice: {', '.join(twice[:8])}.")
+            raise InputError(f"A target must be listed once. Found twice: {listed(twice)}.")
         rows = [position[i] for i in ids]
         return Split(Subset(cast(Any, self.samples), rows), list(ids))  # pyright: ignore[reportArgumentType]
 

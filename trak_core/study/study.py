@@ -21,6 +21,7 @@ same shapes; only texts of a language model may differ, in their number of token
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -75,6 +76,14 @@ class Study:
         with users_code(f"{path}: the study's file"):
             spec.loader.exec_module(module)
         return cls(path, module)
+
+    @property
+    def name(self) -> str:
+        """What the config calls it: its file, or what a start wrote that file for."""
+        written = re.fullmatch(r"(.+)_study_[0-9a-f]{8}", self.path.stem)
+        if written is None:
+            return str(self.path)
+        return f"{written[1]}.py" if hasattr(self.module, "own") else written[1]
 
     def function(self, name: str) -> Callable[..., Any]:
         """Return one of the study's functions; without it, raise an InputError."""

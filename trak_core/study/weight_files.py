@@ -244,16 +244,9 @@ def stream_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a safetensors file one at a time, in the order in which they lie.
 
-    The process holds no more of the file than one tensor. Arguments and errors are those of
-    ``read_tensors``, and more:
-
-    Args:
-        path: The file.
-        must: What it must be.
-        remedy: What to do.
-        update: The method of a hash.
-        like: What ``read_shapes`` returned.
-        places: Where tensors are read into that have the dtype, shape and memory of the file's.
+    The process holds no more of the file than one tensor. Further arguments than those of
+    ``read_tensors`` are ``like``, what ``read_shapes`` returned, and ``places``, where tensors are
+    read into that have the dtype, shape and memory of the file's.
 
     Yields:
         Name and tensor: that of ``places``, or a new one on the CPU.

@@ -58,11 +58,10 @@ def can_fork() -> bool:
 
 
 def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] | None:
-    """Start a server that imports ``modules``; one that fails says so in the job that needs it.
+    """Return the socket's name and the process of a server that imports ``modules``.
 
-    Returns:
-        The name of its socket, and the process, which ends with its standard input; None if it
-        can't listen.
+    It ends with its standard input. An import that fails says so in the job that needs it. None if
+    the server can't listen.
     """
     name = f"trak-{secrets.token_hex(16)}"
     server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
@@ -197,13 +196,10 @@ def libraries_since(before: Collection[str]) -> list[str]:
 
 
 def done_by_fork(function: str, argument: Any, imports: Sequence[str] = ()) -> bool:
-    """Have this process's work done by a fork, and end as it ends.
+    """Return False if no fork does this process's work; else end as the fork ends.
 
     The fork calls the function ``module:name`` with an argument that is ready for JSON, of a server
     that has imported ``imports``.
-
-    Returns:
-        False, if it must be done here.
     """
     server = os.environ.get(SOCKET)
     if server is None:
@@ -308,10 +304,9 @@ class Fork:
 
 
 def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
-    """Send a request, see ``Fork``, pass signals on to the fork, and wait for it.
+    """Return the return code of a fork for a request, see ``Fork``; None if there is no fork.
 
-    Returns:
-        The fork's return code, as Popen gives it; None if there is no fork.
+    Signals are passed on to it while it is waited for.
     """
     with Fork(server, request) as fork:
         if not fork.begins():
@@ -325,9 +320,15 @@ def status_of_fork(server: str, request: Mapping[str, Any]) -> int | None:
 
 
 def end_as(status: int) -> NoReturn:
-    """End this process as another one ended, by the same signal if it was one."""
+    """End this process as another one ended, by the same signal if it was one.
+
+    What has nothing more to do than that need not take its modules apart, which takes a job's
+    waiting process a seventh of its time.
+    """
     if status < 0:
         if -status not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 255)

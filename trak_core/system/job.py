@@ -25,7 +25,6 @@ from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
 from trak_core.errors import InputError, ToldToStopError, came_from_no_memory, no_room
-from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec, parse_spec
 
 # glibc's options, with the bytes that may lie free at the heap's end, and those of an array that is
 # taken from the heap, of which glibc allows no more.
@@ -365,7 +364,6 @@ def logged_to(path: str, minutes: float | None = None) -> Generator[None, None, 
 
 # Params that decide whether a job runs again, whether or not its stage takes them.
 _TRIGGERS = {"code", "signature", "digest"}
-_SPECS: tuple[type[Any], ...] = (FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec)
 # What stages import only when they come to it.
 _TABLES, _FIGURES = ("pandas", "tables"), ("matplotlib.backends.backend_agg",)
 _KERNELS = ("trak_core.projection.cpu.project:load_compiler()",)
@@ -403,12 +401,21 @@ def stage_of(name: str) -> Callable[..., None]:
     return getattr(importlib.import_module(stage_module(name)), name)
 
 
+def _specs() -> tuple[type[Any], ...]:
+    """Return the kinds of specs; a process that waits for its fork imports none."""
+    from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
+
+    return FeaturesSpec, NormalSpec, ScoresSpec, RetrainedSpec
+
+
 def convert_param(value: Any, hint: Any) -> Any:
     """Return what Snakemake passes (texts, plain values) as what a stage takes, by its type."""
+    from trak_core.spec import parse_spec
+
     kinds = (hint, *typing.get_args(hint))
     if value is None:
         return None
-    for spec in _SPECS:
+    for spec in _specs():
         if spec in kinds:
             return parse_spec(spec, value)
     if Path in kinds:

@@ -1,16 +1,18 @@
 # Check the config, fill in its defaults, say what decides each job's numbers, run the preflight.
 import atexit
 import gc
+import re
 import sys
 from contextlib import contextmanager
 from functools import cache
+from html import unescape
 from pathlib import Path
 
 import yaml
 from snakemake.io import get_flag_value
 from snakemake.settings.types import SharedFSUsage
 
-from trak_core.config.complete_config import check_given, check_paths
+from trak_core.config.cross_checks import check_given, check_paths
 from trak_core.config.memory_needs import weights_mb
 from trak_core.config.preflight import (
     check_sources,
@@ -19,7 +21,7 @@ from trak_core.config.preflight import (
     study_imports_of,
 )
 from trak_core.config.read_config import has_record, record_config
-from trak_core.config.ready_made import with_ready_study
+from trak_core.config.write_study_file import with_ready_study
 from trak_core.config.read_config import (
     check_config,
     check_unique_keys,

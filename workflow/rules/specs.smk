@@ -196,7 +196,13 @@ def name_results():
     if groups:
         logger.info(f"Groups: {', '.join(sorted(groups))}")
     if any(job.rule.name == "write_report" for job in jobs):
-        logger.info(f"Report: {folder}/report.html")
+        written = Path(folder, "report.html")
+        logger.info(f"Report: {written}")
+        # A report in a store is not on this disk.
+        page = written.read_text(encoding="utf-8") if written.exists() else ""
+        titles = "; ".join(re.findall('<div class="warning">\n<h3>(.*?)</h3>', page))
+        if titles:
+            logger.warning(f"The report warns: {unescape(titles)}.")
 
 
 def start_jobs_server():

@@ -155,15 +155,9 @@ def rademacher_slice_cpu(
     key: tuple[np.uint32, np.uint32, np.uint32],
     out: np.ndarray,
 ) -> None:
-    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``.
+    """Write ``rows[:, start:stop] @ R[first:]`` into ``out``, shape (n_samples, proj_dim), float32.
 
-    Args:
-        rows: Shape (n_samples, any), float32.
-        start: The first column to project.
-        stop: The column after the last, above ``start``.
-        first: Coordinate of column ``start``.
-        key: As for ``fill_words``.
-        out: Shape (n_samples, proj_dim), float32.
+    ``first`` is the coordinate of column ``start``, the key as for ``fill_words``.
     """
     _project_slice(rows, start, stop, first, key, holds_two_tiles(), out)
 
@@ -179,12 +173,9 @@ _C1, _C3, _C5 = np.float32(0.967765), np.float32(0.004002), np.float32(0.001905)
 
 @njit(inline="always")
 def normal_entry(word):
-    """Return the entry of a word: the centred sum of its bytes through a quintic.
+    """Return the entry of a word: the centred sum of its bytes through a quintic, in float32.
 
     Every operation is rounded by itself, in this order (``reference.py``).
-
-    Returns:
-        A float32.
     """
     pairs = (word & np.uint32(0x00FF00FF)) + ((word >> np.uint32(8)) & np.uint32(0x00FF00FF))
     byte_sum = (pairs & np.uint32(0xFFFF)) + (pairs >> np.uint32(16))

@@ -204,14 +204,10 @@ def project_cpu(
     its kernel adds up in, up to two results of whole tiles, and a slice of the gradients where they
     are not float32 or the slice has parts of several blocks.
 
-    Args:
-        blocks: Shape (n_samples, n_i) each, all of one dtype: float32, float16, or uint16 with the
-            bits of bfloat16. The first starts at ``offset``, each other where the last ends.
-        spec: A projection of any kind except ``identity``.
-        offset: Coordinate of the first column.
-        threads: How many slices are worked on at a time, or shares of the samples in them where
-            there are few slices; changes no bit.
-        out: Shape (n_samples, proj_dim), float32; added to.
+    Blocks have shape (n_samples, n_i), all of one dtype: float32, float16, or uint16 with the bits
+    of bfloat16. The first starts at ``offset``, each other where the last ends; ``out`` has shape
+    (n_samples, proj_dim), float32. The spec is of any kind except ``identity``. As many slices as
+    ``threads`` are worked on at a time, or shares of the samples in them, which changes no bit.
     """
     stop = offset + sum(block.shape[1] for block in blocks)
     if stop == offset or not len(out):

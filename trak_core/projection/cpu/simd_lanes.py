@@ -38,13 +38,10 @@ _CACHE_FOLDER = _cache_folder()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Decorate a function to be compiled at its first call; it releases the interpreter's lock.
+    """Return Numba's dispatcher of a function, which releases the interpreter's lock.
 
     The code is kept in the folder that NUMBA_CACHE_DIR names, else beside this file, else, where
     that cannot be written, in the user's cache.
-
-    Returns:
-        Numba's dispatcher, called as the function is.
     """
     # A setting of Numba that it reads when it decorates.
     before = config.CACHE_DIR  # pyright: ignore[reportAttributeAccessIssue]
@@ -71,14 +68,10 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
 
 @compiled
 def fill_words(words, first_call, q, tag, key):
-    """Write the words of the calls c0 = first_call, first_call + 1, ... at one q.
+    """Write the words of the calls c0 = first_call, first_call + 1, ... at one q, below 2^56.
 
-    Args:
-        words: Length a multiple of 4, uint32; written.
-        first_call: Unsigned 32 bit.
-        q: Unsigned, below 2^56.
-        tag: The kind's (``reference.py``).
-        key: The low and the high half of the seed, and the stream, all uint32.
+    The length of ``words``, uint32, is a multiple of 4. The tag is the kind's (``reference.py``);
+    the key has the low and the high half of the seed, and the stream, all uint32.
     """
     seed_low, seed_high, stream = key
     low, high = np.uint32(q & 0xFFFFFFFF), np.uint32((q >> 32) | (tag << 24))
@@ -236,12 +229,8 @@ def _transpose(_, x, row, matrix, first, column):
 def fill_lanes(x, rows, at, start, stop):
     """Copy the columns ``at, at + 1, ...`` of ``rows`` from start to stop into lanes.
 
-    Args:
-        x: Shape (n_tiles, n * 8), float32; zeros for columns outside of start to stop.
-        rows: Shape (n_samples, any), float32.
-        at: Column for the first row of lanes; may lie before ``start``.
-        start: First column to be read.
-        stop: The column after the last.
+    Lanes have shape (n_tiles, n * 8), with zeros for columns outside of start to stop; rows have
+    (n_samples, any). Both are float32. ``at`` may lie before ``start``.
     """
     n = x.shape[1] // LANES
     if at < start or at + n > stop:

@@ -291,17 +291,10 @@ def tensor_sketch_slice_cpu(rows, start, stop, first, starts, places, shapes, bu
 
 @compiled
 def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out):
-    """Write count sketches of both factors of each token, one beside the other.
+    """Write count sketches of both factors of each token, entries of either in turn.
 
-    Args:
-        left: Shape (tokens, n0), float32.
-        right: Shape (tokens, n1), float32.
-        scales: What each token's factors are multiplied by first, shape (tokens, 2), float32.
-        bucket0: Buckets of left's columns, as in ``Sides``.
-        sign0: Signs of left's columns.
-        bucket1: Buckets of right's columns.
-        sign1: Signs of right's columns.
-        out: Shape (tokens, 2 k), float32: entries of left's and of right's sketch in turn.
+    Factors have shapes (tokens, n0) and (tokens, n1), and are multiplied first by ``scales``, shape
+    (tokens, 2); ``out`` has (tokens, 2 k). All are float32, buckets and signs as in ``Sides``.
     """
     for t in range(len(left)):
         row = out[t]
@@ -317,9 +310,7 @@ def fill_pairs_cpu(left, right, scales, bucket0, sign0, bucket1, sign1, out):
 def add_squares_cpu(numbers, out):
     """Add the squares of complex numbers, real and imaginary parts in turn, over the tokens.
 
-    Args:
-        numbers: Shape (samples, tokens, 2 k), float32.
-        out: Shape (samples, 2 k), float64; added to.
+    They have shape (samples, tokens, 2 k), float32; ``out`` has (samples, 2 k), float64.
     """
     sums = np.empty(2 * _FREQUENCIES, np.float32)
     for b in range(len(numbers)):
@@ -339,9 +330,8 @@ def add_squares_cpu(numbers, out):
 def fold_squares_cpu(numbers, out):
     """Write the squares of complex numbers z_f, less the conjugates of those of z_(k - f).
 
-    Args:
-        numbers: Shape (tokens, 2 k), float32, real and imaginary parts in turn.
-        out: Shape (tokens, 2 (k // 2 + 1)), float32, likewise.
+    They have shape (tokens, 2 k), real and imaginary parts in turn, ``out`` likewise (tokens,
+    2 (k // 2 + 1)); both are float32.
     """
     k = numbers.shape[1] // 2
     for t in range(len(numbers)):

@@ -156,13 +156,9 @@ def portable_variant(spec: ProjectionSpec, bfloat16: bool, n_rows: int) -> Varia
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How much one block of threads holds.
+    """What a block of threads holds: tiles of 8 rows, and warps side by side over columns.
 
-    Attributes:
-        sample_tiles: Number of tiles of 8 rows.
-        column_tiles: Tiles of 16 columns that a warp holds; even.
-        n_warps: Warps side by side over columns.
-        n_blocks: Blocks of threads a multiprocessor should hold.
+    A warp holds an even number of tiles of 16 columns, a multiprocessor ``n_blocks`` of threads.
     """
 
     sample_tiles: int

@@ -25,14 +25,9 @@ _LOW = uint64(0xFFFFFFFF)
 
 
 def kernel(n_threads: int, n_blocks: int = 1) -> Callable[..., Any]:
-    """Return the decorator of a kernel.
+    """Return the decorator of a kernel of blocks of so many threads, at most.
 
-    Args:
-        n_threads: Threads of a block, at most.
-        n_blocks: How many such blocks a multiprocessor should be able to hold.
-
-    Returns:
-        ``cuda.jit`` with these bounds; the simulator knows none.
+    A multiprocessor should be able to hold ``n_blocks``. The simulator knows no bounds.
     """
     return cuda.jit if SIMULATED else cuda.jit(launch_bounds=(n_threads, n_blocks))
 

@@ -30,11 +30,7 @@ def is_simulated() -> bool:
 
 @cache
 def require_numba_cuda() -> None:
-    """Raise an error that explains unless kernels can be compiled and started here.
-
-    Raises:
-        InputError: If numba-cuda is missing, or does not find the driver or its compiler.
-    """
+    """Raise an error that explains unless kernels can be compiled and started here."""
     if is_simulated():
         return
     # A numba without it has a CUDA target of its own, no longer maintained and never tried here.
@@ -61,10 +57,9 @@ def require_numba_cuda() -> None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU; the simulator stands for one without tensor cores.
+    """Return the compute capability of a GPU, which must not be too old.
 
-    Raises:
-        InputError: If kernels are simulated and the device is a GPU, or if the GPU is too old.
+    The simulator stands for one without tensor cores.
     """
     if is_simulated():
         if device.type == "cuda":
@@ -98,8 +93,7 @@ def choose(
 ) -> "project_slices.Method":
     """Return the one method that projects gradients of a dtype on a device; there is no other try.
 
-    Raises:
-        InputError: If no kernel can: an old GPU, a kind without kernels, or a proj_dim too large.
+    Refused are an old GPU, a kind without kernels, and a proj_dim that is too large.
     """
     # Only now: kernels need what ``require_numba_cuda`` looks for.
     from trak_core.projection.cuda import dense, project_slices, sketches
@@ -155,17 +149,9 @@ def require_right_matrix(
     """Compare the bits of R that a kernel makes with the definition, at its first use on a device.
 
     Rows of zeros with a single one pick out single rows of R, at coordinates beyond 2^32, across
-    the edge of a slice and in all places of a block of 128.
-
-    Args:
-        method: What ``choose`` returned for the spec, dtype and device.
-        spec: The projection.
-        dtype: The dtype of the gradients.
-        device: Where they are.
-        n_samples: The gradients' rows; their number decides which variant of a kernel runs.
-
-    Raises:
-        InputError: If the kernel cannot be compiled or started, or if any entry differs.
+    the edge of a slice and in all places of a block of 128. The method is what ``choose`` returned;
+    ``n_samples``, the gradients' rows, decides which variant of a kernel runs. Refused is a kernel
+    that cannot be compiled or started, or has another entry.
     """
     from trak_core.projection.cuda import project_slices
 
@@ -244,10 +230,6 @@ def project_cuda(blocks: Sequence[Any], spec: ProjectionSpec, offset: int, out: 
         spec: The projection; not of kind ``identity``.
         offset: Coordinate of the first column.
         out: Shape (n_samples, spec.proj_dim), float32, on the same device; may be strided.
-
-    Raises:
-        InputError: If numba-cuda, a driver or a capable GPU is missing, if ``proj_dim`` is too
-            large for the kind, or if the kernel does not make the right matrix on this GPU.
     """
     require_numba_cuda()
     # Only now: it needs what was just looked for.

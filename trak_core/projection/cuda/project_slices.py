@@ -42,13 +42,9 @@ _THREADS = 256  # of a block that adds up slices
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A compiled kernel, and how it is started.
+    """A compiled kernel, with the arguments above and ``more``, and how it is started.
 
-    Attributes:
-        kernel: With the arguments above.
-        grid: Blocks of threads for one slice, in x and in z.
-        n_threads: Threads of a block.
-        more: Further arguments.
+    The grid has the blocks of threads for one slice, in x and in z.
     """
 
     kernel: Any
@@ -62,9 +58,7 @@ class Method:
     """How gradients of a dtype are projected on a device.
 
     Attributes:
-        name: For messages.
         variant: The kernel for this many rows.
-        dtype: What the kernel reads.
         n_planes: 2 if float32 gradients come as bfloat16 high and low parts, else 1.
         alignment: In coordinates. The kernel reads a block in place if its start and row length are
             multiples of it.
@@ -122,11 +116,8 @@ def _add_partials_kernel(
 def add_partials(partials: torch.Tensor, n_planes: int, out: torch.Tensor) -> None:
     """Add the sums of all slices to ``out``, in the order of the slices.
 
-    Args:
-        partials: Shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are
-            added together first.
-        n_planes: How many planes each row has.
-        out: Shape (n_rows, proj_dim), float32; may be strided.
+    They have shape (n_slices, n_planes * n_rows, proj_dim), float32; planes of one matrix are added
+    together first. ``out``, (n_rows, proj_dim), may be strided.
     """
     n_rows, proj_dim = out.shape
     n_blocks = min(4096, -(-n_rows * proj_dim // _THREADS))
@@ -162,17 +153,13 @@ def runs(
     most_in_place: int,
     most_gathered: int,
 ) -> Iterator[Run]:
-    """Cut the coordinates of consecutive blocks into runs of slices.
+    """Cut the coordinates of consecutive blocks into runs that cover every slice once, in order.
 
-    Args:
-        bounds: First coordinate and one past the last of each block, none of them empty.
-        in_place: Which blocks the kernel can read where they are.
-        least: Slices that make it worth while to read a block in place rather than with others.
-        most_in_place: Slices of a launch that reads in place.
-        most_gathered: Slices of a launch that gathers.
+    Blocks have ``bounds``, first coordinate and one past the last, none of them empty; the kernel
+    can read some ``in_place``, which is worth while from ``least`` slices on.
 
     Yields:
-        Runs that cover every slice once, in order.
+        Runs of at most ``most_in_place`` slices, or ``most_gathered``.
     """
     first, end = bounds[0][0], bounds[-1][1]
     done, last = first // SLICE, -(-end // SLICE)
@@ -209,11 +196,8 @@ def _gather(
 ) -> None:
     """Copy the coordinates from ``origin`` on into ``buffer``, zeros where there are none.
 
-    Args:
-        buffer: Shape (n_planes, n_rows, n); with two planes, of bfloat16, high and low parts.
-        blocks: All blocks.
-        starts: Coordinate at which each begins.
-        origin: Coordinate of the buffer's first column.
+    It has shape (n_planes, n_rows, n), with two planes high and low parts of bfloat16. Each block
+    begins at a coordinate of ``starts``.
     """
     buffer.zero_()
     for block, start in zip(blocks, starts, strict=True):

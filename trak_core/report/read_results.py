@@ -22,6 +22,7 @@ from trak_core.artifacts import (
     SCORES,
     SELF_INFLUENCE,
     Artifact,
+    ArtifactKind,
     open_artifact,
 )
 from trak_core.model_outputs.table import About, about_output
@@ -120,15 +121,9 @@ class Results:
     def files(self) -> list[File]:
         """Every file that the report stands on."""
         measured = (*self.evaluations.values(), *self.removals.values(), *self.flipped)
+        others = (*self.groups.values(), *self.proofs.values())
         scored = (*self.experiments, *self.matrices)
-        return [
-            *scored,
-            *measured,
-            *self.self_influence,
-            *self.distortions,
-            *self.groups.values(),
-            *self.proofs.values(),
-        ]
+        return [*scored, *measured, *self.self_influence, *self.distortions, *others]
 
 
 def _file(
@@ -141,11 +136,7 @@ def _file(
 def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
     """Return an experiment's final scores: all targets, and the strongest influences on some.
 
-    Args:
-        path: Its scores.
-        results: The results folder.
-        n_shown: Targets whose influences are kept, from the first.
-        each: Influences of either sign kept for each.
+    Influences are those on the first ``n_shown`` targets, ``each`` of either sign.
 
     Returns:
         Tables ``targets``, ``shown`` (the first of them), ``top_influences`` (on those),
@@ -158,9 +149,6 @@ def read_experiment(path: Path, results: Path, n_shown: int, each: int) -> File:
         near 0 at the ends of runs; ``right``, the part whose prediction is the label;
         ``influential``, the ids of all in the file's ``top_influences``; ``most_harmful``, the ids
         of up to 100 that harm targets most; and ``n_harmful``, how many harm more than they help.
-
-    Raises:
-        ArtifactError: If the file is not what it must be, or of a version before the report.
     """
     with open_artifact(path, SCORES) as file:
         targets, train = file.table("targets"), file.table("train")
@@ -255,12 +243,8 @@ def strongest(experiment: File, target: Any, sign: int) -> list[Any]:
 class Shared:
     """A training sample that stands out in more than one experiment.
 
-    Attributes:
-        id: Its id.
-        label: Its label.
-        moved: For each experiment, in order, its ``harm`` and ``help``, the mean ``score``, and
-            whether it ``stands_out``: it is beside a target that is shown, or among the 100 that
-            harm most.
+    ``moved`` has, for each experiment in order, its ``harm`` and ``help``, the mean ``score``, and
+    whether it ``stands_out``: beside a target that is shown, or among the 100 that harm most.
     """
 
     id: Any
@@ -335,43 +319,32 @@ def read_distortion(path: Path, results: Path) -> File:
         return _file(file, results, tables, n_samples=n_samples, n_streams=n_streams)
 
 
-def read_evaluation(path: Path, results: Path) -> File:
-    """Return an experiment's LDS; tables ``sweep`` and ``best`` only where settings were swept."""
-    with open_artifact(path, EVALUATION) as file:
-        keys = ("summary", "targets", "checkpoints", "sweep", "best")
-        tables = {key: file.table(key) for key in keys if file.has(key)}
-        names = ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence")
-        numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
-        return _file(file, results, tables, **numbers)
+# What the report shows of files as they are: tables, and single numbers.
+_SHOWN = {
+    EVALUATION: (
+        ("summary", "targets", "checkpoints", "sweep", "best"),
+        ("n_subsets", "part_kept", "n_seeds", "same_seeds", "n_targets", "confidence"),
+    ),
+    REMOVALS: (("summary",), ()),
+    PROOF: (("summary",), ("confidence", "n_draws", "n_targets")),
+    GROUPS: (("groups", "differences"), ("confidence", "n_runs", "n_targets")),
+}
 
 
-def read_removals(path: Path, results: Path) -> File:
-    """Return what became of an experiment's targets without their most helpful samples."""
-    with open_artifact(path, REMOVALS) as file:
-        return _file(file, results, {"summary": file.table("summary")})
+def read_measured(path: Path, results: Path, kind: ArtifactKind) -> File:
+    """Return an evaluation, removals, a proof or groups; some tables may not be there.
 
-
-def read_groups(path: Path, results: Path) -> File:
-    """Return scores by groups: tables ``groups`` and, where there are any, ``differences``.
-
-    The largest differences come first, whatever their sign.
+    The largest differences of groups come first, whatever their sign.
     """
-    with open_artifact(path, GROUPS) as file:
-        tables = {"groups": file.table("groups")}
-        if file.has("differences"):
-            tables["differences"] = file.table("differences").sort_values(
+    keys, names = _SHOWN[kind]
+    with open_artifact(path, kind) as file:
+        tables = {key: file.table(key) for key in keys if file.has(key)}
+        if "differences" in tables:
+            tables["differences"] = tables["differences"].sort_values(
                 "difference", key=np.abs, ascending=False, kind="stable"
             )
-        names = ("confidence", "n_runs", "n_targets")
-        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
-
-
-def read_proof(path: Path, results: Path) -> File:
-    """Return what models retrained by a list say, beside those of random samples."""
-    with open_artifact(path, PROOF) as file:
-        names = ("confidence", "n_draws", "n_targets")
-        tables = {"summary": file.table("summary")}
-        return _file(file, results, tables, **{name: file.attribute(name) for name in names})
+        numbers = {name: file.attribute(name) for name in names if name in file.file.attrs}
+        return _file(file, results, tables, **numbers)
 
 
 def read_flipped(path: Path, results: Path) -> File:
@@ -390,18 +363,12 @@ def read_self_influence(path: Path, results: Path) -> File:
 
 
 def read_timings(folder: Path, logs: Path, known: set[str]) -> pd.DataFrame:
-    """Sum up the jobs of each rule; leftovers of removed checkpoints or experiments don't count.
+    """Return ``n_jobs``, ``seconds``, ``longest`` and ``peak_mib`` of the jobs of each rule.
 
-    Args:
-        folder: What Snakemake's ``benchmark:`` left: one folder a rule, or one file for a rule of
-            one job.
-        logs: Likewise, each job's log, whose last line is its peak memory. Where there is none,
-            what Snakemake measured counts.
-        known: Names that may stand in the files' paths: train, checkpoints, experiments, baselines.
-
-    Returns:
-        One row a rule, by name: ``n_jobs``, ``seconds`` of all and of the ``longest``, and
-        ``peak_mib``, the largest resident memory of one job, NaN where jobs were too short.
+    Snakemake's ``benchmark:`` left one folder a rule, or one file for a rule of one job. A job's
+    log likewise ends with its peak resident memory; where there is none, what Snakemake measured
+    counts, NaN where jobs were too short. Leftovers of removed checkpoints or experiments don't
+    count: ``known`` are the names that may stand in paths.
     """
     jobs = []
     for path in sorted(folder.rglob("*.tsv")):

@@ -39,12 +39,7 @@ _ROUNDING = 8
 
 
 class Recomputation:
-    """The repeated blocks of a model: members of lists with several of one class.
-
-    Attributes:
-        found: The blocks.
-        is_on: Whether blocks forget what they save.
-    """
+    """The repeated blocks of a model, ``found`` as members of lists with several of one class."""
 
     def __init__(self, model: nn.Module):
         """Find the blocks, and leave them as they are."""

@@ -1,4 +1,4 @@
-"""Write the study's file of a config with `study_arguments`; standard library only."""
+"""Write the Python file that a config's `study_arguments` stand for; standard library only."""
 
 import ast
 import csv
@@ -45,14 +45,10 @@ own = Study.load(Path({path!r})).module
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A ready-made study.
+    """A ready-made study, and the model output of a config that names none; None where it must.
 
-    Attributes:
-        model_output: The model output of a config that names none; None where it must.
-        files: The arguments that are files or folders of data, whose content counts.
-        takes_weights: Whether the model is built from a checkpoint's folder.
-        draws: Whether it draws its samples.
-        names_images: Whether ``files`` may be tables of images' paths.
+    The content of ``files``, arguments that name data, counts; with ``names_images`` they may be
+    tables of images' paths. A model that ``takes_weights`` is built from a checkpoint's folder.
     """
 
     model_output: str | None
@@ -86,11 +82,10 @@ _WITHOUT_OTHERS = set(_FUNCTIONS) - {"encode", "describe"}
 def with_ready_study(config: Mapping[str, Any], *, writes: bool = True) -> dict[str, Any]:
     """Return a config whose study is a file, which is written if there are ``study_arguments``.
 
-    ``study: language_model`` becomes a file in the results folder, which is not written where
-    ``writes`` is false; the files that ``study_arguments`` name are among ``data_files``, and its
-    model output is filled in. The weights that a language model is built from are those of the
-    first checkpoint, unless given. A Python file becomes one that gives its functions those
-    arguments that they have as keywords; it and its modules are ``data_files`` then.
+    It lies in the results folder, and is not written where ``writes`` is false. Files that the
+    arguments name are among ``data_files``; a model output is filled in, and the weights of the
+    first checkpoint. A Python file becomes one that gives its functions those arguments that they
+    have as keywords; it and its modules are ``data_files`` then.
     """
     name, arguments = config.get("study"), config.get("study_arguments")
     if not isinstance(name, str) or (name.endswith(".py") and not isinstance(arguments, Mapping)):
@@ -215,7 +210,6 @@ def _check_arguments(name: str, arguments: Mapping[str, Any], about: _Ready) -> 
 
 
 def _refuse_results_in(arguments: Mapping[str, Any], results: str) -> None:
-    """Refuse folders of images in which the results would lie, as one more class."""
     for key in ("images", "targets"):
         folder = Path(str(arguments.get(key)))
         if folder.is_dir() and Path(results).resolve().is_relative_to(folder.resolve()):
