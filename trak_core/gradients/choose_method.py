@@ -108,7 +108,7 @@ def choose_method(
 
 
 # Below so many, passes by factors, a sample each, are slower than plain autograd, whose gradients
-# stay in a core's caches (benchmarks/RESULTS.md).
+# stay in a core's caches (benchmarks/RESULTS.md). Recurrent layers, which give none, don't count.
 _LEAST_PARAMETERS = 8_000_000
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
@@ -158,7 +158,11 @@ def _alone_or_beside_copies(
         wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
         return gradients_with_copies, f"{notice} which is slower. And {wrong}."
     notice = f"{notice} with the same numbers but slower."
-    if n_params(given[1]) < _LEAST_PARAMETERS and not reads_terms:
+    model, parameters, *_ = given
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.RNNBase))
+    recurrent = {id(p) for layer in layers for p in layer.parameters()}
+    others = {name: p for name, p in parameters.items() if id(p) not in recurrent}
+    if n_params(others) < _LEAST_PARAMETERS and not reads_terms:
         return gradients_one_by_one, notice
     return _in_turn_or_plain(given, plain), notice
 
