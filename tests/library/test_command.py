@@ -1,6 +1,7 @@
 """The command `trak`: what it calls, and what it says of a call that can't be right."""
 
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -89,3 +90,21 @@ def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypa
         config.write_text(bad)
         run("mine.yaml", [])
     assert len(begun) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="runs on Linux and macOS")
+def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):
+    (tmp_path / "mine.yaml").touch()
+    command = [sys.executable, "-m", "trak_core.command.main", "run", "mine.yaml"]
+    starting = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert starting.stderr is not None
+    assert starting.stderr.readline().startswith("snakemake ")  # then it becomes Snakemake
+    starting.send_signal(signal.SIGINT)
+    said = starting.communicate(timeout=60)[1]
+    assert (starting.returncode, said) == (130, "\nStopped by Ctrl-C before any job began.\n")

@@ -1,10 +1,10 @@
 """The command ``trak``: its words, and what each calls."""
 
+import signal
 import sys
 from collections.abc import Sequence
 
 from trak_core import __version__
-from trak_core.command.run import run
 from trak_core.errors import InputError
 
 _USAGE = """\
@@ -48,6 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
             ask(words[1:])
         else:
+            if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of imports
+            from trak_core.command.run import run
+            from trak_core.system.job import stop_before_jobs
+
+            if arguments is None:
+                stop_before_jobs()
             run(words[1], words[2:])
     except InputError as error:
         sys.exit(f"Error: {error}")

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -11,12 +12,21 @@ import yaml
 
 from trak_core.errors import InputError
 from trak_core.system.files import CONFIG_RECORD
-from trak_core.system.fork_client import start_early
+from trak_core.system.fork_client import name_library, start_early
 
 _PACKAGE = Path(__file__).parents[1]
 # Options by which a call says itself how much may run at a time.
 _SAY_HOW_MUCH = ("-c", "--cores", "-j", "--jobs", "--profile")
 _CLUSTERS = ("slurm", "slurm-gpu")
+# `python -m snakemake`, where Ctrl-C shows no traceback: its imports take a second.
+_SNAKEMAKE = """
+import sys
+from trak_core.system.job import stop_before_jobs
+stop_before_jobs()
+from snakemake.cli import main
+sys.argv[0] = "snakemake"
+main()
+"""
 # And options by which jobs run elsewhere.
 _ELSEWHERE = ("-e", "--executor", "--profile", "--workflow-profile")
 
@@ -97,6 +107,12 @@ def run(config: str, arguments: Sequence[str]) -> None:
     print(shlex.join(command), file=sys.stderr, flush=True)
     if _is_new(Path(config), arguments):
         start_early(["trak_core.stages.preflight_study"])  # what every study needs
-    # A module of the user's folder must not stand for an installed one, hence -P.
-    # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
-    os.execv(sys.executable, [sys.executable, "-P", "-m", *command])
+    name_library()
+    # Until the next Python can hear it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        # A module of the user's folder must not stand for an installed one, hence -P.
+        # ruff: ignore[start-process-with-no-shell] -- this very Python, and words that stay apart
+        os.execv(sys.executable, [sys.executable, "-P", "-c", _SNAKEMAKE, *command[1:]])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -64,6 +64,8 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
     the server can't listen.
     """
     name = f"trak-{secrets.token_hex(16)}"
+    # From its first moment on: Ctrl-C is for who waits for its forks.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     server = subprocess.Popen(  # ruff: ignore[subprocess-without-shell-equals-true]
         [sys.executable, "-m", "trak_core.system.fork_server", name, *modules],
         # A module in the user's folder must not stand for one of ours.
@@ -72,6 +74,7 @@ def serve_forks(modules: Iterable[str]) -> tuple[str, subprocess.Popen[bytes]] |
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert server.stdout is not None
     # It listens before it imports: jobs that come meanwhile wait for it.
     listens = bool(server.stdout.read(1))

@@ -238,6 +238,22 @@ def run_to_the_end(work: Callable[[], None]) -> NoReturn:
     os._exit(status & 255)
 
 
+def _end_before_jobs(_number: int, _frame: FrameType | None) -> None:
+    os.write(2, b"\nStopped by Ctrl-C before any job began.\n")
+    os._exit(128 + signal.SIGINT)
+
+
+def stop_before_jobs() -> None:
+    """Have Ctrl-C end this process with one line, until ``explain_interrupts`` takes over.
+
+    So does one that was held back until now.
+    """
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
+        signal.signal(signal.SIGINT, _end_before_jobs)
+    if os.name == "posix":
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def explain_interrupts(results: str, *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
@@ -247,7 +263,7 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _end_before_jobs):
         return
     goodbye = (
         f"Stopped by Ctrl-C. What is finished stays in {results}, and nothing there is "
