@@ -51,9 +51,12 @@ def _groups(chosen: Mapping[str, nn.Parameter], n: int) -> Iterator[dict[str, nn
 
 
 def _kernels(
-    model: nn.Module, moments: Mapping[str, Tensor], about: Board, output: ModelOutput
+    model: nn.Module, moments: Mapping[str, Tensor] | None, about: Board, output: ModelOutput
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return inner products of all gradients, those under Adam, and f; rows are all pieces."""
+    """Return inner products of all gradients, those under Adam, if there are moments, and f.
+
+    Rows are all pieces.
+    """
     n = len(about.tokens)
     plain, adam, outputs = np.zeros((n, n)), np.zeros((n, n)), np.zeros(n)
     parts = _parts(about, output)
@@ -65,8 +68,9 @@ def _kernels(
         ):
             block = torch.cat(blocks)
             plain += (block @ block.T).numpy()
-            block /= moments[name].flatten().sqrt() + 1e-8
-            adam += (block @ block.T).numpy()
+            if moments is not None:
+                block /= moments[name].flatten().sqrt() + 1e-8
+                adam += (block @ block.T).numpy()
     return plain, adam, outputs
 
 
@@ -86,7 +90,7 @@ def products_of(about: Board, folder: Path, run: str, at: float, k: int | None) 
                 found["outputs"] = -losses(model, about.tokens).numpy()
         else:
             plain, adam, outputs = _kernels(model, moments, about, LANGUAGE_MODELLING)
-            by_tokens, _, token_outputs = _kernels(model, moments, about, TOKEN_LOG_ODDS)
+            by_tokens, _, token_outputs = _kernels(model, None, about, TOKEN_LOG_ODDS)
             with torch.no_grad():
                 hidden = model(input_ids=about.tokens, output_hidden_states=True).hidden_states
             found = {
@@ -177,6 +181,9 @@ def all_scores(about: Board, folder: Path) -> dict[str, np.ndarray]:
         "gradient cosine, the end": of(cosine)(end),
         "gradient cosine, along": along(of(cosine)),
     }
+    if (folder / "newton.npz").exists():  # of board_newton.py
+        with np.load(folder / "newton.npz") as file:
+            found |= dict(file)
     texts, asked = about.pieces[:n], about.pieces[n:]
     found |= {"BM25": bm25(texts, asked), "TF-IDF": tf_idf(texts, asked)}
     return found | {"embedding cosine, the end": cosines(end["means"], n, m)}

@@ -19,6 +19,7 @@ from torch.utils.data import default_collate
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model.features import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
+from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.spec import ProjectionKind, ProjectionSpec, matrix_shape
 from trak_core.study.study import Study
 
@@ -75,9 +76,14 @@ def all_rows(study: Study) -> tuple[dict[str, Tensor], int, int]:
 
 
 def features(
-    model: nn.Module, parts: list[Any], kind: ProjectionKind, k: int, stream: int
+    model: nn.Module,
+    parts: list[Any],
+    kind: ProjectionKind,
+    k: int,
+    stream: int,
+    output: ModelOutput = LANGUAGE_MODELLING,
 ) -> np.ndarray:
-    """Return features of batches of texts, one after the other, shape (N, k)."""
+    """Return features of batches of samples, one after the other, shape (N, k)."""
     chosen = select_parameters(model, None)
     shapes = [matrix_shape(p.shape) for p in chosen.values()]
     n_params = sum(p.numel() for p in chosen.values())
@@ -93,7 +99,7 @@ def features(
     rows = []
     for part in parts:
         sums = Features.zeros(chosen, [spec], len(part), threads=1)
-        gradients_at_once(model, chosen, LANGUAGE_MODELLING, part, sums)
+        gradients_at_once(model, chosen, output, part, sums)
         rows.append(sums.scaled()[0].numpy())
     return np.concatenate(rows)
 

@@ -68,6 +68,8 @@ def kind_of(schema: Mapping[str, Any]) -> str:
 def _plural(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(_code(value) for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(_plural(part) for part in schema["anyOf"])
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return " or ".join(
         {"string": "texts", "integer": "integers", "number": "numbers"}[t] for t in types

@@ -54,6 +54,7 @@ def test_weights_and_texts(capsys):
     files = {"out/config.json": CAUSAL, "train.jsonl": TEXTS, "asked.jsonl": TEXTS}
     assert written(files) == {
         "study": "language_model",
+        "scoring": {"damping": 1},
         "study_arguments": {"texts": "train.jsonl"},
         "checkpoints": {"out": "out"},
         "experiments": {"asked": {"data": "asked.jsonl"}},

@@ -5,7 +5,10 @@ import graphlib
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
@@ -25,15 +28,17 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 ONLY_IN = {"numba": {"projection"}, "h5py": {"artifacts"}, "jinja2": {"report"}, "snakemake": set()}
 
 
+@cache
 def imported(path):
-    """Yield every dotted name that a module imports: of modules, and of what is taken from them."""
+    """Every dotted name that a module imports: of modules, and of what is taken from them."""
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert not node.level, path
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def part_of(path):
@@ -150,6 +155,7 @@ assert not {"torch._dynamo", "sympy"} & set(sys.modules)
 """
 
 
+@pytest.mark.gate
 def test_what_a_start_must_not_cost():
     """Every start of Snakemake and every scoring job would pay for these imports."""
     program = """

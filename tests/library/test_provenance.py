@@ -1,3 +1,4 @@
+import builtins
 import importlib
 import itertools
 import os
@@ -119,21 +120,49 @@ def test_digests_on_record_are_those_of_the_code(toy, tmp_path, monkeypatch):
 
 
 def test_closure_holds_every_module_that_importing_runs():
-    """The walk over import statements against what Python really imports."""
+    """The walk over import statements against what Python really imports: all, once."""
+    edges = {}
 
-    def modules():
-        return {name for name in sys.modules if name.split(".")[0] == "trak_core"}
+    def ours():
+        return {name for name in sys.modules if name.partition(".")[0] == "trak_core"}
+
+    def watched(importer):
+        def taking(name, globals=None, locals=None, fromlist=(), *level, **more):
+            given = (globals,) if importer is real else (globals, locals, fromlist, *level)
+            module = importer(name, *given, **more)
+            taken = {name, *(f"{name}.{one}" for one in fromlist or ())}
+            above = {one.rsplit(".", n)[0] for one in taken for n in range(one.count(".") + 1)}
+            edges.setdefault(sys._getframe(1).f_globals.get("__name__"), set()).update(above)
+            return module
+
+        return taking
+
+    real = importlib.import_module
+
+    def reached(name):
+        found, todo = set(), {name}
+        while todo:
+            found |= todo
+            todo = set().union(*(edges.get(one, ()) for one in todo)) & everything - found
+        return found
 
     names = [("trak_core", "stages", stage) for stage in STAGES]
-    for name in names:
-        importlib.import_module(".".join(name))  # other packages stay imported
-    for name in names:
-        with mock.patch.dict(sys.modules):
-            for module in modules():
-                del sys.modules[module]
-            importlib.import_module(".".join(name))
-            walked = {".".join(n) for n in provenance._closure(name, [PACKAGE.parent], "trak_core")}
-            assert {".".join(name)} <= modules() <= walked, name
+    with (
+        mock.patch.dict(sys.modules),
+        mock.patch("builtins.__import__", watched(builtins.__import__)),
+        mock.patch("importlib.import_module", watched(real)),
+    ):
+        for name in ours():
+            del sys.modules[name]
+        for name in names:
+            real(".".join(name))
+        everything = ours()
+    found = {name: reached(".".join(name)) for name in names}
+    # Nothing was imported in a way that is not watched.
+    assert set().union(*found.values()) | {"trak_core", "trak_core.stages"} == everything
+    for name, modules in found.items():
+        walked = {".".join(n) for n in provenance._closure(name, [PACKAGE.parent], "trak_core")}
+        assert modules <= walked, name
 
 
 @pytest.mark.parametrize("name", ["trak_core.no_such", "pytest", "stages"])

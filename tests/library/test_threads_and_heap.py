@@ -80,6 +80,7 @@ def _run(code: str, **environ: str) -> str:
     ).stdout
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(sys.platform != "linux", reason="runs on Linux, where threads are counted")
 def test_threads_of_openmp_end_and_come_back_and_no_fork_waits_for_them():
     if "no GNU" in _run(_THREADS):

@@ -155,6 +155,7 @@ print(peak() - built)
 """
 
 
+@pytest.mark.gate
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says how much memory a process takes")
 def test_a_job_holds_weights_once(tmp_path):
     path = tmp_path / "weights.safetensors"

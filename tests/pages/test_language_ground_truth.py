@@ -25,6 +25,11 @@ def test_the_page_on_planted_facts(tmp_path, monkeypatch):
     workspace.path("config").mkdir()
     for name in ("facts.py", "facts.yaml", "facts.tsv"):
         shutil.copy2(REPOSITORY / "config" / name, workspace.path("config"))
+    # One training in place of two, which shows as much.
+    config = workspace.path("config/facts.yaml")
+    both = config.read_text()
+    config.write_text(both.replace("  seed1: {seed: 1}\n", ""))
+    assert config.read_text() != both
     page = "docs/explanation/planted-facts.md"
     ranks, texts = follow(page, workspace.folder, monkeypatch)
     rows = re.findall(r"^(\w+) +(\S+) +(\S+)$", ranks, flags=re.M)

@@ -18,7 +18,9 @@ def featured(results):
 def test_the_page_on_language_models(tmp_path, monkeypatch):
     workspace = Workspace.make(tmp_path / "study", "diabetes.py", {})
     page = "docs/how-to/language-models.md"
-    printed, attributes = follow(page, workspace.folder, monkeypatch)
+    # One run in place of two, and less training; a checkpoint of the Trainer's less.
+    less = {r"  seed1: .*\n": "", "epochs: 5": "epochs: 2", "_epochs=3": "_epochs=2"}
+    printed, attributes = follow(page, workspace.folder, monkeypatch, less)
     influences = printed.splitlines()
     assert [line[0] for line in influences] == ["+"] * 3 + ["-"] * 3
     answer = Page(workspace.path("results-manual/answers/five.html").read_text())
@@ -46,20 +48,21 @@ def test_the_page_on_language_models(tmp_path, monkeypatch):
     with h5py.File(workspace.path("results-manual/scores/five.h5")) as file:
         assert file.attrs["columns"].decode().startswith("label: how many tokens count")
     log = workspace.path("results-manual/logs/train_checkpoint/seed0.log").read_text()
-    assert "epoch 4: loss" in log
+    assert "epoch 1: loss" in log
     # The Trainer's own folders: what the page shows, and the steps they were saved at.
-    assert attributes in [text for info, text in blocks(page) if info == "text"]
+    (shown,) = (text for info, text in blocks(page) if info == "text")
+    assert attributes == shown.replace("n_checkpoints 3", "n_checkpoints 2")
     results = workspace.path("results-manual-out")
-    assert featured(results) == ["trainer-20", "trainer-40", "trainer-60"]
+    assert featured(results) == ["trainer-20", "trainer-40"]
     targets = pd.read_hdf(results / "scores/five.h5", "targets")
     assert (targets["output_sd"] == 0).all()  # one run, one end
     # The same folders with what the Trainer's optimizer kept: other features, of their own file.
     specs = []
     for name in ("results-manual-out", "results-manual-adam"):
-        with h5py.File(workspace.path(f"{name}/features/trainer-60/train.h5")) as file:
+        with h5py.File(workspace.path(f"{name}/features/trainer-40/train.h5")) as file:
             specs.append(json.loads(file.attrs["spec"]))
     assert [spec["preconditioner"] for spec in specs] == [None, "adam"]
-    optimizer = workspace.path("manual-out/checkpoint-60/optimizer.pt").read_bytes()
+    optimizer = workspace.path("manual-out/checkpoint-40/optimizer.pt").read_bytes()
     assert specs[1]["checkpoint"]["optimizer_sha256"] == hashlib.sha256(optimizer).hexdigest()
     with h5py.File(workspace.path("results-manual-adam/scores/five.h5")) as file:
         assert file.attrs["normalize"] == 1

@@ -1,6 +1,7 @@
 """The built wheel, installed beside its dependencies: what who has no checkout gets."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,17 @@ from trak_core.provenance import code_digest
 from trak_core.spec import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
 print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))
+"""
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, width=32):
+        super().__init__(nn.Linear(10, width), nn.Tanh(), nn.Linear(width, 1))
+"""
+PROFILE = """
+from trak_core.command.run import snakemake_command
+print(snakemake_command("mine.yaml", ["--profile", "slurm"])[-1])
 """
 NO_EXTRA = """
 import sys
@@ -127,32 +139,51 @@ def test_its_modules_its_numbers_and_its_digests_are_those_of_the_checkout(pytho
     assert digest == code_digest(STAGE)
 
 
-def test_a_study_runs_where_nothing_but_the_wheel_is(python, tmp_path):
-    """By `trak run`, with a target, from a folder that has the study, its config and a weight."""
+def test_studies_run_where_nothing_but_the_wheel_is(python, tmp_path):
+    """One by hand, with a target; and by `trak init` and `trak run` alone the same as a table."""
     shutil.copy2(REPOSITORY / "tests/studies/diabetes.py", tmp_path)
-    config = {"study": "diabetes.py", "model_output": "regression", "projection": {"proj_dim": 16}}
-    config |= {"checkpoints": {"c0": "c0.pt"}, "experiments": {"one": {"targets": ["patient-342"]}}}
+    targets = [f"patient-{i}" for i in (342, 343, 344)]
+    config = {"study": "diabetes.py", "model_output": "regression"}
+    config |= {"checkpoints": {"c0": "c0.pt"}, "experiments": {"one": {"targets": targets}}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     torch.save(network().state_dict(), tmp_path / "c0.pt")
-    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-    trak = [python.with_name("trak"), "run", "mine.yaml"]
-    result = subprocess.run([*trak, "scores", "--no-hooks"], **options, check=False)
-    assert result.returncode == 0, result.stderr
-    called = result.stderr.splitlines()[0]
+    (own := tmp_path / "own").mkdir()
+    shutil.copy2(tmp_path / "c0.pt", own)
+    (own / "net.py").write_text(NET)
+    study = runpy.run_path(str(tmp_path / "diabetes.py"))
+    rows = pd.DataFrame(study["x"].numpy()).assign(label=study["y"].numpy())
+    rows[:342].to_csv(own / "train.csv", index=False)
+    rows[342:].to_csv(own / "test.csv", index=False)
+
+    def trak(*words, folder=own):
+        """Return what `trak` says, where the environment says nothing more than it must."""
+        given = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
+        result = subprocess.run(
+            [python.with_name("trak"), *words],
+            **{"cwd": folder, "env": given, "capture_output": True, "text": True, "check": False},
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout + result.stderr
+
+    called = trak("run", "mine.yaml", "scores", "--keep-going", folder=tmp_path).splitlines()[0]
     snakefile = f"--snakefile={python.parents[1]}/lib/.*/site-packages/trak_core/workflow/Snakefile"
-    pattern = rf"snakemake {snakefile} --configfile=mine.yaml scores --no-hooks --cores all"
+    pattern = rf"snakemake {snakefile} --configfile=mine.yaml scores --keep-going --cores all"
     assert re.fullmatch(pattern, called), called
-    assert pd.read_hdf(tmp_path / "results/scores/one.h5", "scores").shape == (342, 1)
-    asked = subprocess.run(
-        [trak[0], "ask", "mine.yaml", "-t", "patient-342"], **options, check=False
-    )
-    assert asked.returncode == 0, asked.stderr
-    assert "pushed it up:" in asked.stdout
-    # Nothing runs again, and what is planned for a cluster comes from the wheel's profile.
-    planned = subprocess.run([*trak, "scores", "-n", "--profile", "slurm"], **options, check=False)
-    assert planned.returncode == 0, planned.stderr
-    assert "Nothing to be done" in planned.stdout + planned.stderr
+    # A cluster's profile is the wheel's, which holds what the repository does.
+    folder = isolated(python, PROFILE, tmp_path).strip()
+    assert Path(folder).is_relative_to(python.parents[1])
+    profile = Path(folder, "profile.yaml").read_text()
+    assert profile == (REPOSITORY / "slurm/profile.yaml").read_text()
+    trak("init")
+    trak("run", "trak.yaml", "scores")
+    scores = [
+        pd.read_hdf(folder / f"results/scores/{name}.h5", "scores")
+        for folder, name in ((tmp_path, "one"), (own, "asked"))
+    ]
+    assert scores[0].shape == (342, 3)
+    largest = np.abs(scores[0].to_numpy()).max()
+    assert np.abs(scores[1].to_numpy() - scores[0].to_numpy()).max() <= 1e-6 * largest
+    assert "pushed it up:" in trak("ask", "trak.yaml", "-t", "0")
 
 
 def test_what_an_extra_brings_is_asked_for_by_name(python, tmp_path):

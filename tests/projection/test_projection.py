@@ -251,6 +251,7 @@ def test_tiny_gradients_survive(kind):
     assert error < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.gate
 def test_memory_does_not_grow_with_the_gradient():
     """In a process of its own: 8 samples of 2^21 coordinates to 4,096 columns, in blocks.
 

@@ -27,7 +27,7 @@ def gradients_of(family, n_params):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", ["gaussian", "heavy tail", "1 % sparse", "64 nonzeros"])
+@pytest.mark.parametrize("family", ["heavy tail", "1 % sparse", "64 nonzeros"])
 def test_norms_and_inner_products_are_distorted_as_theory_says(kind, family):
     """Mean and variance over independent streams, within three standard errors."""
     n_params, k = 4000, 64

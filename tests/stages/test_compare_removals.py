@@ -20,7 +20,8 @@ from trak_core.study.retraining_draws import training_seed
 
 def test_removals_are_what_a_loop_of_trainings_gives(run, tmp_path):
     sizes, draws, seeds, targets = [10, 30], 2, 2, run.targets[:3]
-    spec = replace(RETRAINED, subsets="top removals", seeds=seeds, seed=1, n_removed=sizes)
+    n_removed = [10, 0.2, 0.0667]  # of 150: 10 again
+    spec = replace(RETRAINED, subsets="top removals", seeds=seeds, seed=1, n_removed=n_removed)
     random_spec = replace(spec, subsets="random removals", draws=draws)
     jobs = {"study_file": STUDY, "code": "code", "batch_size": 64, "threads": 1}
     random = tmp_path / "random.h5"

@@ -159,6 +159,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.gate
 def test_exact_scores_hold_what_is_said():
     need = exact_need(1500, 300).fixed_bytes
     assert 0.5 * need < printed(SOLVE) * 1024 < 1.1 * need
@@ -184,6 +185,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.gate
 def test_distortion_holds_what_is_said():
     need = distortion_need(1200, 512, 8).fixed_bytes
     assert 0.4 * need < printed(DIAGNOSE) * 1024 < need
@@ -212,6 +214,7 @@ print(measure(1000, 2000, 50, 100, 500))
 """
 
 
+@pytest.mark.gate
 def test_an_evaluation_holds_what_is_said():
     sizes = {"proj_dim": 1000, "n_train": 2000, "n_targets": 50, "n_subsets": 100}
     values = {"damping": [0.1, 1, 2], "loss_weight_power": [0.25, 0.5, 1], "proj_dim": [1000]}

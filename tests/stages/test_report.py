@@ -347,6 +347,14 @@ def test_each_warning_comes_alone(change, title):
     assert titles(**change) == [title]
 
 
+def test_one_checkpoint_of_few_texts_is_told_of_exact_scores():
+    one = {"n_checkpoints": 1, "n_train": 5000, "model_output": "language_modelling"}
+    assert "5,000 training examples are few enough: projection: exact ." in warned(**one).text
+    others = {"n_checkpoints": 2}, {"n_train": 5001}, {"kind": "exact"}, {"model_output": "loss"}
+    for other in others:
+        assert "projection: exact" not in warned(**one | other).text
+
+
 def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
     plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
     assert "What to do: Set scoring.loss_weight_power to 0.5" in plain

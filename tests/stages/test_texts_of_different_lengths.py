@@ -145,8 +145,8 @@ def test_features_equal_autograd_of_each_text_as_it_is(case, capsys):
         close(features, projected(case, rows, kind))
         close(outputs, expected)
         assert labels.tolist() == [len(sample["labels"]) - 1 for sample in case.samples()]
-        _, features, *_ = read(case.features("mine", kind, split="mine"))
-        close(features, projected(case, rows_of_mine, kind))
+    _, features, *_ = read(case.features("mine", kind, split="mine"))
+    close(features, projected(case, rows_of_mine, kind))
 
 
 @pytest.mark.parametrize("case", ["GPT-2", "no mask"], indirect=True)

@@ -34,18 +34,23 @@ def run_code(text: str) -> str:
     return out.getvalue()
 
 
-def follow(page: str, folder: Path, monkeypatch, files: Mapping[str, str] = {}) -> list[str]:
+def follow(page: str, folder: Path, monkeypatch, less: Mapping[str, str] = {}) -> list[str]:
     """Save what has a file's name, run the commands and the code, and return what code printed.
 
-    ``files`` holds other texts for some of the page's files.
+    ``less`` has patterns, and what takes their place in the page's files and code: fewer models or
+    trainings, which show as much. Each must be there.
     """
+    unused = set(less)
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
     printed = []
     for info, text in blocks(page):
         language, _, name = info.partition(" ")
+        for pattern, shorter in less.items():
+            text, n_found = re.subn(pattern, shorter, text)
+            unused -= {pattern} if n_found else set()
         if name:
-            Path(name).write_text(files.get(name, text))
+            Path(name).write_text(text)
         elif language == "console":
             for command in re.findall(r"^\$ (.*)", text, flags=re.M):
                 program, *arguments = shlex.split(command)
@@ -60,4 +65,5 @@ def follow(page: str, folder: Path, monkeypatch, files: Mapping[str, str] = {}) 
                 assert status == 0, output
         elif language == "python":
             printed.append(run_code(text))
+    assert not unused
     return [text for text in printed if text]

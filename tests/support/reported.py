@@ -184,6 +184,8 @@ def results_of(
     model_output="image_classification",
     lists=(),
     n_targets=8,
+    n_train=100,
+    kind="rademacher",
     **more,
 ):
     spec = {
@@ -193,12 +195,12 @@ def results_of(
         "loss_weight_power": power,
         "combine": "product_of_averages",
         "model_output": model_output,
-        "projection": {"kind": "rademacher"},
+        "projection": {"kind": kind},
     }
     targets = pd.DataFrame([
         {"id": i, "output": float(i), "output_sd": sd} for i in range(n_targets)
     ])
-    experiment = file(spec, {"targets": targets}, n_train=100, saturated=saturated, right=right)
+    experiment = file(spec, {"targets": targets}, n_train=n_train, saturated=saturated, right=right)
     spectrum = {"smallest": smallest, "largest": 1e3, "mean_squared_norm": 1.0}
     matrix = file({"checkpoint": {"id": "c0"}}, **spectrum)
     config = {"scoring": {"damping": 0}, "model_output": model_output}

@@ -203,6 +203,8 @@ def test_evaluations_that_cannot_be(name):
 def test_evaluations_of_more_than_there_is():
     with refused("config.too_many_removed", 149, "150 training", "Found 150"):
         check_sizes({"removals": {"n_removed": [9, 150]}}, 150, {"few": 3})
+    with refused("config.too_many_removed", 149, "150 training", "Found 150"):
+        check_sizes({"removals": {"n_removed": [0.999]}}, 150, {"few": 3})
     removals = {"experiment": "few", "targets": 4, "n_removed": [1]}
     with refused("config.subset_size", 0.006, "0 of 150"):
         check_sizes({"subsets": {"fraction": 0.006}}, 150, {"few": 3})

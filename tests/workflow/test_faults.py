@@ -53,20 +53,16 @@ def check_same_scores(*studies):
 
 # What is seen of a job from outside, and at most how many seconds later it is killed.
 MOMENTS = [
-    ("started", 0.3),
     ("started", 0.8),
     ("log", 1.0),
-    ("gradients on cpu", 0.01),
-    ("samples at once", 0.01),
     ("samples at once", 0.1),
-    ("partial", 0.01),
     ("partial", 0.1),
     ("342/342 samples", 0.005),
     ("final name", 0),
 ]
 
 
-def test_ten_kills_of_a_job_cost_no_finished_file(study, finished, tmp_path):
+def test_six_kills_of_a_job_cost_no_finished_file(study, finished, tmp_path):
     """SIGKILL from the imports to the rename; Snakemake starts the job again each time."""
     target, log = study.path(TRAIN), study.path(TRAIN_LOG)
     for gone in (TRAIN, "results/normal_matrix/c0.h5", "results/scores/few/c0.h5"):

@@ -43,6 +43,8 @@ _NEEDED = (
 
 # A line of the config: key, value, and a comment that may be empty.
 _Line = tuple[str, Any, str]
+# docs/explanation/which-checkpoints.md: on five studies of texts as good as the default or better.
+_OF_TEXTS: _Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
 
 
 def init(words: Sequence[str]) -> None:
@@ -223,7 +225,8 @@ def _of_texts(weights: list[Path], rows: list[Path], report: list[str]) -> tuple
         given, own = {key: value for key, value, _ in arguments}, read_rows(str(explained))
         classes = [row.get(given.get("label", "label")) for row in own] if classifies else None
         asked = [_targets(ids_of(own), classes)]
-    return _text(study, arguments, [], alike, asked), [*report, f"chose: {study}"]
+    more = [] if classifies else [_OF_TEXTS]
+    return _text(study, arguments, more, alike, asked), [*report, f"chose: {study}"]
 
 
 def _json(file: Path | None) -> dict[str, Any]:

@@ -9,7 +9,15 @@ from typing import Any
 
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE, about_output, output_name
-from trak_core.spec import EXACT, POOL, Combine, ProjectionKind, Weighting, subset_size
+from trak_core.spec import (
+    EXACT,
+    POOL,
+    Combine,
+    ProjectionKind,
+    Weighting,
+    removed_sizes,
+    subset_size,
+)
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
 
 _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
@@ -330,11 +338,11 @@ def check_sizes(evaluation: Mapping[str, Any], n_train: int, n_targets: Mapping[
             f"one. Found {fraction}, which keeps {size} of {n_train}.",
             code="config.subset_size",
         )
-    n_removed = max(evaluation.get("removals", {}).get("n_removed", ()), default=0)
-    if n_removed >= n_train:
+    n_removed = removed_sizes(evaluation.get("removals", {}).get("n_removed", ()), n_train)
+    if max(n_removed, default=0) >= n_train:
         raise InputError(
             f"evaluation.removals.n_removed must be at most {n_train - 1}, with {n_train} training "
-            f"samples. Found {n_removed}.",
+            f"samples. Found {max(n_removed)}.",
             code="config.too_many_removed",
         )
     flipped = round(evaluation.get("flipped", {}).get("fraction", 0) * n_train)

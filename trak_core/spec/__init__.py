@@ -25,6 +25,7 @@ from trak_core.spec.stage_specs import (
     ordered,
     parse_spec,
     projection_of,
+    removed_sizes,
     settings_of,
     subset_size,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "ordered",
     "parse_spec",
     "projection_of",
+    "removed_sizes",
     "settings_of",
     "stream_of",
     "subset_size",

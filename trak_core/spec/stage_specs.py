@@ -265,7 +265,7 @@ class RetrainedSpec:
         model_output: Name of the model output f, which is kept of every target.
         seeds: Trainings on each subset.
         seed: Seed of draws and trainings.
-        n_removed: How many samples removals take out, each number on its own.
+        n_removed: How many samples removals take out, each number on its own; below 1, which part.
         draws: How many random removals of each number.
         fraction: Part of the training samples that a random subset keeps.
         run_seeds: Seeds of runs, shared by all subsets: then ``arguments`` are those of the runs,
@@ -279,7 +279,7 @@ class RetrainedSpec:
     study_digest: str
     seeds: int
     seed: int
-    n_removed: Sequence[int] = ()
+    n_removed: Sequence[float] = ()
     draws: int = 0
     fraction: float = 0.5
     run_seeds: Sequence[int] | None = None
@@ -292,6 +292,15 @@ class RetrainedSpec:
 def subset_size(n_train: int, fraction: float) -> int:
     """Return how many training samples are a fraction of them, rounded down."""
     return int(n_train * fraction + 1e-9)  # .29 x 100 is a little less than 29
+
+
+def removed_sizes(n_removed: Sequence[float], n_train: int) -> list[int]:
+    """Return how many samples removals take out: numbers as they are, parts below 1 rounded.
+
+    A part is at least one sample; equal sizes count once.
+    """
+    parts = (n if n >= 1 else max(1, round(n * n_train)) for n in n_removed)
+    return list(dict.fromkeys(map(int, parts)))
 
 
 def projection_of(

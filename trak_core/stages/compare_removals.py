@@ -14,7 +14,7 @@ import numpy as np
 from trak_core.artifacts import PROOF, REMOVALS, SCORES, check_same, create, open_artifact
 from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tables, removal_tables
 from trak_core.model_outputs.table import about_output
-from trak_core.spec import RetrainedSpec
+from trak_core.spec import RetrainedSpec, removed_sizes
 from trak_core.stages._inputs import Retrained, embeddings_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals
 from trak_core.system.files import file_digest
@@ -47,11 +47,12 @@ def compare_removals(
     """
     target_ids = [target for group in groups for target in group]
     with open_artifact(scores, SCORES) as file:
-        scores_hash = file.content_hash
+        scores_hash, n_train = file.content_hash, len(file.index("scores"))
+    n_removed = removed_sizes(spec.n_removed, n_train)
     files = [Retrained.read(random, target_ids, spec, "retrain_without_random")]
     outputs, predictions = _by_subset(files[0], spec.seeds)
-    sizes = [0, *(size for size, _ in random_removals(spec.n_removed, spec.draws))]
-    chosen = {size: np.equal(sizes, size) for size in spec.n_removed}
+    sizes = [0, *(size for size, _ in random_removals(n_removed, spec.draws))]
+    chosen = {size: np.equal(sizes, size) for size in n_removed}
     chance = {size: (outputs[rows], predictions[rows]) for size, rows in chosen.items()}
     top_spec = replace(spec, subsets="top removals", draws=0)
 
@@ -59,11 +60,11 @@ def compare_removals(
         paths: Sequence[Path], spec: RetrainedSpec, rule: str, **about: Any
     ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return outputs and predictions, (1, seeds, m), without each target's own, by number."""
-        parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {n: [] for n in spec.n_removed}
+        parts: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {n: [] for n in n_removed}
         for path, group in zip(paths, groups, strict=True):
             files.append(Retrained.read(path, group, spec, rule, targets=list(group), **about))
             own = _by_subset(files[-1], spec.seeds)
-            for i, (target, size) in enumerate(top_removals(group, spec.n_removed)):
+            for i, (target, size) in enumerate(top_removals(group, n_removed)):
                 j = list(group).index(target)
                 parts[size].append((own[0][[i], :, j], own[1][[i], :, j]))
         return {

@@ -27,7 +27,15 @@ from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
-from trak_core.spec import TRAIN, FeaturesSpec, RetrainedSpec, ScoresSpec, parse_spec, subset_size
+from trak_core.spec import (
+    TRAIN,
+    FeaturesSpec,
+    RetrainedSpec,
+    ScoresSpec,
+    parse_spec,
+    removed_sizes,
+    subset_size,
+)
 from trak_core.stages._inputs import embeddings_hashes, read_embeddings
 from trak_core.study.retraining_draws import (
     random_removal,
@@ -130,7 +138,7 @@ def _without_random(asked: _Asked) -> _Subsets:
     n_train, spec = asked.n_train, asked.spec
     masks = [
         random_removal(n_train, size, draw, spec.seed)
-        for size, draw in random_removals(spec.n_removed, spec.draws)
+        for size, draw in random_removals(removed_sizes(spec.n_removed, n_train), spec.draws)
     ]
     return _from_0([np.ones(n_train, dtype=bool), *masks], _seeds(spec))
 
@@ -168,9 +176,10 @@ def _without_top(asked: _Asked, of_targets: Iterable[np.ndarray], **more: Any) -
     """Return subsets without what helps a target most, by its scores, shape (n,)."""
     target_ids = asked.naming["target_ids"]
     rows = dict(zip(target_ids, map(helpful_rows, of_targets), strict=True))
+    sizes = removed_sizes(asked.spec.n_removed, asked.n_train)
     masks = [
         _without(asked.n_train, rows[target], size)
-        for target, size in top_removals(target_ids, asked.spec.n_removed)
+        for target, size in top_removals(target_ids, sizes)
     ]
     return _from_0(masks, _seeds(asked.spec), more | {"targets": list(target_ids)})
 

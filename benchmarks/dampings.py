@@ -1,14 +1,15 @@
-"""Which damping serves texts, with and without a projection? Paired intervals on several studies.
+"""Which damping and projection serve a study? Paired intervals on texts, digits and a table.
 
-    python benchmarks/text_dampings.py --boards docstrings tuned manual --facts facts
+    python benchmarks/dampings.py --boards docstrings --facts facts --classes digits --folder runs
 
 Boards are folders of benchmarks/board.py whose trainings are done; each is judged by its drops. In
 the folder of planted facts (benchmarks/planted_facts.py) trainings are made that are missing; they
-are judged by planted texts' reciprocal ranks and by LDS over halves. Projections are what the
-pipeline takes: random signs with k = 1,024, `tensor_sketch` with k = 4,096, and `exact`. Each cell
-is the measure at a damping, and beside it how far it is above that of damping 2 with the same
-checkpoints and projection, with a 95 % bootstrap interval. The last column is how far damping 0.3
-is above the same with k = 1,024.
+are judged by planted texts' reciprocal ranks and by LDS over halves. Classes are cases of
+benchmarks/small_changes.py, whose --folder it shares: one run's end is judged by halves left out of
+two runs. Projections are what the pipeline takes: k = 1,024, k = 4,096 (texts: random signs and
+`tensor_sketch`), and `exact`. In the first table each cell is the measure at a damping, and beside
+it how far it is above that of damping 2 with the same checkpoints and projection, with a 95 %
+bootstrap interval; in the second how far a wider projection is above k = 1,024.
 """
 
 import argparse
@@ -24,14 +25,19 @@ from board_scores import products_of
 from board_study import TIMES, Size, board
 from machine import environment, write_csv
 from planted_facts import STUDY, retrained, table
-from planted_products import Products, along
+from planted_products import Products, along, features
 from planted_ways import Scored, Way
+from small_changes import CASES, Measured
 
 from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
+from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
+from trak_core.model_outputs.table import TABLE
+from trak_core.spec import usual_kind
+from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.study import Study
 
 _DAMPINGS = 2.0, 1.0, 0.3, 0.1, 0.03
-_NARROW, _USUAL = "k = 1,024", 0.3
+_NARROW = "k = 1,024"
 _FACTS_RUNS, _FACTS_TIMES = 2, (10, 15, 25)  # as config/facts.yaml has them
 Kernels = Mapping[str, np.ndarray]
 
@@ -58,7 +64,10 @@ Case = tuple[str, str, float]  # checkpoints, projection, damping
 
 
 def all_dampings(
-    checkpoints: Mapping[str, list[tuple[Kernels, np.ndarray]]], n: int, m: int
+    checkpoints: Mapping[str, list[tuple[Kernels, np.ndarray]]],
+    n: int,
+    m: int,
+    power: float = Way.power,
 ) -> dict[Case, np.ndarray]:
     """Return scores of every choice of checkpoints, projection and damping, each (n, m).
 
@@ -66,10 +75,12 @@ def all_dampings(
         checkpoints: Inner products by projection, and f, of each checkpoint of a choice.
         n: Training texts.
         m: Questions.
+        power: The exponent of the loss weights.
     """
     return {
         (chosen, projection, damping): np.mean(
-            [Way(damping).scores(kernels[projection], f, n, m) for kernels, f in made], axis=0
+            [Way(damping, power=power).scores(kernels[projection], f, n, m) for kernels, f in made],
+            axis=0,
         )
         for chosen, made in checkpoints.items()
         for projection in made[0][0]
@@ -98,19 +109,60 @@ def of_board(folder: Path) -> list[Row]:
         }
         made.append((kernels, one["outputs"]))
     scores = all_dampings({"along a run": made, "its end": made[-1:]}, n, m)
-    rows = []
-    for drops, (masks, outputs) in truths(folder).items():
-        sums = [masks @ one for one in scores.values()]
-        mean, drawn = outputs.mean(axis=0), bootstrap(sums, outputs)
-        lds = [float(rank_correlations(one, mean).mean()) for one in sums]
-        cases = list(scores)
-        for i, case in enumerate(cases):
-            numbers = [lds[i]]
-            for j in map(cases.index, _beside(case)):
-                ends = percentiles(drawn[:, [i]] - drawn[:, [j]])[0]
-                numbers += [lds[i] - lds[j], *map(float, ends)]
-            rows.append(Row(folder.name, drops, *case, *numbers))
+    return [
+        row
+        for drops, (masks, outputs) in truths(folder).items()
+        for row in judged(folder.name, drops, scores, masks, outputs)
+    ]
+
+
+def judged(
+    study: str, by: str, scores: Mapping[Case, np.ndarray], masks: np.ndarray, outputs: np.ndarray
+) -> list[Row]:
+    """Return the rows of scores that are judged by LDS.
+
+    Args:
+        study: Its name.
+        by: What the subsets are.
+        scores: By case, each (n, m).
+        masks: 1 where a subset has a sample, (S, n).
+        outputs: f, (seeds, S, m).
+    """
+    sums = [masks @ one for one in scores.values()]
+    mean, drawn = outputs.mean(axis=0), bootstrap(sums, outputs)
+    lds = [float(rank_correlations(one, mean).mean()) for one in sums]
+    cases, rows = list(scores), []
+    for i, case in enumerate(cases):
+        numbers = [lds[i]]
+        for j in map(cases.index, _beside(case)):
+            ends = percentiles(drawn[:, [i]] - drawn[:, [j]])[0]
+            numbers += [lds[i] - lds[j], *map(float, ends)]
+        rows.append(Row(study, by, *case, *numbers))
     return rows
+
+
+def of_classes(name: str, folder: Path) -> list[Row]:
+    """Return the rows of one run's end of a classifier, with the defaults for one checkpoint."""
+    case = CASES[name]
+    measured = Measured(case, folder / name)
+    study, output = Study.load(case.path), TABLE[case.model_output].load()
+    n, m = len(measured.train_ids), len(measured.targets)
+    train, targets = study.split("train", None), study.split("target", measured.targets)
+    samples = [split.batch(0, len(split.ids)) for split in (train, targets)]
+    batch = as_batch([torch.cat(pair) for pair in zip(*samples, strict=True)], output)
+    model = study.make_model().eval()
+    load_checkpoint(model, folder / name / f"0-{case.times[-1]}.pt")
+    chosen = select_parameters(model, None)
+    formed = formed_gradients(gradients_at_once, model, chosen, output, batch)
+    n_params = sum(p.numel() for p in chosen.values())
+    own = np.sum([(block @ block.T).double().numpy() for block in formed.blocks()], axis=0)
+    kernels: dict[str, np.ndarray] = {"exact": own}
+    for label, k in {_NARROW: 1024, "k = 4,096": 4096}.items():
+        made = features(model, [batch], usual_kind(n_params, k), k, k, output).astype(float)
+        kernels[label] = made @ made.T
+    scores = all_dampings({"its end": [(kernels, formed.outputs.numpy())]}, n, m, power=0.5)
+    truth = measured.truth(0.5)
+    return judged(name, "halves", scores, truth.masks, truth.outputs)
 
 
 def of_facts(folder: Path, halves: int) -> list[Row]:
@@ -151,23 +203,26 @@ def of_facts(folder: Path, halves: int) -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    """Print a line for each choice of checkpoints and projection."""
-    names = "study", "judged by", "checkpoints", "projection", *map(str, _DAMPINGS), "k"
-    print(f"| {' | '.join(names)} |")
-    print("|---" * len(names) + "|")
-    lines: dict[tuple[str, ...], list[str]] = {}
-    wider: dict[tuple[str, ...], str] = {}
+    """Print a line for each choice of checkpoints and projection, and one for each wider one."""
+    by_setting: dict[tuple[str, ...], dict[float, Row]] = {}
     for row in rows:
-        cell = f"{row.value:.3f}"
-        if row.damping != _DAMPINGS[0]:
-            cell += f", {row.more:+.3f} ({row.more_low:+.3f} to {row.more_high:+.3f})"
         about = row.study, row.judged_by, row.checkpoints, row.projection
-        lines.setdefault(about, []).append(cell)
-        if row.damping == _USUAL:
-            wider[about] = f"{row.wider:+.3f} ({row.wider_low:+.3f} to {row.wider_high:+.3f})"
-    for about, cells in lines.items():
-        cells.append(wider[about])
-        print(f"| {' | '.join(about)} | {' | '.join(cells)} |")
+        by_setting.setdefault(about, {})[row.damping] = row
+    names = "study", "judged by", "checkpoints", "projection", *map(str, _DAMPINGS)
+    for wider in (False, True):
+        print(f"| {' | '.join(names)} |")
+        print("|---" * len(names) + "|")
+        for about, own in by_setting.items():
+            cells = []
+            for damping, row in own.items():
+                more = row.more, row.more_low, row.more_high
+                if wider:
+                    more = row.wider, row.wider_low, row.wider_high
+                beside = f", {more[0]:+.3f} ({more[1]:+.3f} to {more[2]:+.3f})"
+                is_base = damping == _DAMPINGS[0] and not wider
+                cells.append(f"{row.value:.3f}{'' if is_base else beside}")
+            if not wider or about[-1] != _NARROW:
+                print(f"| {' | '.join(about)} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -176,6 +231,8 @@ def main() -> None:
     parser.add_argument("--boards", type=Path, nargs="*", default=[], help="folders of board.py")
     parser.add_argument("--facts", type=Path, help="keeps the planted facts' trainings")
     parser.add_argument("--halves", type=int, default=20, help="of planted facts, tens")
+    parser.add_argument("--classes", nargs="*", default=[], choices=CASES, help="digits, a table")
+    parser.add_argument("--folder", type=Path, help="keeps the classes' trainings")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -183,6 +240,9 @@ def main() -> None:
     print(about)
     rows = [row for folder in asked.boards for row in of_board(folder)]
     rows += of_facts(asked.facts, asked.halves) if asked.facts else []
+    if asked.classes and not asked.folder:
+        parser.error("--classes needs --folder")
+    rows += [row for name in asked.classes for row in of_classes(name, asked.folder)]
     rows = [
         replace(row, **{k: round(v, 4) for k, v in vars(row).items() if isinstance(v, float)})
         for row in rows
