@@ -8,8 +8,9 @@ of the text, from the start of Python to its end. `long` is a Llama of width 256
 float32 with a vocabulary of 128,256, and one text of 1,024 tokens; `deep` one of 24 layers with a
 vocabulary of 8,192, and one text of 2,048 tokens. `loads` is a process that
 imports torch and what the study imports and ends, to compare with. Times are CPU seconds of a
-process and all that it started; memory is the largest resident size of any of them. Prints a
-Markdown table.
+process and all that it started; memory is the largest resident size of any of them. "own MB" leaves
+out pages of files, such as libraries that processes share: the most that the process itself was
+seen with, looked at every 10 ms. Prints a Markdown table.
 
 It runs on the package that it is started with, so that two checkouts can be measured in turn.
 """
@@ -21,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,20 +108,29 @@ LoadedModel.load(Path("study.py"), Path("model"), spec, torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process and its children took: CPU seconds, and MB of the largest one."""
+    """What a process and its children took: CPU seconds, MB of the largest one, and its own."""
 
     seconds: float
     mb: float
+    own_mb: float
 
 
 def run(arguments: list[str], folder: Path, log: Path) -> Usage:
     """Run a program to its end, and return what it took; its words go to the log."""
     with log.open("w") as file:
         process = subprocess.Popen(arguments, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
-        _, status, used = os.wait4(process.pid, 0)
+        pages, own = Path(f"/proc/{process.pid}/statm"), 0
+        while True:
+            _, resident, shared, *_ = map(int, (pages.read_text() or "0 0 0").split())
+            own = max(own, resident - shared)
+            time.sleep(0.01)
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+            if ended:
+                break
     if status:
         raise SystemExit(f"{' '.join(arguments[:4])} failed:\n{log.read_text()[-3000:]}")
-    return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
+    own_mb = own * os.sysconf("SC_PAGE_SIZE") / 1e6
+    return Usage(used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6, own_mb)
 
 
 def make(folder: Path, name: str) -> None:
@@ -162,7 +173,7 @@ def main() -> None:
         "study_digest": "digest",
         "targets_digest": "digest",
     }
-    print("| model | job | CPU s | peak MB |\n|---|---|---|---|")
+    print("| model | job | CPU s | peak MB | own MB |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as temporary:
         for name in arguments.models:
             folder = (arguments.folder or Path(temporary)).resolve() / name
@@ -188,7 +199,8 @@ def main() -> None:
                 seconds = [usage.seconds for usage in found]
                 print(
                     f"| {name} | {job} | {statistics.median(seconds):.1f} [{min(seconds):.1f}-"
-                    f"{max(seconds):.1f}] | {max(usage.mb for usage in found):,.0f} |",
+                    f"{max(seconds):.1f}] | {max(usage.mb for usage in found):,.0f} | "
+                    f"{max(usage.own_mb for usage in found):,.0f} |",
                     flush=True,
                 )
 

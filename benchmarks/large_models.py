@@ -4,18 +4,20 @@
     python benchmarks/large_models.py 124M --linear
     python benchmarks/large_models.py 124M --samples 8 --kinds tensor_sketch --no-vmap
     python benchmarks/large_models.py 103M --tokens 64 --kinds tensor_sketch --no-vmap --one-by-one
+    python benchmarks/large_models.py xlnet mixtral lstm_6M --tokens 64 --no-vmap --one-by-one
 
 The floor is a forward and backward pass of the same batch with ordinary weight gradients. Ours, for
 each kind of projection, are features from one backward pass. "vmap" forms every sample's whole
 gradient by ``torch.func.vmap``, as ``trak_core.compat`` does for functions of one sample, and
 projects it: what the pipeline did before. "one by one" is autograd, a sample at a time, whose
-gradients are projected as they come. Each of our features is first compared with
-those of formed gradients (of two samples), and is not timed if they differ. Then all sides take
-turns, one thread each, and the medians of the rounds count; times are CPU seconds. All of them keep
-freed memory, as jobs do. Ratios are over the floor, with the least and the greatest of the rounds.
-Memory is measured in a process for each side: what it adds at its peak to what was there before it,
-the model included, by sample. Prints a Markdown table; --csv writes the same rows with the device,
-the versions and the commit.
+gradients are projected as they come, and "in turn" one pass after the other, of a sample each, by
+the same factors as one pass for all. An LSTM takes no pass for all: ours are those in turn. Each of
+our features is first compared with those of formed gradients (of two samples), and is not timed if
+they differ. Then all sides take turns, one thread each, and the medians of the rounds count; times
+are CPU seconds. All of them keep freed memory, as jobs do. Ratios are over the floor, with the
+least and the greatest of the rounds. Memory is measured in a process for each side: what it adds at
+its peak to what was there before it, the model included, by sample. Prints a Markdown table; --csv
+writes the same rows with the device, the versions and the commit.
 """
 
 import argparse
@@ -32,7 +34,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from language_models import TOKENS, language_model
+from language_models import LSTMS, TOKENS, language_model
 from machine import environment, write_csv
 from sides import FLOOR, HEADER, Row, floor, measured, print_peak
 from torch import Tensor, nn
@@ -45,6 +47,7 @@ from trak_core.gradients import (
     as_blocks,
     formed_gradients,
     gradients_at_once,
+    gradients_in_turn,
     gradients_one_by_one,
     select_parameters,
 )
@@ -163,10 +166,11 @@ def case_of(
 
 
 def ours(
-    case: Case, kind: str, batch: Batch | None = None, method: GradientMethod = gradients_at_once
+    case: Case, kind: str, batch: Batch | None = None, method: GradientMethod | None = None
 ) -> Tensor:
-    """Return features from one backward pass, or by another method."""
+    """Return features from one backward pass if the model takes it, or by another method."""
     batch = case.batch if batch is None else batch
+    method = method or (gradients_in_turn if case.name in LSTMS else gradients_at_once)
     sums = Features.zeros(case.parameters, [case.spec(kind)], len(batch), threads=1)
     method(case.model, case.parameters, case.output, batch, sums)
     return sums.scaled()[0]
@@ -219,8 +223,11 @@ def sides_of(
         if vmap:
             sides[f"vmap + {kind}"] = partial(by_vmap, case, kind)
         if one_by_one:
-            way = partial(ours, case, kind, method=gradients_one_by_one)
-            sides[f"one by one + {kind}"] = way
+            ways = {"in turn": gradients_in_turn, "one by one": gradients_one_by_one}
+            if len(case.batch) == 1 or case.name in LSTMS:
+                del ways["in turn"]  # which is ours
+            for way, method in ways.items():
+                sides[f"{way} + {kind}"] = partial(ours, case, kind, method=method)
     return sides
 
 
@@ -242,7 +249,7 @@ def warm_up(kinds: list[str], proj_dim: int) -> None:
 def main() -> None:
     """Measure, or in a process of its own take one side's peak."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("models", nargs="+", help="digits, resnet, llama, 7M, 30M, 103M or 124M")
+    parser.add_argument("models", nargs="+", help="digits, resnet, or of language_models.py")
     parser.add_argument("--linear", action="store_true", help="only matrices of the layers")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--proj-dim", type=int)
@@ -251,6 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-vmap", action="store_true")
     parser.add_argument("--one-by-one", action="store_true")
+    parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -278,7 +286,8 @@ def main() -> None:
             case.proj_dim,
         )
         others = [word for word in sys.argv[1:] if word not in arguments.models]
-        rows += measured(sides, arguments.rounds, len(case.batch), row, [name, *others])
+        own = None if arguments.no_memory else [name, *others]
+        rows += measured(sides, arguments.rounds, len(case.batch), row, own)
     if arguments.csv:
         write_csv(arguments.csv, rows, environment("cpu", ["torch", "transformers", "numba"]))
 

@@ -91,7 +91,7 @@ def measured(
     rounds: int,
     n_samples: int,
     row: Callable[..., Row],
-    arguments: Sequence[str],
+    arguments: Sequence[str] | None,
 ) -> Iterator[Row]:
     """Time the sides, then yield a row for each, printed.
 
@@ -100,20 +100,23 @@ def measured(
         rounds: That count.
         n_samples: Samples of the batch that each call takes.
         row: A ``Row`` without what is measured.
-        arguments: For this script, to measure this model: ``--peak SIDE`` is added.
+        arguments: For this script, to measure this model: ``--peak SIDE`` is added. None for no
+            memory.
     """
     seconds = cpu_seconds(sides, rounds)
     unit = statistics.median(seconds[FLOOR])
     for side, taken in seconds.items():
-        command = [sys.executable, sys.argv[0], *arguments, "--peak", side]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = "nan"
+        if arguments is not None:
+            command = [sys.executable, sys.argv[0], *arguments, "--peak", side]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
         found = row(
             side=side,
             ms_a_sample=1000 * statistics.median(taken) / n_samples,
             floors=statistics.median(taken) / unit,
             least=min(taken) / unit,
             greatest=max(taken) / unit,
-            mb_a_sample=int(output.split()[-1]) * 1024 / 1e6 / n_samples,
+            mb_a_sample=float(output.split()[-1]) * 1024 / 1e6 / n_samples,
         )
         print(found, flush=True)
         yield found

@@ -15,6 +15,8 @@ what else runs. Ratios are over traker with the same batch, the pipeline's over 
 """
 
 import argparse
+import contextlib
+import ctypes
 import importlib
 import os
 import resource
@@ -34,6 +36,7 @@ from torch import Tensor
 
 _REPOSITORY = Path(__file__).parents[1]
 _CORES = 2
+_PR_SET_CHILD_SUBREAPER = 36
 _NOISE = """
 import sys
 sys.path[:0] = [{benchmarks!r}]
@@ -193,6 +196,10 @@ def _seconds(case: str, side: str, batch: int | None, folder: Path) -> tuple[flo
     )
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr[-2000:])
+    # The process that forks for jobs ends after Snakemake.
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
     return time.perf_counter() - began, _processor_seconds() - used
 
 
@@ -209,6 +216,8 @@ def main() -> None:
     if asked.side:
         _score(asked.cases[0], _SIDES[asked.side], asked.batch, asked.folder)
         return
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # whose seconds count here then
     about = environment("cpu", ("torch", "numpy", "numba", "snakemake", "traker"))
     print(about)
     print("| study | side | batch | seconds | over traker | processor s | over traker |")

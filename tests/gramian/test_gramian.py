@@ -104,7 +104,7 @@ def test_one_pass_gives_every_samples_gradients(name, monkeypatch):
     expected = by_entries(output, list(parameters.values()))
     scale = max(float(rows.abs().max()) for rows in expected)
     for keep_graph, piece in ((True, 2**22), (False, 7)):
-        monkeypatch.setattr("trak_core.gradients.collect_gradients.PIECE", piece)
+        monkeypatch.setattr("trak_core.autograd.gradient_terms.PIECE", piece)
         plan = plan_of(output, list(parameters.values()), 0)
         assert plan is not None
         formed = Formed.zeros(parameters, len(output))
@@ -148,7 +148,7 @@ def test_every_architecture_goes_at_once_or_says_why_not(name, capsys):
         has_labels=False,
     )
     parameters = select_parameters(model, None)
-    method = gradient_method(model, parameters, output, inputs)
+    method = gradient_method(model, parameters, output, inputs, reads_terms=True)
     said = capsys.readouterr().out
     if name in HIDING or name in NO_FUNCTIONS:
         assert method is (gradients_in_turn if name in HIDING else gradients_one_by_one)

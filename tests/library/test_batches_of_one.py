@@ -1,5 +1,6 @@
 """Gradients of a sample that is alone in its batch, against finite differences in float64."""
 
+import sys
 from functools import partial
 
 import pytest
@@ -22,6 +23,7 @@ from trak_core.gradients import (
     gradients_with_copies,
     select_parameters,
 )
+from trak_core.gradients.collect_gradients import Formed
 from trak_core.gramian import train_gramian
 from trak_core.model.features import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
@@ -266,3 +268,22 @@ def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
         torch.testing.assert_close(
             rows, features[2], rtol=1e-5, atol=1e-5 * float(rows.abs().max())
         )
+
+
+def test_what_is_free_goes_back_between_large_gradients(monkeypatch):
+    """The gradient of an input's table, which comes last, doesn't lie beside what others left."""
+    module, order = sys.modules[gradients_one_by_one.__module__], []
+
+    class Noted(Formed):
+        def take(self, parameter, uses):
+            order.append(parameter.shape)
+            super().take(parameter, uses)
+
+    monkeypatch.setattr(module, "return_freed", lambda: order.append("freed"))
+    monkeypatch.setattr(module, "_RETURNED_BYTES", 4 * 20 * 30)
+    model = nn.Sequential(nn.Embedding(40, 20), nn.Flatten(), nn.Linear(20, 30), nn.Linear(30, 3))
+    parameters = select_parameters(model, None)
+    batch = as_batch((torch.tensor([[7]]), torch.tensor([1])), CLASSIFICATION)
+    gradients_one_by_one(model, parameters, CLASSIFICATION, batch, Noted.zeros(parameters, 1))
+    assert set(order[:4]) == {(3,), (3, 30), (30,), (30, 20)}
+    assert order[4:] == ["freed", (40, 20), "freed"]

@@ -1,6 +1,7 @@
 """Per-sample gradients against one backward pass a sample, and models that are refused."""
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -19,6 +20,7 @@ from trak_core.gradients.checks import (
     refuse_not_finite,
 )
 from trak_core.gradients.choose_method import (
+    choose_method,
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
@@ -204,6 +206,7 @@ HIDDEN = "it cannot tell samples apart below: MkldnnRnnLayer"
     ("forward", "parts", "shape", "reason", "method"),
     [
         (recurrent, DEEP_RECURRENT, (5, 6, 4), HIDDEN, gradients_in_turn),
+        (recurrent, DEEP_RECURRENT, (5, 6, 4), HIDDEN, gradients_one_by_one),
         (
             wrong,
             {"head": lambda: nn.Linear(3, 3)},
@@ -213,9 +216,19 @@ HIDDEN = "it cannot tell samples apart below: MkldnnRnnLayer"
         ),
     ],
 )
-def test_what_one_pass_cannot_take_goes_one_by_one(forward, parts, shape, reason, method, capsys):
+def test_what_one_pass_cannot_take_goes_one_by_one(
+    forward, parts, shape, reason, method, monkeypatch, capsys
+):
+    """By factors if the model is large, or where factors are read."""
     model, batch = linear(forward, **parts), classified(torch.randn(shape))
+    parameters = select_parameters(model, None)
+    others = {name: p for name, p in parameters.items() if not name.startswith("lstm")}
+    least = n_params(others) + (method is gradients_one_by_one)
+    monkeypatch.setattr(sys.modules[choose_method.__module__], "_LEAST_PARAMETERS", least)
     assert chosen(model, batch) is method
+    given = model, parameters, CLASSIFICATION, batch
+    by_factors = gradients_in_turn if forward is recurrent else gradients_one_by_one
+    assert choose_method(*given, reads_terms=True)[0] is by_factors
     assert reason in capsys.readouterr().out
     result = formed(method, model, batch)
     expected, values = by_backward(model, batch, CLASSIFICATION)

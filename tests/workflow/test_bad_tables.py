@@ -64,12 +64,6 @@ def test_bad_table(workspace, name):
     assert not list(workspace.folder.rglob("ran"))
 
 
-def test_snakemake_says_what_is_bad_about_a_table(workspace):
-    content, expected = TABLES["a row without a path"]
-    workspace.path("table.tsv").write_bytes(content)
-    assert re.search(expected, message(refuse(workspace, {"checkpoints": "table.tsv"})))
-
-
 def test_ids_that_differ_in_type_alone(workspace):
     with pytest.raises(InputError, match="Found '1' twice"):
         check(workspace, {"checkpoints": {1: "c0.pt", "1": "c0.pt"}})

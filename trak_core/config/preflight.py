@@ -105,7 +105,7 @@ def _check_files(specs: Specs, is_stored: bool) -> None:
         )
     truth = specs.evaluation.get("ground_truth")
     own_truth = [truth] if truth is not None and "://" not in truth else []
-    if own_truth and not Path(truth).is_file():
+    if not all(Path(path).is_file() for path in own_truth):
         raise InputError(
             f"evaluation.ground_truth must exist. Found nothing at {truth} {here}.",
             code="config.missing_ground_truth",

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from trak_core.errors import InputError, listed
 from trak_core.gradients.choose_method import gradients_one_by_one
 from trak_core.gradients.collect_gradients import Magnitude
-from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, rounding
+from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
 from trak_core.gradients.per_sample import PerSample, in_evaluation_mode
 from trak_core.model_outputs.model_output import (
     IGNORED,
@@ -42,10 +42,14 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
     if len(batch) < 2:
         return
     with torch.no_grad(), in_evaluation_mode(model):
-        together, sizes = _run(model, output, batch)
-        again, _ = _run(model, output, batch)
-        allowed = rounding(model, batch)
+        returned, allowed = call_with_rounding(model, batch)
+        together, sizes = _read(output, returned, batch)
         tolerance = allowed * (1 + together.abs() + sizes)
+        # Each without padding: it tells others, padding and chance apart only if it differs.
+        alone = _one_by_one(model, output, [batch.rows(slice(i, i + 1)) for i in range(len(batch))])
+        if _agrees(together, alone, tolerance):
+            return
+        again, _ = _run(model, output, batch)
         if not _close(together, again, tolerance):
             _check_repeatable(model, output, batch)
             calls, others = (_calls(model, batch)[0] for _ in range(2))
@@ -56,35 +60,46 @@ def check_samples_apart(model: nn.Module, output: ModelOutput, samples: Samples)
                 "Switch its randomness off where `module.training` is False.",
                 code="gradients.random_model",
             )
-        try:
-            parts = [_run(model, output, _alone(batch, i)) for i in range(len(batch))]
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            alone, reason = None, f"it fails: {(str(error).splitlines() or [''])[0]}"
+        if batch.lengths is not None:
+            padded = _one_by_one(model, output, [_alone(batch, i) for i in range(len(batch))])
+            if _agrees(together, padded, tolerance):
+                if isinstance(alone, Exception):
+                    raise alone
+                raise InputError(
+                    "The model output of a text must not depend on padding: texts of different "
+                    "lengths are padded on the right. Found that f differs by up to "
+                    f"{_largest_difference(together, alone):.2g} between texts padded and as they "
+                    "are. A model whose tokens see those that follow must take an input "
+                    "`attention_mask`, and leave out what it says; or give texts of one length.",
+                    code="gradients.padding",
+                )
+            alone = padded
+        if isinstance(alone, Exception):
+            reason = f"it fails: {(str(alone).splitlines() or [''])[0]}"
         else:
-            alone = torch.cat([value for value, _ in parts])
             reason = f"f differs by up to {_largest_difference(alone, together):.2g}"
-        if alone is None or not _close(together, alone, tolerance):
-            raise InputError(
-                "The model output of a sample must not depend on the others of its batch. Found "
-                f"that one by one {reason}; the first layer that mixes samples: "
-                f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
-                "`track_running_stats=True`; a loss or normalization across the batch has no "
-                "per-sample gradient.",
-                code="gradients.mixed_samples",
-            )
-        if batch.lengths is None:
-            return
-        parts = [_run(model, output, batch.rows(slice(i, i + 1))) for i in range(len(batch))]
-        unpadded = torch.cat([value for value, _ in parts])
-        if not _close(together, unpadded, tolerance):
-            raise InputError(
-                "The model output of a text must not depend on padding: texts of different lengths "
-                "are padded on the right. Found that f differs by up to "
-                f"{_largest_difference(together, unpadded):.2g} between texts padded and as they "
-                "are. A model whose tokens see those that follow must take an input "
-                "`attention_mask`, and leave out what it says; or give texts of one length.",
-                code="gradients.padding",
-            )
+        raise InputError(
+            "The model output of a sample must not depend on the others of its batch. Found "
+            f"that one by one {reason}; the first layer that mixes samples: "
+            f"{_likely_layer(model, batch, allowed)}. BatchNorm needs "
+            "`track_running_stats=True`; a loss or normalization across the batch has no "
+            "per-sample gradient.",
+            code="gradients.mixed_samples",
+        )
+
+
+def _one_by_one(
+    model: nn.Module, output: ModelOutput, parts: Sequence[Batch]
+) -> Tensor | Exception:
+    """Return f of batches of one sample, shape (batch,), or how the model or f failed."""
+    try:
+        return torch.cat([_run(model, output, part)[0] for part in parts])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        return error
+
+
+def _agrees(together: Tensor, alone: Tensor | Exception, tolerance: Tensor) -> bool:
+    return isinstance(alone, Tensor) and _close(together, alone, tolerance)
 
 
 def _check_repeatable(model: nn.Module, output: ModelOutput, batch: Batch) -> None:
@@ -107,7 +122,11 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
 
 def _run(model: nn.Module, output: ModelOutput, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return f of each sample of a batch, and the largest absolute value of its model's returns."""
-    outputs = output.read(batch.given_to(model))
+    return _read(output, batch.given_to(model), batch)
+
+
+def _read(output: ModelOutput, returned: object, batch: Batch) -> tuple[Tensor, Tensor]:
+    outputs = output.read(returned)
     rows = rows_in(outputs, len(batch))
     values = _values(output, outputs, batch.labels)
     sizes = torch.zeros_like(values)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from enum import Enum, auto
 
 import torch
@@ -29,9 +29,11 @@ from trak_core.gradients.per_sample import (
     differentiating,
     in_evaluation_mode,
     memory_formats_kept_apart,
+    n_params,
     per_sample,
 )
 from trak_core.model_outputs.model_output import ModelOutput, of_sample, over_samples
+from trak_core.system.job import return_freed
 
 GradientMethod = Callable[
     [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
@@ -43,17 +45,28 @@ class SamplesSharedError(Exception):
 
 
 def gradient_method(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    *,
+    reads_terms: bool = False,
 ) -> GradientMethod:
     """Return the method of ``choose_method``, and print what it says."""
-    method, notice = choose_method(model, parameters, output, samples)
+    given = model, parameters, output, samples
+    method, notice = choose_method(*given, reads_terms=reads_terms)
     if notice is not None:
         print(f"Notice: {notice}", flush=True)
     return method
 
 
 def choose_method(
-    model: nn.Module, parameters: dict[str, nn.Parameter], output: ModelOutput, samples: Samples
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    output: ModelOutput,
+    samples: Samples,
+    *,
+    reads_terms: bool = False,
 ) -> tuple[GradientMethod, str | None]:
     """Compute the gradients of the first two samples in two ways, and choose the method.
 
@@ -63,10 +76,18 @@ def choose_method(
     are: float32 rounded a number to the other side of a ReLU's 0, say. Unless one pass loses digits
     that autograd keeps, in float64 too, though few of its many.
 
+    Args:
+        model: It may be in any mode.
+        parameters: Those to differentiate.
+        output: The model output f.
+        samples: Two, or one.
+        reads_terms: Whether gradients are wanted as factors, however few entries they have.
+
     Returns:
         ``gradients_at_once``; ``gradients_in_turn`` where it cannot tell samples apart, or there is
         one sample; ``gradients_one_by_one`` where neither can read the model's graph, or gives
-        other numbers that are not shown to be right. Where autograd is wrong for a
+        other numbers that are not shown to be right, and in place of ``gradients_in_turn`` where
+        samples share a small model. Where autograd is wrong for a
         sample alone, a method that gives it a copy. And a notice why, None where there is none.
     """
     batch = as_batch(samples, output)
@@ -83,9 +104,12 @@ def choose_method(
         if is_out_of_memory(error):
             return gradients_at_once, None
         reason = f"fails: {_in_short(error)}{_remedy(model)}"
-    return _alone_or_beside_copies(given, reason)
+    return _alone_or_beside_copies(given, reason, reads_terms)
 
 
+# Below so many, passes by factors, a sample each, are slower than plain autograd, whose gradients
+# stay in a core's caches (benchmarks/RESULTS.md). Recurrent layers, which give none, don't count.
+_LEAST_PARAMETERS = 8_000_000
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
 _ALONE_IS_WRONG = (
@@ -119,26 +143,34 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     return gradients_one_by_one, notice
 
 
-def _alone_or_beside_copies(given: _Given, reason: str) -> tuple[GradientMethod, str]:
+def _alone_or_beside_copies(
+    given: _Given, reason: str, reads_terms: bool
+) -> tuple[GradientMethod, str]:
     """Choose for a model that one pass cannot take, for a reason in words."""
     notice = f"{_CANNOT_TAKE} {reason}. Gradients are computed one sample at a time,"
-    try:
-        difference = _difference(given, gradients_with_copies)
-    except Exception:
-        # A model that takes no batch is compared with nothing.
-        difference = None
+    plain = difference = None
+    with suppress(Exception):  # a model that takes no batch is compared with nothing
+        plain = _digest(given, gradients_one_by_one)
+        difference = _difference(given, gradients_with_copies, plain)
     if difference is not None and (
         _which_is_right(given, gradients_with_copies, difference)[0] is _Right.METHOD
     ):
         wrong = _ALONE_IS_WRONG.format(f"{difference:.1g}")
         return gradients_with_copies, f"{notice} which is slower. And {wrong}."
-    return _in_turn_or_plain(given), f"{notice} with the same numbers but slower."
+    notice = f"{notice} with the same numbers but slower."
+    model, parameters, *_ = given
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.RNNBase))
+    recurrent = {id(p) for layer in layers for p in layer.parameters()}
+    others = {name: p for name, p in parameters.items() if id(p) not in recurrent}
+    if n_params(others) < _LEAST_PARAMETERS and not reads_terms:
+        return gradients_one_by_one, notice
+    return _in_turn_or_plain(given, plain), notice
 
 
-def _in_turn_or_plain(given: _Given) -> GradientMethod:
+def _in_turn_or_plain(given: _Given, plain: Digest | None = None) -> GradientMethod:
     """Choose between two ways that differentiate one sample at a time, by what they give."""
     try:
-        differs = _difference(given, gradients_in_turn) is not None
+        differs = _difference(given, gradients_in_turn, plain) is not None
     except InputError:
         raise
     except Exception:
@@ -380,6 +412,11 @@ def gradients_at_once_or_with_copies(
     return method(model, parameters, output, batch, consumer)
 
 
+# Gradients of so many bytes, and the heap is given back: activations have gone, whose room a large
+# matrix' gradient doesn't take.
+_RETURNED_BYTES = 2**27
+
+
 def _in_turn(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
@@ -394,12 +431,18 @@ def _in_turn(
     # Autograd keeps what a hook returns until the pass is over. What came to be between two
     # gradients would lie where the first was, so that the next one finds no room there.
     nothing = [p.new_zeros(()).expand(p.shape) for p in parameters.values()]
+    n_bytes = 0
 
     def watch(
         parameter: Tensor, no_gradient: Tensor, taker: SampleConsumer
     ) -> Callable[[Tensor], Tensor]:
         def hook(gradient: Tensor) -> Tensor:
+            nonlocal n_bytes
             taker.take(parameter, [Dense(gradient.detach()[None, None])])
+            n_bytes += gradient.nbytes
+            if n_bytes > _RETURNED_BYTES and gradient.device.type == "cpu":
+                return_freed()
+                n_bytes = 0
             return no_gradient
 
         return hook

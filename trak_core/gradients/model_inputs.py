@@ -373,16 +373,22 @@ def rounding(model: nn.Module, batch: Batch) -> float:
     (autocast may make them coarser than weights and outputs): far above what rounding adds up to,
     far below what a wrong computation gives. The model runs once, in the mode it is in.
     """
+    with torch.no_grad():
+        return call_with_rounding(model, batch)[1]
+
+
+def call_with_rounding(model: nn.Module, batch: Batch) -> tuple[object, float]:
+    """Return what the model returns for a batch, and its ``rounding``."""
     epsilons: list[float] = []
 
     def note(module: nn.Module, args: Any, result: Any) -> None:
         epsilons.extend(torch.finfo(tensor.dtype).eps for tensor in _floats(result))
 
-    with ExitStack() as stack, torch.no_grad():
+    with ExitStack() as stack:
         for module in model.modules():
             stack.callback(module.register_forward_hook(note).remove)
-        batch.given_to(model)
-    return max(least_rounding(model), math.sqrt(max(epsilons, default=0)))
+        returned = batch.given_to(model)
+    return returned, max(least_rounding(model), math.sqrt(max(epsilons, default=0)))
 
 
 def least_rounding(model: nn.Module) -> float:

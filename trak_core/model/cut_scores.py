@@ -111,7 +111,8 @@ def _cut(
     )
     with samples.naming_longest():
         room = needed.room(loaded.device, memory_mb)
-    method = gradient_method(loaded.model, loaded.parameters, loaded.output, few)
+    model = loaded.model, loaded.parameters, loaded.output
+    method = gradient_method(*model, few, reads_terms=Shares.reads_terms)
     of_sample: dict[int, list[int]] = {}
     for number, (sample, _) in enumerate(side.pairs):
         of_sample.setdefault(sample, []).append(number)
@@ -126,7 +127,7 @@ def _cut(
         n_tokens = count_tokens(batch, loaded)
         pairs = Pairs(places.to(loaded.device), asked.to(loaded.device))
         shares = Shares.zeros(loaded.parameters, directions, pairs, n_tokens)
-        method(loaded.model, loaded.parameters, loaded.output, batch, shares)
+        method(*model, batch, shares)
         lengths = [n_tokens] * len(batch) if batch.lengths is None else batch.lengths.tolist()
         by_token = shares.by_token.cpu().numpy()
         # Padding has no share.

@@ -25,7 +25,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.artifacts.format import plain_ids
-from trak_core.config.memory_needs import average_need, holds_solved, shard_rows
+from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.scores import (
     Extremes,
@@ -41,8 +41,8 @@ from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
 Summary = Callable[[np.ndarray], np.ndarray]
-# Larger blocks of rows leave the processor's cache between one step and the next.
-_FAST_ROWS = 2048
+# Blocks of more scores leave the processor's cache between one step and the next.
+_FAST_SCORES = 2**21
 
 
 def _mean(numbers: np.ndarray) -> np.ndarray:
@@ -259,7 +259,8 @@ def average_scores(
         sizes: dict[str, Any] = {"n_targets": n_targets, "n_checkpoints": len(parts)}
         sizes |= {"top": top, "solved_dim": solved_dim}
         largest_block = average_need(n_train=n_train, **sizes).rows(memory_mb)
-        block = min(largest_block, _FAST_ROWS)
+        fast_rows = max(1, _FAST_SCORES // n_targets // CHUNK_ROWS) * CHUNK_ROWS
+        block = min(largest_block, fast_rows)
         start, stop = shard_rows(n_train, shard, n_shards)
         own_need = average_need(n_train=stop - start, **sizes)
         size = (solved_dim or 0) * n_targets

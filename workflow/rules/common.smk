@@ -79,6 +79,8 @@ if workflow.is_main_process:
     take_over_early(forks=forks)
     # Python's end would look for cycles among all that Snakemake has imported.
     atexit.register(gc.freeze)
+    # Jobs stay: to look among them for garbage as often as usual takes an eighth of planning.
+    gc.set_threshold(100_000, 50, 100)
 
 with explained():
     for file in workflow.overwrite_configfiles or workflow.configfiles:
