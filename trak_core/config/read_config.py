@@ -64,6 +64,12 @@ def _read_rows(
                 f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
                 f"{', '.join(map(repr, cells))} in line {reader.line_num}."
             )
+        surplus = row.get(None) or []
+        if any(surplus):
+            raise InputError(
+                f"{path}: no row of the table may have more cells than the header, {len(header)}. "
+                f"Found {len(header) + len(surplus)} in line {reader.line_num}."
+            )
         rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
     if not rows:
         raise InputError(f"{path}: the table must have rows. Found only a header.")
