@@ -10,6 +10,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.spec import Combine
 
+# The part of draws that every interval holds, of groups and of evaluations.
 CONFIDENCE = 0.95
 # Draws of runs, and draws of samples under each of them.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
