@@ -18,6 +18,7 @@ from trak_core.spec import (
     ScoresSpec,
     parse_spec,
     projection_of,
+    removed_sizes,
     subset_size,
     usual_kind,
 )
@@ -380,6 +381,10 @@ def test_runs_that_arent_the_very_training_are_refused(made, runs, found):
 )
 def test_a_part_of_the_samples_is_rounded_down(n, fraction, size):
     assert subset_size(n, fraction) == size
+
+
+def test_parts_that_are_removed_are_rounded_and_never_none():
+    assert removed_sizes([0.001, 0.018, 1, 5], 200) == [1, 4, 5]
 
 
 def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):
