@@ -258,6 +258,17 @@ def test_a_sample_without_pairs_has_no_shares():
     assert shares.by_token.shape == (0, N_TOKENS + 1)
 
 
+def test_held_directions_are_no_more_than_a_piece(monkeypatch):
+    """Of layers of one size some are held, not all or none."""
+    monkeypatch.setattr("trak_core.model.token_shares.PIECE", 100)
+    parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
+    spec = ProjectionSpec(kind="sjlt", n_params=100, proj_dim=32, seed=1, stream=2)
+    directions = Directions(parameters, spec, torch.randn(2, 32))
+    held = [directions.held(parameter) for parameter in parameters.values()]
+    # Five biases of four entries, and one matrix of sixteen, for two vectors.
+    assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
+
+
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_gradients_are_sums_of_is_kept_for_those_who_read_it(reads):
     found = []
