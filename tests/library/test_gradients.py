@@ -2,7 +2,6 @@
 
 import re
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -28,7 +27,6 @@ from trak_core.gradients.choose_method import (
 )
 from trak_core.gradients.collect_gradients import Formed
 from trak_core.gradients.per_sample import n_params, select_parameters
-from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING
 from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION
 
 CPU = torch.device("cpu")
@@ -350,26 +348,6 @@ def test_a_model_that_is_no_function_of_one_sample_is_refused(name):
     make, shape, (code, *values) = MIXING[name]
     with refused(f"gradients.{code}", *values):
         check_samples_apart(make(), CLASSIFICATION, classified(torch.randn(6, *shape)))
-
-
-class SevenTokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.logits = nn.Embedding(9, 9)
-
-    def forward(self, input_ids):
-        return self.logits(input_ids.view(-1, 7))
-
-
-def test_a_model_that_fails_for_a_text_without_padding_says_so_itself():
-    """It doesn't mix samples, nor does its output depend on padding."""
-    texts = []
-    for n in (7, 5):
-        tokens = torch.arange(1, 1 + n)[None]
-        text = as_batch({"input_ids": tokens, "labels": tokens}, LANGUAGE_MODELLING)
-        texts.append(replace(text, lengths=torch.tensor([n]), along=frozenset({"input_ids"})))
-    with pytest.raises(RuntimeError, match=r"\[-1, 7\]"):
-        check_samples_apart(SevenTokens(), LANGUAGE_MODELLING, model_inputs.joined(texts))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -110,6 +110,9 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions of few parameters are held, and of others some at a time
         monkeypatch.setattr("trak_core.model.token_shares.PIECE", 300)
+    # Factors of some texts at a time, or of some tokens of a text.
+    most = N_TOKENS if proj_dim == 32 else 3
+    monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", 2 * proj_dim * most)
     model = make().eval()
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
