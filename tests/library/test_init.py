@@ -13,7 +13,7 @@ from trak_core.command.init import config_for, init
 from trak_core.command.main import main
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()

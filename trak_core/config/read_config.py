@@ -14,7 +14,7 @@ import jsonschema
 import jsonschema.validators
 import yaml
 
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules

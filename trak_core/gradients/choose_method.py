@@ -73,8 +73,8 @@ def choose_method(
     One pass for all samples is compared with plain autograd, a sample at a time. Where one pass
     cannot take the model, a sample alone is compared with a sample beside a copy of itself. If two
     ways disagree, finite differences in float64 say which is right. If they agree in float64, both
-    are: float32 rounded a number to the other side of a ReLU's 0, say. Unless one pass loses digits
-    that autograd keeps, in float64 too, though few of its many.
+    are: float32 rounded a number to the other side of a ReLU's 0, say. One pass is not taken where
+    it loses digits that autograd keeps: float64 too shows some of this.
 
     Args:
         model: It may be in any mode.
@@ -123,8 +123,8 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     plain = _digest(given, gradients_one_by_one)
     difference = _difference(given, gradients_at_once, plain)
     if difference is None:
-        first = *given[:3], given[3].rows(slice(0, 1))
-        difference = _difference(first, gradients_at_once, plain.of(slice(0, 1)))
+        given = *given[:3], given[3].rows(slice(0, 1))
+        difference = _difference(given, gradients_at_once, plain.of(slice(0, 1)))
     if difference is None:
         return gradients_at_once, None
     slower = "with the same numbers but slower"

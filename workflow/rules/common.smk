@@ -21,7 +21,7 @@ from trak_core.config.preflight import (
     study_imports_of,
 )
 from trak_core.config.read_config import has_record, record_config
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 from trak_core.config.read_config import (
     check_config,
     check_unique_keys,
