@@ -383,8 +383,8 @@ def test_a_part_of_the_samples_is_rounded_down(n, fraction, size):
     assert subset_size(n, fraction) == size
 
 
-def test_parts_that_are_removed_are_rounded_and_never_none():
-    assert removed_sizes([0.001, 0.018, 1, 5], 200) == [1, 4, 5]
+def test_removals_of_parts_take_one_sample_at_least_and_no_size_twice():
+    assert removed_sizes([20, 0.05, 0.001, 1, 0.1], 200) == [20, 10, 1]
 
 
 def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):
