@@ -9,7 +9,13 @@ import yaml
 from refused import refused
 from workspace import REPOSITORY
 
-from trak_core.config.read_config import read_config, record_config, recorded_config, with_defaults
+from trak_core.config.read_config import (
+    earlier_configs,
+    read_config,
+    record_config,
+    recorded_config,
+    with_defaults,
+)
 from trak_core.errors import InputError
 
 SCHEMA = REPOSITORY / "workflow/schemas/config.schema.yaml"
@@ -72,6 +78,15 @@ def test_what_a_start_was_given_beside_its_config_counts(tmp_path, monkeypatch):
     assert read_config(other, SCHEMA)["scoring"]["damping"] == 2
     record_config({}, Path("results"), [path])
     assert read_config(path, SCHEMA)["scoring"]["damping"] == 2
+
+
+def test_a_folder_that_another_config_made_is_known(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert earlier_configs(Path("results"), [Path("one.yaml")]) == []
+    record_config({}, Path("results"), [Path("one.yaml"), Path("more.yaml")])
+    assert earlier_configs(Path("results"), [Path("one.yaml").absolute()]) == []
+    assert earlier_configs(Path("results"), []) == []  # the default study's
+    assert earlier_configs(Path("results"), [Path("two.yaml")]) == ["one.yaml", "more.yaml"]
 
 
 def test_what_is_no_config_is_refused(tmp_path):

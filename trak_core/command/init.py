@@ -46,6 +46,8 @@ _Line = tuple[str, Any, str]
 # docs/explanation/choosing.md: on six studies of texts as good as the default or better.
 _OF_TEXTS: _Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
 
+_SUSPECTS = "# lists: [suspects]  # training samples whose label is likely wrong"
+
 
 def init(words: Sequence[str]) -> None:
     """Write the config that ``trak init`` was asked for, and print what it rests on.
@@ -411,7 +413,11 @@ def _of_network(
     is_class = are_texts or are_numbers or isinstance(row[label], int)
     output = "image_classification" if is_class else "regression"
     asked = _targets(ids_of(explained), [one.get(label) for one in explained] if is_class else None)
-    arguments = [("table", str(train), ""), *given, ("label", label, "the column to predict")]
+    arguments = [
+        ("table", str(train), "its columns scaled as in training"),
+        *given,
+        ("label", label, "the column to predict"),
+    ]
     columns = [name for name in row if name not in {label, "id"}]
     texts = {n for n in columns if all(isinstance(one[n], str) and one[n] for one in trained)}
     inputs = [name for name in columns if name != _NUMBERED and name not in texts]
@@ -465,6 +471,7 @@ def _text(
         "checkpoints:" + (f" {_on_a_line(runs)}" if len(runs) == 1 else "\n".join(by_line)),
         *_comments(asked),
         f"experiments: {{asked: {_on_a_line(asked)}}}",
+        *[_SUSPECTS] * (asked == [("targets", ALL_TARGETS, "")]),
         "",
     ])
 

@@ -141,6 +141,13 @@ def record_config(
         write_record(results / CONFIG_RECORD, known)
 
 
+def earlier_configs(results: Path, config_files: Sequence[Path]) -> list[str]:
+    """Return the config files of a folder's last start, if this one has none of them."""
+    earlier = read_record(results / CONFIG_RECORD).get("config_files", [])
+    here = {os.path.relpath(file) for file in config_files}
+    return [] if not here or here & {*earlier} else earlier
+
+
 def has_record(results: Path) -> bool:
     """Return whether a start has left its config in a results folder."""
     return bool(read_record(results / CONFIG_RECORD))

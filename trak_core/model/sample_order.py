@@ -133,7 +133,8 @@ def naming_text(sample_id: object, length: int) -> Generator[None, None, None]:
         raise InputError(
             f"{str(error).rstrip('.')}. Sample {sample_id} is a text of {length} tokens: texts "
             "must be no longer than the model's positions and the memory allow. Cut longer ones "
-            "into pieces."
+            "into pieces, or as training did (`study_arguments: {max_tokens: 64}`, say, with a "
+            "ready-made study)."
         ) from error
 
 
