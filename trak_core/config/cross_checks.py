@@ -24,10 +24,9 @@ _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Refuse what scores without features can't do, for a config with defaults.
-
-    Its projection is ``exact``, or ``gauss_newton``.
-    """
+    """Refuse what scores without projected features can't do, for a config with defaults."""
+    if not isinstance(way := config["projection"], str):
+        return
     shards = {"compute.shards": config["compute"]["shards"]} | {
         f"experiments.{name}.shards": experiment["shards"]
         for name, experiment in config["experiments"].items()
@@ -42,21 +41,16 @@ def check_exact(config: Mapping[str, Any]) -> None:
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
         (cuts, "there are no features to cut scores by", "answers.tokens"),
     ]
-    way, scoring = config["projection"], config["scoring"]
     if way == GAUSS_NEWTON:
         known = [name for name, row in TABLE.items() if row.has_loss_hessian]
-        output, combine, weighting = (
-            config["model_output"],
-            scoring["combine"],
-            scoring["weighting"],
-        )
+        output, scoring = config["model_output"], config["scoring"]
         unknown = f"the loss's Hessian must be known: model_output {', '.join(known)}"
         norm = "scoring.combine must be another: what it divides by isn't computed"
         plain = "scoring.weighting must be plain: the matrix has all curvature of the loss"
         rules += [
             (not about_output(output).has_loss_hessian, unknown, output_name(output)),
-            (combine == Combine.UNIT_AVERAGE, norm, combine),
-            (weighting == Weighting.CURVATURE, plain, weighting),
+            (scoring["combine"] == Combine.UNIT_AVERAGE, norm, Combine.UNIT_AVERAGE),
+            (scoring["weighting"] == Weighting.CURVATURE, plain, Weighting.CURVATURE),
             (scoring["normalize"], "gradients keep their lengths", "scoring.normalize"),
         ]
     _refuse("config.exact", f"projection: {way}", rules, "Leave it out, or take a projection.")
