@@ -191,7 +191,6 @@ def test_all_ways_give_the_same(name, monkeypatch):
         "autograd.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
         "autograd.closed_forms.prefers_inner_products": lambda *_: prefers["all"],
         "autograd.gradient_terms.PIECE": 100,
-        "gramian.engine.PIECE": 100,
         "autograd.closed_forms._BY_PLACE_CHANNELS": 1,
         "autograd.closed_forms._CACHED": 10,
     }.items():

@@ -5,14 +5,8 @@ import pytest
 from refused import refused
 from scipy.stats import spearmanr
 
-from trak_core.evaluation.lds import (
-    auc,
-    bootstrap,
-    noise_ceiling,
-    percentiles,
-    rank_correlations,
-    reliability,
-)
+from trak_core.evaluation.lds import auc, bootstrap, noise_ceiling, rank_correlations, reliability
+from trak_core.scoring.groups import interval
 from trak_core.study.retraining_draws import (
     flipped_labels,
     flipped_samples,
@@ -54,12 +48,12 @@ def test_bootstrap_intervals_are_those_of_rows_written_out():
     rng = np.random.default_rng(3)
     outputs = tied(rng, (1, 25, 6))
     predictions = [outputs[0] + tied(rng, (25, 6)), rng.standard_normal((25, 6))]
-    found = percentiles(bootstrap(predictions, outputs, n_draws=40, seed=9), 0.8)
+    found = interval(bootstrap(predictions, outputs, n_draws=40, seed=9), axis=0)
     rng = np.random.default_rng(9)
     draws = [(rng.integers(25, size=25), rng.integers(6, size=6)) for _ in range(40)]
-    for prediction, interval in zip(predictions, found, strict=True):
+    for prediction, *ends in zip(predictions, *found, strict=True):
         means = [resampled(prediction, outputs[0], rows, targets) for rows, targets in draws]
-        assert np.abs(interval - np.quantile(means, [0.1, 0.9])).max() < 1e-12
+        assert np.abs(ends - np.quantile(means, [0.025, 0.975])).max() < 1e-12
 
 
 @pytest.mark.parametrize("n_seeds", [2, 4])
@@ -70,7 +64,7 @@ def test_the_noise_ceiling_is_what_the_truth_reaches(n_seeds):
     reached = rank_correlations(truth, outputs.mean(axis=0))
     ceiling = noise_ceiling(outputs).mean()
     assert abs(ceiling - reached.mean()) < 0.01
-    low, high = percentiles(bootstrap([truth[:500]], outputs[:, :500], n_draws=50))[-1]
+    low, high = interval(bootstrap([truth[:500]], outputs[:, :500], n_draws=50)[:, -1], axis=0)
     assert low < ceiling < high
 
 

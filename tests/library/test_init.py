@@ -13,7 +13,7 @@ from trak_core.command.init import config_for, init
 from trak_core.command.main import main
 from trak_core.config.checkpoint_list import checkpoint_table
 from trak_core.config.read_config import check_config
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 
 SCHEMA = yaml.safe_load(
     (Path(__file__).parents[2] / "workflow/schemas/config.schema.yaml").read_text()
@@ -235,7 +235,25 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
             "nets.py:net",
             "Put as `model` Net of net.py, moved into a file that runs nothing when imported\n",
         ),
+        # A file alone has no package.
+        (
+            TABLE,
+            "nn.Module",
+            "",
+            "from .parts import Part\n",
+            "nets.py:net",
+            "Put as `model` Net of net.py, moved into a file without relative imports\n",
+        ),
+        (TABLE, "nn.Module", "", "class Module(nn.Module):\n    pass\n", "net.py:Net", "chose"),
         (IMAGES, "nn.Module", ", n_classes=10", "", "net.py:Net", "chose: net.py:Net"),
+        (
+            IMAGES,
+            "nn.Module",
+            ", dropout=0.1",
+            "",
+            "net.py:net",
+            "such as `def net(n_classes): return Net()`",
+        ),
         (
             IMAGES,
             "nn.Module",
@@ -248,7 +266,9 @@ TABLE = {"train.csv": "a,label\n1.5,1\n2,0\n"}
 )
 def test_a_network_of_one_s_own(data, base, arguments, more, model, said, capsys):
     """It is parsed alone: what it imports need not be there."""
-    code = {"net.py": NET.format(base=base, arguments=arguments, more=more), "bad.py": "def"}
+    deep = f"x = {100_000 * '-'}1"  # more than Python's parser takes
+    own = NET.format(base=base, arguments=arguments, more=more)
+    code = {"net.py": own, "bad.py": "def", "deep.py": deep}
     config = written({**data, **code, "m.pt": ""})
     assert config["study_arguments"]["model"] == model
     assert said in capsys.readouterr().out

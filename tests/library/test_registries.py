@@ -30,7 +30,7 @@ OUTPUTS = [name for name in TABLE if name != "loss"]
 SAYS_OUTPUTS = (
     "model_outputs/table.py",
     "compat/",
-    "config/write_study_file.py",
+    "config/write_study_module.py",
     "command/init.py",
 )
 

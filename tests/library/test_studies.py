@@ -371,6 +371,8 @@ def test_files_that_hold_no_rows(tmp_path, monkeypatch):
     tables = {
         # pandas takes the first of three cells for a row's name, if all rows have three.
         "a,b\n1,2,3\n4,5,6\n": "line 2 has 3 cells, the header 2",
+        # And fills in what a row lacks.
+        "a,b\n1,2\n3\n": "line 3 has 1 cell, the header 2",
         'a,b\n1,"2\n3"\n\n4,5,6\n': "line 5 has 3 cells, the header 2",
         'a,b\n1,2\n"3,4\n': "line 3 begins a row with wrong quotes: unexpected end of data",
     }

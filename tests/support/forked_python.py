@@ -40,7 +40,7 @@ PRELOADED = (
 _CLIENT = """#!{python} -IS
 import os, sys
 arguments = sys.argv[1:]
-if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-m", "-P")):
+if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-c", "-m", "-P")):
     os.execv({python!r}, [{python!r}, *arguments])
 sys.path.append({repository!r})
 from trak_core.system.fork_client import end_as, status_of_fork
@@ -70,8 +70,8 @@ def run(asked: list[Any]) -> None:
     sys.path[1:1] = map(os.path.abspath, given)  # as Python does when it starts
     is_safe = arguments[0] == "-P"  # nothing is imported from the folder or beside the program
     arguments = arguments[is_safe:]
-    is_module = arguments[0] == "-m"
-    sys.path[0] = str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent)
+    is_file = arguments[0] not in ("-c", "-m")
+    sys.path[0] = str(Path(arguments[0]).resolve().parent if is_file else Path.cwd())
     if is_safe:
         del sys.path[0]
     # A program may have a copy of the code, edited.
@@ -82,7 +82,10 @@ def run(asked: list[Any]) -> None:
     sys.modules.pop("sitecustomize", None)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module("sitecustomize")
-    if is_module:
+    if arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
+    elif not is_file:
         sys.argv = arguments[1:]
         if not hasattr(sys.modules.get(arguments[1]), "__path__"):  # a package's __main__ runs
             sys.modules.pop(arguments[1], None)

@@ -39,6 +39,10 @@ TABLES = {
         HEADER + b"c0\n",
         r"columns checkpoint, path\. Found 'c0', '' in line 2",
     ),
+    "more cells than the header": (
+        HEADER + b"c0\tc0.pt\t\nc1\tc1.pt\trun1\n",
+        r"more cells than the header, 2\. Found 3 in line 3\.",
+    ),
     "an id twice": (HEADER + b"c0\tc0.pt\nc0\tother.pt\n", r"must be its own\. Found 'c0' twice"),
     "an id with a path": (
         HEADER + b"../../c0\tc0.pt\n",

@@ -18,7 +18,7 @@ from workspace import REPOSITORY, Workspace
 
 import trak_core
 from trak_core.command.main import main
-from trak_core.config.write_study_file import READY_MADE, with_ready_study
+from trak_core.config.write_study_module import READY_MADE, with_ready_study
 from trak_core.errors import InputError
 from trak_core.study.study import Study
 from trak_core.system.files import data_digests

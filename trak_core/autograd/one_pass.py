@@ -197,9 +197,8 @@ def by_rows(consumer: Consumer, output: Tensor, parameters: Sequence[Tensor]) ->
 def plan_of(output: Tensor, parameters: Sequence[Tensor], dim: int) -> Plan | None:
     """Return how one pass serves all samples, independent along the output's dimension ``dim``.
 
-    None without samples, if they can't be told apart, or if there is nothing to differentiate; and
-    for several entries of a single sample, which nothing has to tell apart. Statistics over samples
-    raise a ``MixedSamplesError``.
+    None without samples, if they can't be told apart, if there is nothing to differentiate, or if a
+    single sample has several entries. Statistics over samples raise a ``MixedSamplesError``.
     """
     n_samples = output.shape[dim]
     if n_samples == 0 or n_samples == 1 < output.numel():

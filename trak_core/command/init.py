@@ -325,8 +325,9 @@ def _arguments(node: _Defined, among: Sequence[_Defined]) -> tuple[list[str], li
         own = {part.name: part for part in node.body if isinstance(part, ast.FunctionDef)}
         if "__init__" not in own:
             bases = {name for base in node.bases for name in _names_in(base)}
-            parent = next((one for one in among if one.name in bases), None)
-            return _arguments(parent, among) if parent else ([], [])
+            earlier = among[: among.index(node)]  # or a class of its base's name would be its own
+            parent = next((one for one in reversed(earlier) if one.name in bases), None)
+            return _arguments(parent, earlier) if parent else ([], [])
         given, is_method = own["__init__"].args, True
     by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)][is_method:]
     by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
@@ -346,15 +347,20 @@ def _own_network(code: Iterable[Path], report: list[str], *, of_images: bool) ->
     for file in code:
         try:
             tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError, RecursionError):
+            networks = _networks_in(tree)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OSError):
             continue
-        networks = _networks_in(tree)
         runs = any(isinstance(node, ast.For | ast.While | ast.With) for node in tree.body)
+        is_part = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
         for node in networks:
             needed, by_place = _arguments(node, networks)
-            of_classes = bool(by_place) and re.search(r"class|label|out", by_place[0]) is not None
+            of_classes = (
+                bool(by_place) and re.search(r"class|label|^(n_|num_)?out", by_place[0]) is not None
+            )
             if runs:
                 put = f"{node.name} of {file}, moved into a file that runs nothing when imported"
+            elif is_part:
+                put = f"{node.name} of {file}, moved into a file without relative imports"
             elif set(needed) <= {*by_place[:1]} and of_classes if of_images else not needed:
                 fitting[f"{file}:{node.name}"] = _names_in(node)
             else:

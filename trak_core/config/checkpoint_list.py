@@ -55,11 +55,11 @@ def checkpoint_table(
     else:
         named = [(str(name), value) for name, value in checkpoints.items()]
     # Also of those that expand to several: a name given twice is a mistake.
-    _check_own([name for name, _ in named])
+    _check_ids([name for name, _ in named])
     expand = _placed if training is None else _trained
     pairs = [pair for name, value in named for pair in expand(name, value, training or {})]
     names = [name for name, _ in pairs]
-    _check_own(names)
+    _check_ids(names)
     _check_streams(names)
     table = dict(sorted(pairs))
     for run, ids in runs_of(table).items():
@@ -84,13 +84,13 @@ def runs_of(checkpoints: Mapping[str, Checkpoint]) -> dict[str, list[str]]:
 def come_from_along_runs(checkpoints: Mapping[str, Checkpoint]) -> bool:
     """Return whether a run has several, or they say different times.
 
-    Where the pipeline trains, no time is one too: the end.
+    A checkpoint that the pipeline trains and that names no time is of the end, a time too.
     """
     times = {c.at for c in checkpoints.values() if c.at is not None or c.path is None}
     return len(runs_of(checkpoints)) < len(checkpoints) or len(times) > 1
 
 
-def _check_own(names: list[str]) -> None:
+def _check_ids(names: list[str]) -> None:
     counts = Counter(names)
     for name in names:
         if not re.fullmatch(_ID_PATTERN, name):
@@ -214,7 +214,7 @@ def _step(folder: Path, number: int) -> float:
         ) from error
 
 
-def very_training(
+def shared_training(
     checkpoints: Mapping[Any, Mapping[str, Any]], training: Mapping[str, Any], count: int
 ) -> dict[str, Any]:
     """Return the ``arguments`` of ``train`` that a config's first runs share, and ``run_seeds``.

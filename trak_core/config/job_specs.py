@@ -11,7 +11,7 @@ from trak_core.config.checkpoint_list import (
     checkpoint_table,
     come_from_along_runs,
     runs_of,
-    very_training,
+    shared_training,
 )
 from trak_core.config.cross_checks import (
     check_conditions,
@@ -428,7 +428,7 @@ class Specs:
         subsets = self.evaluation["subsets"]
         spec = self._retrained("random", subsets["seeds"], subsets["seed"])
         runs = self.config["checkpoints"]
-        more = very_training(runs, self.training, spec.seeds) if subsets["same_seeds"] else {}
+        more = shared_training(runs, self.training, spec.seeds) if subsets["same_seeds"] else {}
         return replace(spec, fraction=subsets["fraction"], **more)
 
     def subset_groups(self) -> list[tuple[int, int]]:

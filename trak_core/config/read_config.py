@@ -14,7 +14,7 @@ import jsonschema
 import jsonschema.validators
 import yaml
 
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name, place_of
 from trak_core.provenance import study_modules
@@ -63,6 +63,12 @@ def _read_rows(
             raise InputError(
                 f"{path}: every row of the table must fill the columns {', '.join(columns)}. Found "
                 f"{', '.join(map(repr, cells))} in line {reader.line_num}."
+            )
+        surplus = row.get(None) or []
+        if any(surplus):
+            raise InputError(
+                f"{path}: no row of the table may have more cells than the header, {len(header)}. "
+                f"Found {len(header) + len(surplus)} in line {reader.line_num}."
             )
         rows.append((*cells, *((row.get(c) or "").strip() for c in optional)))
     if not rows:

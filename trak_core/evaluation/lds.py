@@ -16,6 +16,7 @@ import pandas as pd
 
 from trak_core.errors import InputError
 from trak_core.evaluation.baselines import Key
+from trak_core.scoring.groups import interval
 from trak_core.spec import Setting
 
 
@@ -161,12 +162,6 @@ def bootstrap(
     return means
 
 
-def percentiles(drawn: np.ndarray, confidence: float = 0.95) -> np.ndarray:
-    """Return the ends of intervals that hold this part of bootstrap's draws, shape (columns, 2)."""
-    outside = (1 - confidence) / 2
-    return np.quantile(drawn, [outside, 1 - outside], axis=0).T
-
-
 def auc(values: np.ndarray, positive: np.ndarray) -> float:
     """Return the chance that a positive sample has a larger value than another, ties counting half.
 
@@ -186,7 +181,6 @@ def auc(values: np.ndarray, positive: np.ndarray) -> float:
     return float(0.5 + ranks[positive].sum() / (n_positive * n_other))
 
 
-CONFIDENCE = 0.95
 # A matrix with the names of its rows and of its columns.
 Frame = tuple[np.ndarray, list[Any], list[Any]]
 
@@ -285,21 +279,20 @@ def lds_tables(
     if len(truth.outputs) > 1:
         each["noise_ceiling", "ceiling", 0] = noise_ceiling(truth.outputs)
         rows.append(-1)
-    intervals = percentiles(drawn, CONFIDENCE)
-    ends = intervals[rows]
+    low, high = interval(drawn, axis=0)
     # Paired: both of a difference come from the same draws. The scores are the first row.
-    behind = percentiles(drawn[:, :1] - drawn[:, rows], CONFIDENCE)
+    behind_low, behind_high = interval(drawn[:, :1] - drawn[:, rows], axis=0)
     lds = np.array([correlations.mean() for correlations in each.values()])
     summary = pd.DataFrame({
         "method": [name for name, _, _ in each],
         "kind": [kind for _, kind, _ in each],
         "proj_dim": [dim for _, _, dim in each],
         "lds": lds,
-        "low": ends[:, 0],
-        "high": ends[:, 1],
+        "low": low[rows],
+        "high": high[rows],
         "behind": lds[0] - lds,
-        "behind_low": behind[:, 0],
-        "behind_high": behind[:, 1],
+        "behind_low": behind_low,
+        "behind_high": behind_high,
     })
     targets = pd.DataFrame(
         [
@@ -309,12 +302,12 @@ def lds_tables(
         ],
         columns=["method", "proj_dim", "target_id", "correlation"],
     )
-    curve_ends = intervals[len(methods) : len(methods) + len(by_count)]
+    of_counts = slice(len(methods), len(methods) + len(by_count))
     curve = pd.DataFrame({
         "n_checkpoints": list(by_count),
         "lds": [rank_correlations(sums, mean).mean() for sums in by_count.values()],
-        "low": curve_ends[:, 0],
-        "high": curve_ends[:, 1],
+        "low": low[of_counts],
+        "high": high[of_counts],
     })
     return summary, targets, curve
 
@@ -338,8 +331,8 @@ def sweep_tables(
     settings = list(swept)
     shown = [int(sweep["lds_chosen_by"].argmax()), settings.index(own)]
     sums = [swept[settings[row]][:, reporting] for row in shown]
-    intervals = percentiles(bootstrap(sums, truth.outputs[:, :, reporting]), CONFIDENCE)
+    low, high = interval(bootstrap(sums, truth.outputs[:, :, reporting]), axis=0)
     best = sweep.iloc[shown].drop(columns="lds")
     best.insert(0, "setting", ["best", "config"])
-    best[["low", "high"]] = intervals[:2]
+    best["low"], best["high"] = low[:2], high[:2]
     return sweep, best.reset_index(drop=True)

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from trak_core.model_outputs.table import About
+from trak_core.scoring.groups import interval
 
-CONFIDENCE = 0.95
 # How rows begin that compare the scores with a baseline; its name follows.
 LESS = "top less "
 _N_DRAWS = 1000
@@ -32,8 +32,7 @@ def mean_interval(changes: np.ndarray) -> tuple[float, float]:
         changes[seeds[i : i + block, :, None], targets[i : i + block, None, :]].mean(axis=(1, 2))
         for i in range(0, _N_DRAWS, block)
     ]
-    outside = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [outside, 1 - outside])
+    low, high = interval(np.concatenate(means), axis=0)
     return float(low), float(high)
 
 

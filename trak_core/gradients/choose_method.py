@@ -73,8 +73,8 @@ def choose_method(
     One pass for all samples is compared with plain autograd, a sample at a time. Where one pass
     cannot take the model, a sample alone is compared with a sample beside a copy of itself. If two
     ways disagree, finite differences in float64 say which is right. If they agree in float64, both
-    are: float32 rounded a number to the other side of a ReLU's 0, say. Unless one pass loses digits
-    that autograd keeps, in float64 too, though few of its many.
+    are: float32 rounded a number to the other side of a ReLU's 0, say. One pass is not taken where
+    it loses digits that autograd keeps: float64 too shows some of this.
 
     Args:
         model: It may be in any mode.

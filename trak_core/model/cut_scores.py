@@ -12,7 +12,7 @@ from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.token_shares import Directions, Pairs, Shares
 from trak_core.spec import ProjectionSpec
-from trak_core.study.split import Split
+from trak_core.study.data_split import Split
 from trak_core.system.progress import with_progress
 
 SIDES = ("train", "target")

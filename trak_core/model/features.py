@@ -26,6 +26,9 @@ _MOST_LOST = {"float16": 1e-3, "int8": 2e-2}
 class Features:
     """A consumer of gradients that adds up x R over the parameters, for matrices R of one kind.
 
+    A gradient method goes backwards through the model and hands each parameter's gradients, of all
+    samples of a batch, to ``take``. After it ``finish`` projects what still waits.
+
     The parameters lie side by side in the order they are given, each row-major. Gradients are
     formed a part at a time, and small parts wait, so that one call projects many. A tensor sketch
     takes factors of gradients instead, where that is cheaper and entries aren't scaled.

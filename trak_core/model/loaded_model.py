@@ -31,8 +31,8 @@ from trak_core.model_outputs.table import about_output
 from trak_core.provenance import parameters_digest
 from trak_core.spec import TRAIN, FeaturesSpec
 from trak_core.study.checkpoints import load_checkpoint
+from trak_core.study.data_split import Split
 from trak_core.study.optimizer_state import adam_scales
-from trak_core.study.split import Split
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 

@@ -15,7 +15,7 @@ from trak_core.model_outputs.table import about_output
 from trak_core.report.number_formats import of_target
 from trak_core.report.read_results import named
 from trak_core.scoring.scores import largest, most_frequent
-from trak_core.study.split import Samples, Split, checked_ids, users_code
+from trak_core.study.data_split import Samples, Split, checked_ids, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import parsed_json, shortened
 

@@ -40,7 +40,7 @@ from trak_core.scoring.scores import powered, similarities, unit_rows
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped, normal_weights, read_rows
-from trak_core.study.split import Split
+from trak_core.study.data_split import Split
 from trak_core.study.study import Study
 
 # Training samples by which the way to gradients is chosen, as a job does, unless one shows it.
@@ -147,7 +147,7 @@ class HeldCheckpoint:
 
     Attributes:
         weights: Q^power of the training samples, shape (n,), float64.
-        norm: N_c; 1 where scores are not divided by it.
+        norm: ||B||; 1 where scores are not divided by it.
         about_train: ``labels``, ``outputs`` and ``predictions`` of the training samples.
         n_bytes: Memory that it takes, with the model and the training samples' features.
         work_bytes: Memory that making it ready takes.

@@ -21,8 +21,8 @@ from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, h
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
 from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
+from trak_core.study.data_split import Split, users_code
 from trak_core.study.sample_columns import columns_of
-from trak_core.study.split import Split, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 

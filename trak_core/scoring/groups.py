@@ -10,6 +10,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.spec import Combine
 
+# The part of draws that every interval holds, of groups and of evaluations.
 CONFIDENCE = 0.95
 # Draws of runs, and draws of samples under each of them.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
@@ -114,7 +115,7 @@ class GroupSums:
     ) -> None:
         """Add a block of samples: rows of every A_c, shape (C, rows, m), and Q_c^power, (C, rows).
 
-        N_c counts for ``unit_average`` alone. For each grouping column there are the samples'
+        ||B|| counts for ``unit_average`` alone. For each grouping column there are the samples'
         groups, shape (rows,): numbers from 0, which go on from one column to the next.
         """
         times = self.random.poisson(1, (similarities.shape[1], N_DRAWS)).astype(np.float64)

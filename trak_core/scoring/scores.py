@@ -29,7 +29,7 @@ def powered(loss_weights: np.ndarray, power: float) -> np.ndarray:
 
 
 def similarities(features: np.ndarray, solved_targets: np.ndarray) -> np.ndarray:
-    """Return rows of A_c = Phi_c (N_c + ridge_c I)^-1 T_c^T, shape (rows, m), float64.
+    """Return rows of A_c = Phi_c (N + ridge I)^-1 T_c^T, shape (rows, m), float64.
 
     Features, rows of Phi_c, have shape (rows, k); solved targets, what they are multiplied with,
     (k, m), float64.
@@ -44,10 +44,10 @@ def combined(parts: Iterable[tuple[np.ndarray, np.ndarray, float]], combine: Com
 
     Args:
         parts: For each checkpoint, rows of A_c, shape (rows, m), their Q_c^power, shape (rows,),
-            and N_c, which counts for ``unit_average`` alone; at least one.
+            and ||B||, which counts for ``unit_average`` alone; at least one.
         combine: ``product_of_averages``: mean_c(A_c) * mean_c(Q_c^power), TRAK's own;
             ``average_of_products``: mean_c(A_c * Q_c^power); ``unit_average``:
-            mean_c(A_c * Q_c^power / N_c).
+            mean_c(A_c * Q_c^power / ||B||).
 
     Returns:
         Rows of the scores, shape (rows, m), float64.
@@ -73,7 +73,7 @@ def checkpoint_weights(powers: np.ndarray, norms: np.ndarray, combine: Combine) 
     """Return how much each checkpoint's A_c[i, j] counts in the score of sample i, (C, n), float64.
 
     The sum over checkpoints of weights times A_c is what ``combined`` gives. ``powers`` are
-    Q_c^power, shape (C, n), and ``norms`` N_c, shape (C,).
+    Q_c^power, shape (C, n), and ``norms`` ||B||, shape (C,).
     """
     n_checkpoints = len(powers)
     if combine is Combine.PRODUCT_OF_AVERAGES:

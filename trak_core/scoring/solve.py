@@ -75,7 +75,7 @@ class Spectrum:
         return cls(np.maximum(eigenvalues, 0), vectors)
 
     def norm_products(self, weighted: np.ndarray, gramian: np.ndarray) -> np.ndarray:
-        """Return what N_c of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
+        """Return what ||B|| of every damping comes from: (V^T Y^T Y V) * (V^T Phi^T Phi V).
 
         Y^T Y of the rows times |Q|^power, and Phi^T Phi, have shape (k, k), float64.
         """
@@ -85,12 +85,12 @@ class Spectrum:
 
 
 def train_norm(eigenvalues: np.ndarray, products: np.ndarray, ridge: float) -> float:
-    """Return N_c = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + ridge I.
+    """Return ||B|| = ||diag(|Q|^power) Phi M^-1 Phi^T||_F, M = Phi^T W Phi + ridge I.
 
     Its square is tr(M^-1 Y^T Y M^-1 Phi^T Phi) with Y = diag(|Q|^power) Phi, and where M's
     eigenvectors are the axes sum_ij products_ij / ((D_i + ridge) (D_j + ridge)). Eigenvalues D of
-    Phi^T W Phi have shape (k,), float64; products are those of ``Spectrum.norm_products``. N_c must
-    be above 0, which loss weights or features that are all 0 don't allow.
+    Phi^T W Phi have shape (k,), float64; products are those of ``Spectrum.norm_products``. ||B||
+    must be above 0, which loss weights or features that are all 0 don't allow.
 
     Source: docs/explanation/scores.md, "The formula".
     """
@@ -270,9 +270,9 @@ class DampedGramian:
         return (cross - self.gramian @ (self.root[:, None] * solved)) / self.ridge
 
     def train_norm(self, row_weights: np.ndarray) -> float:
-        """Return N_c = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + ridge I, without J.
+        """Return ||B|| = ||diag(|Q|^power) J M^-1 J^T||_F, M = J^T W J + ridge I, without J.
 
-        Row weights are |Q|^power, shape (n,), float64. N_c must be above 0.
+        Row weights are |Q|^power, shape (n,), float64. ||B|| must be above 0.
         """
         squared = 0.0
         for start in range(0, len(self.gramian), _COLUMNS):

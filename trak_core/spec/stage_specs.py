@@ -47,7 +47,7 @@ class Combine(StrEnum):
 
     @property
     def divides_by_norm(self) -> bool:
-        """Whether each checkpoint's scores are divided by N_c."""
+        """Whether each checkpoint's scores are divided by ||B||."""
         return self is Combine.UNIT_AVERAGE
 
 
@@ -157,7 +157,7 @@ class NormalSpec:
         features: What decides the features that it is made of.
         weighting: ``plain`` or ``curvature``.
         curvature_power: Power of the curvature in W; None with ``plain``.
-        norm_power: Power of the loss weights in N_c, by which scores are divided; None where they
+        norm_power: Power of the loss weights in ||B||, by which scores are divided; None where they
             are not.
         normalize: Whether the training samples' features are divided by their lengths.
     """

@@ -120,7 +120,7 @@ class Damped:
         matrix: N, shape (k, k), float64.
         ridge: damping * mean_i w_i |phi_i|^2, which is added to N's diagonal.
         ends: Smallest and largest eigenvalue of N.
-        norm: N_c, None where scores are not divided by it.
+        norm: ||B||, None where scores are not divided by it.
     """
 
     matrix: np.ndarray
@@ -130,7 +130,7 @@ class Damped:
 
     @classmethod
     def read(cls, file: Artifact, train: Artifact, spec: ScoresSpec) -> Self:
-        """Return the normal matrix, which must be made of these features and have N_c above 0."""
+        """Return the normal matrix, which must be made of these features and have ||B|| above 0."""
         own = spec.of_normal_matrix()
         expected = {f.name: getattr(own, f.name) for f in fields(NormalSpec)}
         expected |= {"features": train.content_hash}
@@ -146,7 +146,7 @@ class Damped:
 
 
 def write_samples(writer: Writer, train: Artifact, targets: Artifact, norm: float | None) -> None:
-    """Write ids and what the checkpoint makes of every sample, the loss weights, and N_c."""
+    """Write ids and what the checkpoint makes of every sample, the loss weights, and ||B||."""
     writer.vector("loss_weights", train.vector("loss_weights"))
     if norm is not None:
         writer.scalar("train_norm", norm)

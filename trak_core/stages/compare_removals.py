@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from trak_core.artifacts import PROOF, REMOVALS, SCORES, check_same, create, open_artifact
-from trak_core.evaluation.retrained_lists import CONFIDENCE, measures, proof_tables, removal_tables
+from trak_core.evaluation.retrained_lists import measures, proof_tables, removal_tables
 from trak_core.model_outputs.table import about_output
+from trak_core.scoring.groups import CONFIDENCE
 from trak_core.spec import RetrainedSpec, removed_sizes
 from trak_core.stages._inputs import Retrained, embeddings_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals

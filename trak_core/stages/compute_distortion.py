@@ -26,7 +26,7 @@ from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
-from trak_core.study.split import Split
+from trak_core.study.data_split import Split
 from trak_core.system.progress import software, with_progress
 
 _SEED = 0  # draws the samples

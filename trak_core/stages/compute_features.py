@@ -16,7 +16,7 @@ from trak_core.model.sample_order import subset
 from trak_core.model.sample_outputs import write_columns
 from trak_core.provenance import content_digest
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
-from trak_core.study.split import with_flipped_labels
+from trak_core.study.data_split import with_flipped_labels
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software, with_progress
 

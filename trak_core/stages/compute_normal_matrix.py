@@ -24,7 +24,7 @@ def compute_normal_matrix(
 ) -> None:
     """Stream the training features once and keep N, its mean squared norm and its spectrum's ends.
 
-    With ``norm_power`` also its eigenvalues, and the k x k products that N_c of any damping comes
+    With ``norm_power`` also its eigenvalues, and the k x k products that ||B|| of any damping comes
     from: no other stage needs all training features again for it.
     """
     with open_artifact(features, FEATURES) as train:

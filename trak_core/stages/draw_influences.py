@@ -36,7 +36,7 @@ from trak_core.report.explore_page import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read_results import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
-from trak_core.study.split import Split
+from trak_core.study.data_split import Split
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 from trak_core.system.files import written_whole

@@ -45,7 +45,6 @@ from trak_core.evaluation.baselines import (
     subset_sums,
 )
 from trak_core.evaluation.lds import (
-    CONFIDENCE,
     GroundTruth,
     curve_counts,
     lds_tables,
@@ -53,6 +52,7 @@ from trak_core.evaluation.lds import (
     sweep_tables,
 )
 from trak_core.model_outputs.table import about_output
+from trak_core.scoring.groups import CONFIDENCE
 from trak_core.spec import (
     TRAIN,
     Combine,

@@ -12,7 +12,7 @@ from trak_core.report.number_formats import anchor, number
 from trak_core.report.render import listed_samples
 from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
-from trak_core.study.split import Split
+from trak_core.study.data_split import Split
 from trak_core.study.study import Study
 from trak_core.study.targets import split_of
 from trak_core.system.files import harmless, written_whole

@@ -158,11 +158,21 @@ def _read_table(path: Path, delimiter: str) -> pd.DataFrame:
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
             # Else cells beyond the header's would move all others by a column.
-            return pd.read_csv(path, sep=delimiter, keep_default_na=False, index_col=False)
+            table = pd.read_csv(path, sep=delimiter, keep_default_na=False, index_col=False)
         except (pd.errors.ParserError, pd.errors.ParserWarning):
-            for _ in rows_of_table(path.read_text(encoding="utf-8-sig"), delimiter):
-                pass  # it says which line
+            _check_cells(path, delimiter)
             raise
+    # So pandas fills up a row that ends early.
+    last = table.iloc[:, -1]
+    if (last.isna() | last.eq("")).any():
+        _check_cells(path, delimiter)
+    return table
+
+
+def _check_cells(path: Path, delimiter: str) -> None:
+    """Refuse the first line that has other cells than the header."""
+    for _ in rows_of_table(path.read_text(encoding="utf-8-sig"), delimiter):
+        pass
 
 
 _READERS = {

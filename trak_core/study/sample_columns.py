@@ -15,7 +15,7 @@ import pandas as pd
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import about_output
 from trak_core.spec import MEAN_OF, TRAIN
-from trak_core.study.split import checked_ids, users_code
+from trak_core.study.data_split import checked_ids, users_code
 from trak_core.study.study import Study
 from trak_core.study.targets import read_questions
 

@@ -254,12 +254,12 @@ def stop_before_jobs() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-def explain_interrupts(results: str, *, is_main: bool) -> None:
+def explain_interrupts(results: str, jobs_run: Callable[[], bool], *, is_main: bool) -> None:
     """Have Ctrl-C end this Snakemake with what is kept and how to go on, in place of tracebacks.
 
-    Snakemake still waits for its jobs, which clear up, and unlocks the folder. A second Ctrl-C
-    stops the waiting, as ever. A program that has its own handler of SIGINT keeps it. Only the
-    Snakemake that the user started (``is_main``) says so; those that it starts for jobs are silent.
+    If ``jobs_run``, Snakemake still waits for them to clear up; it unlocks the folder. A second
+    Ctrl-C stops the waiting, as ever. A program that has its own handler of SIGINT keeps it. Only
+    the Snakemake that the user started (``is_main``) speaks; those that it starts for jobs don't.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -275,7 +275,8 @@ def explain_interrupts(results: str, *, is_main: bool) -> None:
         # What Snakemake says of jobs that end now is no news: each has the reason in its log.
         logging.disable(logging.CRITICAL)
         if is_main:
-            print("\nStopping by Ctrl-C: waiting for running jobs to clear up.", file=sys.stderr)
+            waits = ": waiting for running jobs to clear up" if jobs_run() else ""
+            print(f"\nStopping by Ctrl-C{waits}.", file=sys.stderr)
             atexit.register(print, goodbye, file=sys.stderr)
         # Snakemake's scheduler takes it like a KeyboardInterrupt; elsewhere it has no traceback.
         raise SystemExit(128 + signal.SIGINT)

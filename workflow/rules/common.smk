@@ -21,7 +21,7 @@ from trak_core.config.preflight import (
     study_imports_of,
 )
 from trak_core.config.read_config import has_record, record_config
-from trak_core.config.write_study_file import with_ready_study
+from trak_core.config.write_study_module import with_ready_study
 from trak_core.config.read_config import (
     check_config,
     check_unique_keys,
@@ -102,7 +102,11 @@ with explained():
     # Where a module's `prefix` puts what the rules write.
     moved = workflow.modifier.path_modifier.replace_prefix(f"{config['results']}/_")
     results = Path(moved).parent
-    explain_interrupts(str(results), is_main=workflow.is_main_process)
+    explain_interrupts(
+        str(results),
+        lambda: workflow.scheduler is not None and bool(workflow.scheduler.running),
+        is_main=workflow.is_main_process,
+    )
     specs = specs_of(config, results)
     if workflow.is_main_process:
         if not workflow.local_exec:

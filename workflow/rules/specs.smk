@@ -198,8 +198,9 @@ def name_results():
     if any(job.rule.name == "write_report" for job in jobs):
         written = Path(folder, "report.html")
         logger.info(f"Report: {written}")
-        # A report in a store is not on this disk.
-        page = written.read_text(encoding="utf-8") if written.exists() else ""
+        # One on this disk is another run's if this one's is in a store.
+        is_here = written.exists() and not stored
+        page = written.read_text(encoding="utf-8") if is_here else ""
         titles = "; ".join(re.findall('<div class="warning">\n<h3>(.*?)</h3>', page))
         if titles:
             logger.warning(f"The report warns: {unescape(titles)}.")

@@ -1,4 +1,4 @@
-"""Run a job: its param `code` names the stage, and what its rule names is what that takes."""
+"""Run a job: its param `code` names the stage, which takes what its rule names, by these names."""
 
 from trak_core.system.fork_client import done_by_fork
 from trak_core.system.job import (

@@ -20,7 +20,7 @@ from trak_core.gradients import (
     gradients_in_turn,
     gradients_one_by_one,
     in_evaluation_mode,
-    recomputation,
+    recompute_activations,
     sample_memory,
     select_parameters,
 )
@@ -258,7 +258,7 @@ def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
     Recomputation(given[0]).start()
     with refused("gradients.second_call", "Rounds", "other numbers"):
         formed_gradients(gradients_at_once, *given)
-    monkeypatch.setattr(recomputation, "_checksum", recomputation._sums)
+    monkeypatch.setattr(recompute_activations, "_checksum", recompute_activations._sums)
     found = formed_gradients(gradients_at_once, *given)
     for name, gradient in found.gradients.items():
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-4, atol=1e-5)
@@ -276,7 +276,9 @@ def test_other_bits_are_other_numbers_on_the_cpu_alone(monkeypatch):
     ],
 )
 def test_a_block_that_cannot_run_twice_is_refused(model, words, fingerprint, monkeypatch):
-    monkeypatch.setattr(recomputation, "_checksum", getattr(recomputation, fingerprint))
+    monkeypatch.setattr(
+        recompute_activations, "_checksum", getattr(recompute_activations, fingerprint)
+    )
     given = prepared(**model)
     Recomputation(given[0]).start()
     with refused("gradients.second_call", model["block"].__name__, words):
@@ -311,7 +313,7 @@ STUDY = """
 import sys
 import torch
 sys.path[:0] = {paths}
-from test_recomputation import Block
+from test_recompute_activations import Block
 make_model = lambda: torch.nn.Sequential(
     *(Block(64) for _ in range(24)), torch.nn.Flatten(), torch.nn.Linear(256 * 64, 3)
 )
