@@ -19,6 +19,7 @@ from trak_core.model.gauss_newton import newton_scores
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.table import TABLE
 from trak_core.stages.compute_gramian import compute_newton_scores
+from trak_core.study.study import Study
 
 PROJECTION = {"projection": {"kind": "gauss_newton"}, "dtype": "float64"}
 DAMPING = 0.1
@@ -238,3 +239,68 @@ def test_the_hessian_of_a_loss_in_its_logits(name):
     torch.testing.assert_close(hessian(z, y, v), expected)
     several = torch.vmap(hessian)(z[None], y[None], v[None])[0]
     torch.testing.assert_close(several, expected)
+
+
+TEXTS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, initializer_range=0.3, **config))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def _texts(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(11, (3 + i % 4,), generator=generator) for i in range(n)]
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+def train_data():
+    return _texts(1, 10)
+
+
+def target_data():
+    return _texts(2, 3)
+"""
+
+
+def test_texts_of_different_lengths(tmp_path):
+    """Padding counts nothing, tied weights count once, attention is differentiated twice."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "texts.py"
+    path.write_text(TEXTS)
+    study = Study.load(path)
+    model = study.make_model()
+    torch.save(model.state_dict(), tmp_path / "c0.pt")
+    spec = features_spec("language_modelling")
+    loaded = LoadedModel.load(path, tmp_path / "c0.pt", spec, torch.device("cpu"))
+    train, targets = study.split("train", None), study.split("mine", [0, 1, 2])
+    scores = newton_scores(loaded, train, targets, DAMPING, 4, 200)
+    model = model.double().eval()
+    parameters = [*model.parameters()]
+
+    def backward(value):
+        gradients = torch.autograd.grad(value, parameters, retain_graph=True)
+        return torch.cat([g.flatten() for g in gradients])
+
+    def gradient(text):
+        p = model(text["input_ids"][None]).logits[0, :-1].log_softmax(-1)
+        log_p = p.gather(1, text["labels"][1:, None]).sum()
+        return backward(log_p - torch.log1p(-log_p.exp())).numpy()
+
+    matrix = 0.0
+    for text in train.samples:
+        logits = model(text["input_ids"][None]).logits[0, :-1]
+        for row in logits:
+            b = torch.stack([backward(z) for z in row])
+            p = row.detach().softmax(0)
+            matrix = matrix + b.T @ (torch.diag(p) - torch.outer(p, p)) @ b
+    damped = matrix.numpy() + scores.ridge * np.eye(len(matrix))
+    solved = [plain_steps(damped, gradient(targets.samples[i]), 12) for i in range(3)]
+    j = np.stack([gradient(text) for text in train.samples])
+    assert_close(scores.values, j @ np.stack(solved, axis=1), 1e-4)
