@@ -465,7 +465,7 @@ def test_what_the_command_does_not_take(here):
         FinishedRun.of_config(config, here, here.parent)
     config |= {
         "projection": "gauss_newton",
-        "scoring": {**config["scoring"], "combine": "product_of_averages"},
+        "scoring": {**config["scoring"], "combine": "product_of_averages", "normalize": False},
     }
     with refused("queries.gauss_newton"):
         FinishedRun.of_config(config, here, here.parent)
