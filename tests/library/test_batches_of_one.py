@@ -236,6 +236,22 @@ class Storages(TorchDispatchMode):
         return returned
 
 
+def test_one_pass_of_a_sample_alone_is_compared_too(monkeypatch, capsys):
+    """It is judged by that sample alone: of two samples both ways say the same."""
+
+    def misread(model, parameters, output, samples, consumer):
+        columns = gradients_at_once(model, parameters, output, samples, consumer)
+        for rows in consumer.rows.values():
+            rows *= 1 + (len(columns[0]) == 1)
+        return columns
+
+    monkeypatch.setattr(sys.modules[gradient_method.__module__], "gradients_at_once", misread)
+    model, batch = nn.Linear(4, 3), (torch.randn(2, 4), torch.tensor([0, 1]))
+    method = gradient_method(model, select_parameters(model, None), CLASSIFICATION, batch)
+    assert method is gradients_one_by_one
+    assert "finite differences in float64 agree with autograd" in capsys.readouterr().out
+
+
 def test_a_tensor_sketch_of_a_sample_alone_forms_no_gradient_of_a_matrix():
     class OnTokens(nn.Sequential):
         def forward(self, input_ids):

@@ -18,6 +18,7 @@ from trak_core.spec import (
     ScoresSpec,
     parse_spec,
     projection_of,
+    removed_sizes,
     subset_size,
     usual_kind,
 )
@@ -380,6 +381,10 @@ def test_runs_that_arent_the_very_training_are_refused(made, runs, found):
 )
 def test_a_part_of_the_samples_is_rounded_down(n, fraction, size):
     assert subset_size(n, fraction) == size
+
+
+def test_removals_of_parts_take_one_sample_at_least_and_no_size_twice():
+    assert removed_sizes([20, 0.05, 0.001, 1, 0.1], 200) == [20, 10, 1]
 
 
 def test_a_sweep_takes_each_value_with_each_and_the_studys_own(made):

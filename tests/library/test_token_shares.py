@@ -110,6 +110,9 @@ def test_shares_are_those_of_copies(make, kind, scaled, proj_dim, monkeypatch):
     monkeypatch.setattr(Contractions, "prefers_factors", lambda *_: True)
     if kind == "hadamard":  # directions of few parameters are held, and of others some at a time
         monkeypatch.setattr("trak_core.model.token_shares.PIECE", 300)
+    # Factors of some texts at a time, or of some tokens of a text.
+    most = N_TOKENS if proj_dim == 32 else 3
+    monkeypatch.setattr("trak_core.projection.tensor_sketch._PIECE", 2 * proj_dim * most)
     model = make().eval()
     for parameter in model.parameters():  # norms and biases too
         nn.init.normal_(parameter, std=0.3)
@@ -256,6 +259,17 @@ def test_a_sample_without_pairs_has_no_shares():
     batch = as_batch({"input_ids": texts, "labels": texts}, output)
     gradients_in_turn(model, parameters, output, batch, shares)
     assert shares.by_token.shape == (0, N_TOKENS + 1)
+
+
+def test_held_directions_are_no_more_than_a_piece(monkeypatch):
+    """Of layers of one size some are held, not all or none."""
+    monkeypatch.setattr("trak_core.model.token_shares.PIECE", 100)
+    parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
+    spec = ProjectionSpec(kind="sjlt", n_params=100, proj_dim=32, seed=1, stream=2)
+    directions = Directions(parameters, spec, torch.randn(2, 32))
+    held = [directions.held(parameter) for parameter in parameters.values()]
+    # Five biases of four entries, and one matrix of sixteen, for two vectors.
+    assert sum(tensor.numel() for tensor in held if tensor is not None) == 2 * (5 * 4 + 16)
 
 
 @pytest.mark.parametrize("reads", [False, True])

@@ -97,6 +97,9 @@ def test_what_makes_scores_and_figures_runs_before_what_measures_them(jobs):
         *("compute_outputs", "select_targets", "compute_token_scores"),
         "compute_newton_scores",
     }
+    # Else the last scores wait for the last features, and a core for them.
+    first = jobs["compute_features"]["priority"]
+    assert first > max(jobs[rule]["priority"] for rule in ("compute_scores", "average_scores"))
 
 
 def test_every_job_has_the_environment_that_the_config_names(jobs):

@@ -43,7 +43,7 @@ _NEEDED = (
 
 # A line of the config: key, value, and a comment that may be empty.
 _Line = tuple[str, Any, str]
-# docs/explanation/which-checkpoints.md: on five studies of texts as good as the default or better.
+# docs/explanation/choosing.md: on six studies of texts as good as the default or better.
 _OF_TEXTS: _Line = ("scoring", {"damping": 1}, "for language models rather 1 than the default, 2")
 
 

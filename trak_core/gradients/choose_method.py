@@ -123,8 +123,8 @@ def _at_once_or_alone(given: _Given) -> tuple[GradientMethod, str | None]:
     plain = _digest(given, gradients_one_by_one)
     difference = _difference(given, gradients_at_once, plain)
     if difference is None:
-        first = *given[:3], given[3].rows(slice(0, 1))
-        difference = _difference(first, gradients_at_once, plain.of(slice(0, 1)))
+        given = *given[:3], given[3].rows(slice(0, 1))
+        difference = _difference(given, gradients_at_once, plain.of(slice(0, 1)))
     if difference is None:
         return gradients_at_once, None
     slower = "with the same numbers but slower"

@@ -11,6 +11,7 @@ from trak_core.autograd.gradient_terms import PIECE
 from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.token_shares import Directions, Pairs, Shares
+from trak_core.scoring.scores import unit_rows
 from trak_core.spec import ProjectionSpec
 from trak_core.study.data_split import Split
 from trak_core.system.progress import with_progress
@@ -49,6 +50,18 @@ class Between:
     solved_targets: np.ndarray
     lengths: np.ndarray
     pairs: Sequence[tuple[int, int]]
+
+
+def divided_by_lengths(phi: np.ndarray, *, normalize: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return training samples' features as scores take them, (n, k), and their ``lengths``, (n,).
+
+    Lengths are 1 where scores aren't normalized, and where there is nothing to divide.
+    """
+    if not normalize:
+        return phi, np.ones(len(phi))
+    lengths = np.linalg.norm(phi, axis=1)
+    lengths[lengths == 0] = 1
+    return unit_rows(phi), lengths
 
 
 def cut_scores(

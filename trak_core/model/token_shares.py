@@ -96,12 +96,9 @@ class Directions:
         for parameter in parameters.values():
             self._offsets[id(parameter)] = offset
             offset += parameter.numel()
-        sizes = sorted(parameter.numel() for parameter in parameters.values())
-        sums = (len(vectors) * total for total in itertools.accumulate(sizes))
-        # Parameters of at most so many entries are held.
-        self._most_held = max(
-            (n for n, s in zip(sizes, sums, strict=True) if s <= PIECE), default=0
-        )
+        by_size = sorted(parameters.values(), key=Tensor.numel)
+        sums = itertools.accumulate(len(vectors) * parameter.numel() for parameter in by_size)
+        self._small = {id(p) for p, total in zip(by_size, sums, strict=True) if total <= PIECE}
         self._held: dict[int, Tensor] = {}
 
     def are_scaled(self, parameter: Tensor) -> bool:
@@ -110,7 +107,7 @@ class Directions:
 
     def held(self, parameter: Tensor) -> Tensor | None:
         """Return all directions of a small parameter, shape (m, entries)."""
-        if parameter.numel() > self._most_held:
+        if id(parameter) not in self._small:
             return None
         if id(parameter) not in self._held:
             self._held[id(parameter)] = self.of(parameter, slice(None))
@@ -205,13 +202,14 @@ class Shares:
     def _products(self, part: _Part, directions: Tensor) -> Tensor:
         """Return inner products of a part with directions of all vectors, shape (pairs, places)."""
         asked, terms = self._pairs.directions, part.terms
-        if terms is None:
+        most = max(rows.stop - rows.start for _, rows in self._groups)
+        if terms is not None and terms.shape[1] == 1:
+            directions = directions[:, part.entry : part.entry + terms.shape[2]]
+            return (terms[:, 0] @ directions.T)[self._pairs.samples, asked].unsqueeze(1)
+        if terms is None or len(terms) * most * terms.shape[2] > PIECE:
             return torch.cat([part.of(b, directions[asked[rows]]) for b, rows in self._groups])
         directions = directions[:, part.entry : part.entry + terms.shape[2]]
-        if terms.shape[1] == 1:
-            return (terms[:, 0] @ directions.T)[self._pairs.samples, asked].unsqueeze(1)
         # Samples of fewer pairs than others get more, which don't count.
-        most = max(rows.stop - rows.start for _, rows in self._groups)
         padded = asked.new_zeros(len(terms), most)
         ranks = torch.cat([torch.arange(rows.stop - rows.start) for _, rows in self._groups])
         places = self._pairs.samples, ranks.to(asked.device)

@@ -29,14 +29,14 @@ from trak_core.gradients import (
     gradients_at_once,
 )
 from trak_core.gradients.model_inputs import least_rounding
-from trak_core.model.cut_scores import Between, Cut, count_tokens, cut_scores
+from trak_core.model.cut_scores import Between, Cut, count_tokens, cut_scores, divided_by_lengths
 from trak_core.model.device import find_device, full_precision
 from trak_core.model.features import batch_features, projecting_device, stored_rows
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
 from trak_core.queries.finished_run import FinishedRun
-from trak_core.scoring.scores import powered, similarities, unit_rows
+from trak_core.scoring.scores import powered, similarities
 from trak_core.scoring.solve import DampedGramian, damped_factor, divide_by_lengths
 from trak_core.spec import EXACT, ProjectionSpec, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped, normal_weights, read_rows
@@ -109,11 +109,7 @@ class _Projected:
         ``features`` are those of the training samples, (rows, k), and of the sample, (1, k).
         """
         phi, target = features
-        lengths = np.ones(len(phi))
-        if self.normalized:
-            lengths = np.linalg.norm(phi, axis=1)
-            lengths[lengths == 0] = 1
-            phi = unit_rows(phi)
+        phi, lengths = divided_by_lengths(phi, normalize=self.normalized)
         both = np.concatenate([phi, target])
         solved = scipy.linalg.cho_solve((self.factor, True), both.T).T
         loaded.blocks.stop()  # as above

@@ -18,11 +18,11 @@ from trak_core.artifacts import (
     create,
     open_artifact,
 )
-from trak_core.model.cut_scores import SIDES, Between, cut_scores, token_tables
+from trak_core.model.cut_scores import SIDES, Between, cut_scores, divided_by_lengths, token_tables
 from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.scoring.scores import checkpoint_weights, powered, unit_rows
+from trak_core.scoring.scores import checkpoint_weights, powered
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
 from trak_core.stages._inputs import Damped
@@ -90,11 +90,7 @@ def compute_token_scores(
             target_phi = _rows(target, target_ids)
             known = {sample_id: i for i, sample_id in enumerate(train.ids("sample_ids"))}
             weights = train.vector("loss_weights")[[known[i] for i in train_ids]]
-        lengths = np.ones(len(phi))
-        if spec.normalize:
-            lengths = np.linalg.norm(phi, axis=1)
-            lengths[lengths == 0] = 1
-            phi = unit_rows(phi)
+        phi, lengths = divided_by_lengths(phi, normalize=spec.normalize)
         solved = damped_solve(
             damped.matrix, damped.ridge, damped.ends, np.concatenate([target_phi, phi]).T
         ).T
