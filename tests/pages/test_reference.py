@@ -44,6 +44,7 @@ def test_every_key_of_the_config_is_described():
         "### `projection.proj_dim`\n\nAn integer, at least 1, at most 65,536. Default: `1024`."
         in page
     )
+    assert "### `evaluation.removals.n_removed`\n\nA list of integers or numbers." in page
 
 
 def test_a_site_with_dead_links_or_loaded_files_is_refused(tmp_path):

@@ -190,7 +190,8 @@ def test_tiles_of_full_size(tile, use, monkeypatch):
     np.testing.assert_array_equal(projected(gradients, spec, 0), exact(gradients, spec, 0))
 
 
-@pytest.mark.parametrize("name", EACH)
+# A slice has several blocks of `hadamard`, and one of `hadamard-outer`.
+@pytest.mark.parametrize("name", [*EACH, "hadamard"])
 def test_order_of_threads_changes_no_bit(name, use, monkeypatch):
     """A missing barrier would: every thread runs as far as it may before the next one starts."""
     spec = use(name, FAR + 300)

@@ -5,6 +5,7 @@ import hashlib
 import io
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -367,6 +368,9 @@ def test_a_saturated_study_with_a_power_below_one_gets_other_advice():
     plain, lifted = (warned(saturated=0.9, power=p).text for p in (1.0, 0.5))
     assert "What to do: Set scoring.loss_weight_power to 0.5" in plain
     assert "is 0.5 already" in lifted
+    answers = results_of(saturated=0.9).experiments[0]
+    attributes = {name: v for name, v in answers.attributes.items() if name != "saturated"}
+    assert score_warnings(replace(answers, attributes=attributes)) == []  # not known of a question
 
 
 @pytest.mark.parametrize(("measured", "warned"), [(0.11, False), (0.2, True), (0.05, False)])

@@ -87,8 +87,8 @@ def choose_method(
         ``gradients_at_once``; ``gradients_in_turn`` where it cannot tell samples apart, or there is
         one sample; ``gradients_one_by_one`` where neither can read the model's graph, or gives
         other numbers that are not shown to be right, and in place of ``gradients_in_turn`` where
-        samples share a small model. Where autograd is wrong for a
-        sample alone, a method that gives it a copy. And a notice why, None where there is none.
+        samples can't be told apart, the model is small and nothing ``reads_terms``. Where autograd
+        is wrong for a sample alone, a method that gives it a copy. And a notice why, or None.
     """
     batch = as_batch(samples, output)
     given = model, parameters, output, batch.rows(slice(0, 2))
@@ -107,8 +107,9 @@ def choose_method(
     return _alone_or_beside_copies(given, reason, reads_terms)
 
 
-# Below so many, passes by factors, a sample each, are slower than plain autograd, whose gradients
-# stay in a core's caches (benchmarks/RESULTS.md). Recurrent layers, which give none, don't count.
+# Below so many, passes by factors, a sample each, are rarely faster than plain autograd, whose
+# gradients stay in a core's caches (RESULTS.md, "Ways to gradients"). Recurrent layers, which give
+# no factors, don't count.
 _LEAST_PARAMETERS = 8_000_000
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
