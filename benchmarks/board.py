@@ -40,7 +40,8 @@ from board_scores import DEFAULT, OURS, all_scores
 from board_study import DROPS, SIZES, Board, Size, Training, board, save, train, trainings, written
 from machine import environment, write_csv
 
-from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import bootstrap, rank_correlations
+from trak_core.scoring.groups import interval
 
 _PACKAGES = "kronfluence", "bergson", "dattri", "logix"
 _LEAST, _FEWEST = 0.8, 4
@@ -179,11 +180,12 @@ def table(
         lds = np.array([rank_correlations(one, mean).mean() for one in sums])
         drawn = bootstrap(sums, outputs)
         if len(outputs) > 1:
-            low, high = percentiles(drawn)[-1]
+            low, high = np.transpose(interval(drawn, axis=0))[-1]
             print(f"{drops}: noise ceiling {low:.3f} to {high:.3f}")
             drawn = drawn[:, :-1]
         own, below, above = (
-            percentiles(drawn - base) for base in (0, drawn[:, [ours]], drawn[:, [default]])
+            np.transpose(interval(drawn - base, axis=0))
+            for base in (0, drawn[:, [ours]], drawn[:, [default]])
         )
         for i, name in enumerate(names):
             cells = [lds[i], *own[i], lds[i] - lds[ours], *below[i]]

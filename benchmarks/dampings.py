@@ -29,9 +29,10 @@ from planted_products import Products, along, features
 from planted_ways import Scored, Way
 from small_changes import CASES, Measured
 
-from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import bootstrap, rank_correlations
 from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, select_parameters
 from trak_core.model_outputs.table import TABLE
+from trak_core.scoring.groups import interval
 from trak_core.spec import usual_kind
 from trak_core.study.checkpoints import load_checkpoint
 from trak_core.study.study import Study
@@ -135,7 +136,7 @@ def judged(
     for i, case in enumerate(cases):
         numbers = [lds[i]]
         for j in map(cases.index, _beside(case)):
-            ends = percentiles(drawn[:, [i]] - drawn[:, [j]])[0]
+            ends = np.transpose(interval(drawn[:, [i]] - drawn[:, [j]], axis=0))[0]
             numbers += [lds[i] - lds[j], *map(float, ends)]
         rows.append(Row(study, by, *case, *numbers))
     return rows

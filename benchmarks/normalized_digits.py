@@ -17,7 +17,8 @@ import numpy as np
 from machine import environment
 
 from trak_core.artifacts import FEATURES, open_artifact, read_frame
-from trak_core.evaluation.lds import bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import bootstrap, rank_correlations
+from trak_core.scoring.groups import interval
 
 _POWER, _DAMPING = 0.75, 2.0
 _WAYS = "as it is", "before", "after", "under the inverse"
@@ -74,7 +75,11 @@ def main() -> None:
     print(environment("cpu", ("numpy", "torch")))
     print(f"{len(folders)} checkpoints, {outputs.shape[1]} halves, {outputs.shape[2]} targets")
     first = rank_correlations(sums[_WAYS[0]], mean).mean()
-    intervals = zip(percentiles(drawn), percentiles(drawn - drawn[:, :1]), strict=True)
+    intervals = zip(
+        np.transpose(interval(drawn, axis=0)),
+        np.transpose(interval(drawn - drawn[:, :1], axis=0)),
+        strict=True,
+    )
     for (way, found), (own, more) in zip(sums.items(), intervals, strict=False):
         lds = rank_correlations(found, mean).mean()
         print(

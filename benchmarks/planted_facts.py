@@ -26,8 +26,9 @@ from planted_products import along, seconds_by_words
 from planted_ways import Scored, ways
 from torch.utils.data import Subset
 
-from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.model.sample_outputs import outputs_and_predictions
+from trak_core.scoring.groups import interval
 from trak_core.spec import RetrainedSpec
 from trak_core.stages.evaluate_scores import read_ground_truth
 from trak_core.stages.retrain import retrain
@@ -150,22 +151,22 @@ def table(study: Study, scored: list[Scored], truth: GroundTruth) -> tuple[list[
         values = [
             *reciprocal[i].mean(axis=0),
             reciprocal[i].mean(),
-            *percentiles(drawn[:, [i]])[0],
+            *np.transpose(interval(drawn[:, [i]], axis=0))[0],
             (ranks[i] <= 10).mean(),
             *np.median(ranks[i], axis=(0, 2)),
             lds[i],
-            *percentiles(lds_drawn[:, [i]])[0],
+            *np.transpose(interval(lds_drawn[:, [i]], axis=0))[0],
         ]
         more = [
             reciprocal[i].mean() - reciprocal[other].mean(),
-            *percentiles(drawn[:, [i]] - drawn[:, [other]])[0],
+            *np.transpose(interval(drawn[:, [i]] - drawn[:, [other]], axis=0))[0],
             lds[i] - lds[other],
-            *percentiles(lds_drawn[:, [i]] - lds_drawn[:, [other]])[0],
+            *np.transpose(interval(lds_drawn[:, [i]] - lds_drawn[:, [other]], axis=0))[0],
         ]
         first, second = ([round(float(x), 4) for x in part] for part in (values, more))
         cells: list[Any] = [one.way, *first, one.beside, *second]
         rows.append(Row(**dict(zip(names_of_cells, cells, strict=True))))
-    return rows, percentiles(lds_drawn)[-1]
+    return rows, np.transpose(interval(lds_drawn, axis=0))[-1]
 
 
 @contextmanager

@@ -27,8 +27,9 @@ from machine import environment, write_csv
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.cross_checks import usual_power, usual_weighting
 from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
-from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.model_outputs.table import about_output
+from trak_core.scoring.groups import interval
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth
@@ -240,13 +241,17 @@ def measure(name: str, measured: Measured, fraction: float) -> list[Row]:
     mean = truth.outputs.mean(axis=0)
     drawn = bootstrap([*sums.values()], truth.outputs)
     each = [float(rank_correlations(own, mean).mean()) for own in sums.values()]
-    intervals = zip(percentiles(drawn), percentiles(drawn - drawn[:, :1]), strict=True)
+    intervals = zip(
+        np.transpose(interval(drawn, axis=0)),
+        np.transpose(interval(drawn - drawn[:, :1], axis=0)),
+        strict=True,
+    )
     rows = []
     for (choice, damping), lds, (own, gain) in zip(sums, each, intervals, strict=False):
         numbers = (round(float(x), 4) for x in (lds, *own, lds - each[0], *gain))
         rows.append(Row(name, fraction, choice, damping, *numbers))
         print(("{:<20}{:>6} {:<16}" + "{:>8.3g}" * 7).format(*asdict(rows[-1]).values()))
-    low, high = percentiles(drawn)[-1]
+    low, high = np.transpose(interval(drawn, axis=0))[-1]
     print(f"{name}, {fraction}: ceiling {low:.3f} to {high:.3f}", flush=True)
     return rows
 

@@ -27,8 +27,9 @@ from machine import environment, write_csv
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.read_config import target_ids
 from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
-from trak_core.evaluation.lds import GroundTruth, bootstrap, percentiles, rank_correlations
+from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
 from trak_core.provenance import content_digest
+from trak_core.scoring.groups import interval
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting
 from trak_core.stages.compute_features import compute_features
 from trak_core.stages.evaluate_scores import read_ground_truth
@@ -228,7 +229,11 @@ def main() -> None:
     about = environment("cpu", ("torch", "numpy", "trak-core"))
     print(about)
     table = []
-    intervals = zip(percentiles(drawn), percentiles(drawn - drawn[:, :1]), strict=True)
+    intervals = zip(
+        np.transpose(interval(drawn, axis=0)),
+        np.transpose(interval(drawn - drawn[:, :1], axis=0)),
+        strict=True,
+    )
     # The noise ceiling comes last.
     for (name, found), (own, gain) in zip(rows.items(), intervals, strict=False):
         lds = rank_correlations(found, mean).mean()
@@ -237,7 +242,7 @@ def main() -> None:
     print(("{:<48}" + "{:>11}" * 6).format(*asdict(table[0])))
     for row in table:
         print(("{:<48}" + "{:>11.3f}" * 6).format(*asdict(row).values()))
-    ceiling = percentiles(drawn)[-1]
+    ceiling = np.transpose(interval(drawn, axis=0))[-1]
     print(f"noise ceiling: {ceiling[0]:.3f} to {ceiling[1]:.3f}")
     for size, keeps_end in product((2, 4), (True, False)):
         choices = [t for t in combinations(_TIMES, size) if _EPOCHS in t or not keeps_end]

@@ -463,6 +463,12 @@ def test_what_the_command_does_not_take(here):
     config["checkpoints"] = {"far": "s3://bucket/far.pt"}
     with refused("queries.stored", "s3://bucket/far.pt"):
         FinishedRun.of_config(config, here, here.parent)
+    config |= {
+        "projection": "gauss_newton",
+        "scoring": {**config["scoring"], "combine": "product_of_averages", "normalize": False},
+    }
+    with refused("queries.gauss_newton"):
+        FinishedRun.of_config(config, here, here.parent)
 
 
 def test_what_can_not_be_asked(projected):

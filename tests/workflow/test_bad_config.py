@@ -40,8 +40,12 @@ VALUES = {
     "wrong type": ("projection.proj_dim", "many", "an integer"),
     "a number that is not an integer": ("projection.proj_dim", 16.0, "an integer"),
     "yes for a number": ("compute.batch_size", True, "an integer"),
-    "a projection by its name alone": ("projection", "rademacher", "exact or a mapping"),
-    "a projection of another type": ("projection", 512, "exact or a mapping"),
+    "a projection by its name alone": (
+        "projection",
+        "rademacher",
+        "exact or gauss_newton or a mapping",
+    ),
+    "a projection of another type": ("projection", 512, "exact or gauss_newton or a mapping"),
     "out of range": ("scoring.damping", -1, "at least 0"),
     "power": ("scoring.loss_weight_power", 0, "above 0"),
     "no dimensions": ("projection.proj_dim", 0, "at least 1"),
@@ -71,6 +75,7 @@ VALUES = {
 DATE = datetime.date(2024, 1, 1)
 POOLED = {"lists": {"select": {"pool": "diabetes.py"}}}
 ADAM, EXACT = {"preconditioner": "adam"}, {"projection": "exact"}
+NEWTON = {"projection": "gauss_newton"}
 PROVED = {"training": {}, "checkpoints": {"c0": {}}, "evaluation": {"lists": ["drop"]}}
 EXACT_SHARDS = EXACT | {"experiments": {"mine": {"targets": ["patient-342"], "shards": 3}}}
 GIVEN_TWICE = as_text({}).replace(b"  c0: c0.pt\n", b"  c0: c0.pt\n  c1: c0.pt\n  c0: other.pt\n")
@@ -132,6 +137,7 @@ REFUSALS = {
             *("adam", "`training`"),
         ),
         "second moments without a projection": (ADAM | EXACT, "adam", "`projection: exact`"),
+        "second moments in no matrix": (ADAM | NEWTON, "adam", "`projection: gauss_newton`"),
         "distortion of divided gradients": (ADAM | {"distortion": {}}, "adam", "`distortion`"),
     },
     "config.list_experiment": {
@@ -217,6 +223,16 @@ REFUSALS = {
         "exact float16": (EXACT | {"features_dtype": "float16"}, "features_dtype float16"),
         "distortion of nothing": (EXACT | {"distortion": {}}, "Found distortion"),
         "tokens of nothing": (EXACT | {"answers": {"tokens": True}}, "answers.tokens"),
+        "a matrix of no loss": (NEWTON | {"model_output": "loss"}, "Found loss"),
+        "a norm that no matrix gives": (
+            NEWTON | {"scoring": {"combine": "unit_average"}},
+            "Found unit_average",
+        ),
+        "a matrix weighted twice": (
+            NEWTON | {"scoring": {"weighting": "curvature"}},
+            "Found curvature",
+        ),
+        "lengths in no matrix": (NEWTON | {"scoring": {"normalize": True}}, "scoring.normalize"),
     },
     "config.missing_checkpoint": {
         "no checkpoint": ({"checkpoints": {"c0": "gone.pt", "c1": "lost"}}, "gone.pt, lost")

@@ -1,5 +1,7 @@
 """Benchmarks that no other test runs: small, as their pages call them, beside what is known."""
 
+import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -63,3 +65,14 @@ def test_architectures_take_their_way_and_are_right():
     *_, found = rows("architectures.py", *kinds)
     assert found[:5] == ["transformers", str(len(kinds)), "0", "0", "0"]
     assert 0 < float(found[5]) < 1e-5
+
+
+def test_benchmarks_import_what_there_is():
+    """Most take long, and no test runs them."""
+    for path in (REPOSITORY / "benchmarks").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("trak_core"):
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    if not hasattr(module, name.name):
+                        importlib.import_module(f"{node.module}.{name.name}")

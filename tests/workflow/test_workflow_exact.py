@@ -29,3 +29,9 @@ def test_the_workflow_from_exact_scores_to_a_projection(own, tmp_path):
     many = run_stages(tmp_path / "many", *here, model_output="regression", proj_dim=2048)
     projected = read_scores(many).to_numpy()
     assert 1e-6 < np.abs(projected - exact).max() / np.abs(exact).max() < 0.1
+
+    study.config["projection"] = "gauss_newton"
+    assert study.run() == {"compute_newton_scores": 2, "average_scores": 1}
+    assert study.would_run() == {}
+    newton = read_scores(study.path("results/scores/few.h5")).to_numpy()
+    assert 0.5 < np.corrcoef(newton.ravel(), exact.ravel())[0, 1] < 0.9999

@@ -41,6 +41,7 @@ from trak_core.artifacts.format import (
     TOKEN_SCORES,
     ArtifactError,
     ArtifactKind,
+    checkpoint_scores_kind,
     scaled_integers,
 )
 from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
@@ -54,4 +55,4 @@ __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES
 __all__ += ["SCORES_SHARD"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
 __all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]
-__all__ += ["scaled_integers"]
+__all__ += ["checkpoint_scores_kind", "scaled_integers"]

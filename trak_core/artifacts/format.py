@@ -21,6 +21,7 @@ import numpy as np
 from h5py import h5l  # pyright: ignore[reportAttributeAccessIssue] -- a compiled module
 
 from trak_core.errors import InputError
+from trak_core.spec import EXACT, GAUSS_NEWTON
 
 VERSION = 1
 _HASH_BLOCK_BYTES = 2**24
@@ -72,8 +73,9 @@ GRAMIAN = ArtifactKind(
     "compute_gramian",
     {"sample_ids": ("gramian/axis0", *_COLUMNS, *_TRAIN_COLUMNS)},
 )
-# The same files by another road.
+# The same files by other roads.
 EXACT_SCORES = replace(CHECKPOINT_SCORES, rule="compute_exact_scores")
+NEWTON_SCORES = replace(CHECKPOINT_SCORES, rule="compute_newton_scores")
 SCORES = ArtifactKind("trak-scores", ("top_influences", "targets", "train"), "average_scores")
 SCORES_SHARD = ArtifactKind("trak-scores-shard", ("help", "harm"), "average_scores_shard")
 DISTORTION = ArtifactKind("trak-distortion", ("agreement", "sample_ids"), "compute_distortion")
@@ -103,6 +105,12 @@ KINDS = (
     TOKEN_SCORES,
     *(EVALUATION, FLIPPED, REMOVALS, PROOF),
 )
+
+
+def checkpoint_scores_kind(projection: Mapping[str, Any]) -> ArtifactKind:
+    """Return the kind of one checkpoint's scores by the projection of their spec."""
+    others = {EXACT: EXACT_SCORES, GAUSS_NEWTON: NEWTON_SCORES}
+    return others.get(projection.get("kind", ""), CHECKPOINT_SCORES)
 
 
 class ArtifactError(InputError):

@@ -10,7 +10,7 @@ from typing import Any
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import TABLE, about_output, output_name
 from trak_core.spec import (
-    EXACT,
+    GAUSS_NEWTON,
     POOL,
     Combine,
     ProjectionKind,
@@ -24,14 +24,16 @@ _FEATURES_ONLY = ("sweep", "self_influence", "flipped")
 
 
 def check_exact(config: Mapping[str, Any]) -> None:
-    """Refuse what exact scores can't do, for a config with ``projection: exact`` and defaults."""
+    """Refuse what scores without projected features can't do, for a config with defaults."""
+    if not isinstance(way := config["projection"], str):
+        return
     shards = {"compute.shards": config["compute"]["shards"]} | {
         f"experiments.{name}.shards": experiment["shards"]
         for name, experiment in config["experiments"].items()
     }
     keep, dtype = config["scoring"]["keep"], config["features_dtype"]
     cuts = config["answers"]["tokens"]
-    pairs = "shards must be 1: a Gramian pairs every training sample with every other"
+    pairs = "shards must be 1: all training samples count in one job"
     rules = [
         (keep != "full", "scoring.keep must be full: top_k streams projected features", keep),
         *((n != 1, pairs, f"{n} in {key}") for key, n in shards.items()),
@@ -39,16 +41,29 @@ def check_exact(config: Mapping[str, Any]) -> None:
         ("distortion" in config, "nothing is projected: there is no distortion", "distortion"),
         (cuts, "there are no features to cut scores by", "answers.tokens"),
     ]
-    _refuse("config.exact", "projection: exact", rules, "Leave it out, or take a projection.")
+    if way == GAUSS_NEWTON:
+        known = [name for name, row in TABLE.items() if row.has_loss_hessian]
+        output, scoring = config["model_output"], config["scoring"]
+        unknown = f"the loss's Hessian must be known: model_output {', '.join(known)}"
+        norm = "scoring.combine must be another: what it divides by isn't computed"
+        plain = "scoring.weighting must be plain: the matrix has all curvature of the loss"
+        rules += [
+            (not about_output(output).has_loss_hessian, unknown, output_name(output)),
+            (scoring["combine"] == Combine.UNIT_AVERAGE, norm, Combine.UNIT_AVERAGE),
+            (scoring["weighting"] == Weighting.CURVATURE, plain, Weighting.CURVATURE),
+            (scoring["normalize"], "gradients keep their lengths", "scoring.normalize"),
+        ]
+    _refuse("config.exact", f"projection: {way}", rules, "Leave it out, or take a projection.")
 
 
 def check_preconditioner(config: Mapping[str, Any]) -> None:
     """Refuse second moments that are not there, or where nothing takes them."""
     if config["preconditioner"] == "none":
         return
+    projection = config["projection"]
     rules = [
         ("training" in config, "checkpoints must bring their optimizer's state", "`training`"),
-        (config["projection"] == EXACT, "gradients must be projected", "`projection: exact`"),
+        (isinstance(projection, str), "gradients must be projected", f"`projection: {projection}`"),
         ("distortion" in config, "what a projection keeps is not measured", "`distortion`"),
     ]
     setting = f"preconditioner: {config['preconditioner']}"
@@ -149,10 +164,10 @@ def check_lists(config: Mapping[str, Any]) -> None:
                 "mean. Name the experiment that has the targets.",
                 code="config.list_of_mean",
             )
-        if config["projection"] == EXACT:
+        if isinstance(config["projection"], str):
             raise InputError(
-                f"lists: {name} compares projected features. Found `projection: exact`, which "
-                "keeps none. Leave it out, or take a projection.",
+                f"lists: {name} compares projected features. Found `projection: "
+                f"{config['projection']}`, which keeps none. Leave it out, or take a projection.",
                 code="config.list_features",
             )
     if pool and POOL in experiments:
@@ -305,8 +320,8 @@ def _check_dimensions(projection: Mapping[str, Any] | str, evaluation: Mapping[s
         keys += ["baselines: gradient_dot"] * ("gradient_dot" in evaluation["baselines"])
         if keys:
             raise InputError(
-                f"evaluation.{keys[0]} works on projected features. Found `projection: exact`. "
-                "Leave it out, or take a projection.",
+                f"evaluation.{keys[0]} works on projected features. Found "
+                f"`projection: {projection}`. Leave it out, or take a projection.",
                 code="config.evaluation_of_features",
             )
         return
@@ -383,6 +398,15 @@ def fill_in_scoring(config: dict[str, Any], *, along: bool) -> str:
     """Fill in what the config doesn't say of scoring, in place; return what and why, in words."""
     scoring, model_output = config["scoring"], config["model_output"]
     reasons = []
+    if config["projection"] == GAUSS_NEWTON:
+        own = {"damping": 0.1, "combine": str(Combine.PRODUCT_OF_AVERAGES)}
+        reasons += [
+            f"{k} is {v}, the default with {GAUSS_NEWTON}"
+            for k, v in own.items()
+            if k not in scoring
+        ]
+        scoring.update(own | scoring)
+    scoring.setdefault("damping", 2)
     if "combine" not in scoring:
         scoring["combine"] = str(usual_combine(along=along))
         whence = (

@@ -36,7 +36,7 @@ from trak_core.errors import InputError
 from trak_core.model_outputs.table import About, about_output, output_name
 from trak_core.provenance import content_digest, mentions, study_digest
 from trak_core.spec import (
-    EXACT,
+    GAUSS_NEWTON,
     POOL,
     TRAIN,
     Combine,
@@ -148,8 +148,7 @@ class Specs:
         """What the config says of a model output of its own; None for one that has a name here."""
         if not self.output.is_own:
             return None
-        given = self.config["model_output"]
-        return {} if isinstance(given, str) else ordered(given)
+        return {} if isinstance(given := self.config["model_output"], str) else ordered(given)
 
     def _with_output(self, digest: str) -> str:
         """Return a digest of the study to which the file of a model output of its own is added."""
@@ -158,7 +157,12 @@ class Specs:
     @property
     def is_exact(self) -> bool:
         """Whether scores come without a projection."""
-        return self.config["projection"] == EXACT
+        return isinstance(self.config["projection"], str)
+
+    @property
+    def is_newton(self) -> bool:
+        """Whether an experiment's scores come from the model, by the Gauss-Newton matrix."""
+        return self.config["projection"] == GAUSS_NEWTON
 
     @property
     def evaluation(self) -> Mapping[str, Any]:
@@ -283,11 +287,11 @@ class Specs:
     @property
     def all_features(self) -> FeaturesSpec:
         """What decides the features, or Gramians, of all checkpoints and splits."""
-        patterns = self.config["parameters"]
+        patterns, projection = self.config["parameters"], self.config["projection"]
         return FeaturesSpec(
             model_output=output_name(self.config["model_output"]),
             parameter_patterns=None if patterns == "all" else patterns,
-            projection={"kind": EXACT} if self.is_exact else self.config["projection"],
+            projection={"kind": projection} if self.is_exact else projection,
             dtype="float64" if self.is_exact else self.config["features_dtype"],
             study_digest=self._with_output(self.digests["training"]),
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
@@ -468,8 +472,7 @@ def specs_of(config: dict[str, Any], results: Path, *, writes: bool = True) -> S
     """
     checkpoints = checkpoint_table(config["checkpoints"], config.get("training"))
     defaults = fill_in_scoring(config, along=come_from_along_runs(checkpoints))
-    if config["projection"] == EXACT:
-        check_exact(config)
+    check_exact(config)
     check_preconditioner(config)
     check_conditions(config)
     check_means(config)

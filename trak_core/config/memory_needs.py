@@ -98,6 +98,29 @@ def exact_need(n_train: int, n_targets: int) -> Need:
     return Need(job, 24 * n_train**2 + 48 * n_train * n_targets, remedy=_FEWER)
 
 
+# Vectors of all parameters that a target has: one a step, and what a step makes.
+_NEWTON_VECTORS = 18
+
+
+def newton_need(n_params: int, n_train: int, n_targets: int) -> Need:
+    """Return what `gauss_newton` holds at least: scores twice, one target's vectors of float32."""
+    job = f"{n_train} x {n_targets} scores, and {_NEWTON_VECTORS} vectors of {n_params} parameters"
+    remedy = "name fewer `parameters`, or cut the experiment in two"
+    fixed = 16 * n_train * n_targets + 4 * _NEWTON_VECTORS * n_params
+    return Need(job, fixed, remedy=remedy)
+
+
+def newton_targets(n_params: int, n_train: int, n_targets: int, memory_mb: int) -> tuple[int, int]:
+    """Return how many targets `gauss_newton` solves for together, and the bytes that this takes.
+
+    Vectors of more than one have half of the memory.
+    """
+    newton_need(n_params, n_train, n_targets).check(memory_mb)
+    fixed, each = 16 * n_train * n_targets, 4 * _NEWTON_VECTORS * n_params
+    block = max(1, min(n_targets, (memory_mb * 2**20 - fixed) // (2 * each)))
+    return block, fixed + block * each
+
+
 def distortion_need(n_samples: int, proj_dim: int, n_streams: int) -> Need:
     """Return what measuring distortion holds: pairs of samples a dozen times, streams' features.
 
@@ -195,6 +218,7 @@ def check_memory(
     memory_mb: int,
     *,
     proj_dim: int | None,
+    newton_params: int | None = None,
     n_train: int,
     n_targets: Mapping[str, int],
     n_checkpoints: int,
@@ -202,7 +226,10 @@ def check_memory(
     top: int,
     divides: bool,
 ) -> None:
-    """Refuse a budget, in MiB for arrays, that a job would refuse; ``proj_dim`` may be None."""
+    """Refuse a budget, in MiB for arrays, that a job would refuse; ``proj_dim`` may be None.
+
+    With `gauss_newton` ``newton_params`` is how many parameters are differentiated.
+    """
     if proj_dim is not None:
         normal_matrix_need(proj_dim, divides=divides).check(memory_mb)
     for experiment, m in n_targets.items():
@@ -210,6 +237,8 @@ def check_memory(
         sizes = {"n_train": n_train, "n_targets": m, "n_checkpoints": n_checkpoints}
         average = average_need(**sizes, top=top, solved_dim=solved_dim)
         solve = exact_need(n_train, m) if proj_dim is None else scores_need(proj_dim, m)
+        if newton_params is not None:
+            solve = newton_need(newton_params, n_train, m)
         for need in (solve, average):
             try:
                 need.check(memory_mb)

@@ -226,8 +226,9 @@ def _imports_of_scoring(specs: Specs) -> list[str]:
 
     The names come in small parts, because the server says how a fork ended only between two.
     """
-    way = ("compute_gramian", "compute_exact_scores")
-    way = way if specs.is_exact else ("compute_features", "compute_scores")
+    way = ("compute_features", "compute_scores")
+    if specs.is_exact:
+        way = ("compute_gramian", "compute_exact_scores")
     return ["numba", *imports_of([*way, "average_scores"])]
 
 
@@ -367,6 +368,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     check_memory(
         memory_mb,
         proj_dim=proj_dim,
+        newton_params=facts["n_params"] if specs.is_newton else None,
         n_train=n_train,
         n_targets=n_targets,
         n_checkpoints=len(specs.checkpoints),

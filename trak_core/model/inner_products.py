@@ -49,7 +49,7 @@ def inner_products(
         return max(1, min(batch_size, fit // 2))
 
     print(f"two times {at_once(0)} samples at once", flush=True)
-    columns = _columns(loaded, samples, kept, samples.batches_of(batch_size, room))
+    columns = columns_in_order(loaded, samples, kept, samples.batches_of(batch_size, room))
     bad = (~columns[1].isfinite()).nonzero().flatten().tolist()
     if bad:
         refuse_not_finite([own.ids[i] for i in bad], "Model outputs")
@@ -109,7 +109,7 @@ def _gramian(
     return gramian
 
 
-def _columns(
+def columns_in_order(
     loaded: LoadedModel, samples: OrderedSamples, kept: StoredSamples, at_once: Callable[[int], int]
 ) -> list[Tensor]:
     """Return label numbers, model outputs and what goes with them, in the study's order."""

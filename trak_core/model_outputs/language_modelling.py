@@ -12,6 +12,7 @@ from trak_core.model_outputs.supervised import (
     margin,
     probability_curvature,
     probability_weight,
+    softmax_hessian,
 )
 
 
@@ -53,6 +54,12 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         counted = labels[ahead:] != IGNORED
         return (counted & (predicted == labels[ahead:])).sum().float()
 
+    def hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
+        n = len(logits) - ahead
+        counted = (labels[ahead:] != IGNORED).unsqueeze(-1)
+        product = torch.where(counted, softmax_hessian(logits[:n], vector[:n]), 0)
+        return torch.cat([product, torch.zeros_like(vector[n:], dtype=product.dtype)])
+
     return ModelOutput(
         read=read_logits,
         value=value,
@@ -65,6 +72,7 @@ def _of_tokens(ahead: int, *, takes_labels: bool = False) -> ModelOutput:
         predicts_next=ahead == 1,
         takes_labels=takes_labels,
         joins_tokens=True,
+        loss_hessian=hessian,
     )
 
 
@@ -126,6 +134,7 @@ def of_margins(output: ModelOutput, n_classes: Callable[[], int | None]) -> Mode
         curvature=lambda tokens, labels: probability_curvature(value(tokens, labels)),
         prediction=tokens_right,
         n_classes=lambda tokens: n_classes(),
+        loss_hessian=None,
     )
 
 

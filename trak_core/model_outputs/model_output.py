@@ -54,6 +54,8 @@ class ModelOutput:
         predicts_next: Whether what the model returns at one token predicts the label of the next.
         takes_labels: Whether the model is called with the labels too, as ``labels``: an
             encoder-decoder makes its decoder's inputs of them.
+        loss_hessian: The Hessian of l in what was returned, one tensor, times a vector of its
+            shape, given last; None where it isn't known.
         joins_tokens: Whether f is a function of the log-odds of tokens, in the way of
             ``trak_core.model_outputs.language_modelling``: logits may be computed in pieces then.
 
@@ -78,6 +80,7 @@ class ModelOutput:
     n_classes: Callable[[Any], int | None] = lambda _: None
     predicts_next: bool = False
     takes_labels: bool = False
+    loss_hessian: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     joins_tokens: bool = False
 
 

@@ -40,6 +40,15 @@ def probability_curvature(f: Tensor) -> Tensor:
     return torch.sigmoid(f) * torch.sigmoid(-f)
 
 
+def softmax_hessian(logits: Tensor, vector: Tensor) -> Tensor:
+    """Return the Hessian diag(p) - p p^T of -log p_y, p = softmax(logits), times a vector.
+
+    Whatever the label. Both of shape (..., classes), as the result is, in float32 or better.
+    """
+    p = at_least_float32(logits).softmax(-1)
+    return p * (vector - (p * vector).sum(-1, keepdim=True))
+
+
 # l = -log p_y = log(1 + exp(-f)).
 CLASSIFICATION = ModelOutput(
     read=read_logits,
@@ -49,6 +58,7 @@ CLASSIFICATION = ModelOutput(
     prediction=lambda logits, label: logits.argmax(-1),
     label_ndim=0,
     n_classes=lambda logits: logits.shape[-1] if logits.ndim else 1,
+    loss_hessian=lambda logits, label, vector: softmax_hessian(logits, vector),
 )
 
 
@@ -106,6 +116,12 @@ def _pixels_loss_weight(logits: Tensor, labels: Tensor) -> Tensor:
     return _mean(torch.sigmoid(-margins), counted)
 
 
+def _pixels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
+    counted = labels != IGNORED
+    product = softmax_hessian(logits.movedim(0, -1), vector.movedim(0, -1)).movedim(-1, 0)
+    return torch.where(counted, product, 0) / counted.sum()
+
+
 SEGMENTATION = ModelOutput(
     read=read_logits,
     value=mean_pixel_margin,
@@ -115,6 +131,7 @@ SEGMENTATION = ModelOutput(
     label_number=lambda labels: (labels != IGNORED).sum(),
     label_ndim=2,
     n_classes=lambda logits: logits.shape[0] if logits.ndim else 1,
+    loss_hessian=_pixels_hessian,
 )
 
 
@@ -148,6 +165,10 @@ def _labels_right(logits: Tensor, labels: Tensor) -> Tensor:
     return (counted & (margins > 0)).sum().float()
 
 
+def _labels_hessian(logits: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
+    return torch.where(labels != IGNORED, probability_curvature(logits) * vector, 0)
+
+
 MULTI_LABEL = ModelOutput(
     read=read_logits,
     value=labels_log_odds,
@@ -156,6 +177,7 @@ MULTI_LABEL = ModelOutput(
     prediction=_labels_right,
     label_number=lambda labels: (labels != IGNORED).sum(),
     n_classes=lambda logits: 2,
+    loss_hessian=_labels_hessian,
 )
 
 
@@ -171,6 +193,7 @@ REGRESSION = ModelOutput(
     curvature=lambda outputs, label: torch.ones_like(_value(outputs)),
     prediction=_value,
     label_ndim=0,
+    loss_hessian=lambda outputs, label, vector: vector,
 )
 
 

@@ -33,6 +33,8 @@ class About:
             the config says otherwise, where checkpoints come from along runs. Not where the loss is
             no function of f, nor for whole texts: with probabilities of e^-100 the shortest text
             would count alone.
+        has_loss_hessian: Whether the Hessian of the training loss in the model's logits is known,
+            of which `projection: gauss_newton` makes its matrix.
         needs_pairs: Whether a sample is told apart from others, drawn out of the training data.
     """
 
@@ -46,6 +48,7 @@ class About:
     labels_are_classes: bool = False
     weight_is_probability: bool
     weighs_by_curvature: bool = False
+    has_loss_hessian: bool = False
     needs_pairs: bool = False
 
     @property
@@ -75,6 +78,7 @@ _LABEL = About(
     labels_are_classes=True,
     weight_is_probability=True,
     weighs_by_curvature=True,
+    has_loss_hessian=True,
 )
 # Causal, masked, or from a source: what the tokens are predicted from differs, f does not.
 _TOKENS = About(
@@ -86,6 +90,7 @@ _TOKENS = About(
     columns="label: how many tokens count; prediction: how many of them the model gets right",
     place="language_modelling.LANGUAGE_MODELLING",
     weight_is_probability=True,
+    has_loss_hessian=True,
 )
 TABLE: dict[str, About] = {
     "image_classification": _LABEL,
@@ -109,6 +114,7 @@ TABLE: dict[str, About] = {
         columns="label: how many labels count; prediction: how many of them the model gets right",
         place="supervised.MULTI_LABEL",
         weight_is_probability=True,
+        has_loss_hessian=True,
     ),
     "regression": About(
         name="the prediction",
@@ -117,6 +123,7 @@ TABLE: dict[str, About] = {
         place="supervised.REGRESSION",
         weight_is_probability=False,
         weighs_by_curvature=True,
+        has_loss_hessian=True,
     ),
     "segmentation": About(
         name="the mean log-odds of the pixels' labels",
@@ -127,6 +134,7 @@ TABLE: dict[str, About] = {
         columns="label: how many pixels count; prediction: how many of them the model gets right",
         place="supervised.SEGMENTATION",
         weight_is_probability=True,
+        has_loss_hessian=True,
     ),
     "clip": About(
         name="the log-odds of the pair among others, both ways added up",

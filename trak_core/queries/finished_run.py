@@ -51,6 +51,13 @@ class FinishedRun:
                     )
                 raise _not_finished(results, config["study"])
             run = cls(specs_of(config, results, writes=False), results, folder)
+            if run.specs.is_newton:
+                raise InputError(
+                    "A run that is asked must have features or inner products of gradients. Found "
+                    "`projection: gauss_newton`, which keeps none. Name the question in the "
+                    "config, as an experiment with `data`; or run with `exact` or a projection.",
+                    code="queries.gauss_newton",
+                )
             stored = [c.path for c in run.specs.checkpoints.values() if "://" in (c.path or "")]
             if stored:
                 raise InputError(

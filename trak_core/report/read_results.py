@@ -26,7 +26,7 @@ from trak_core.artifacts import (
     open_artifact,
 )
 from trak_core.model_outputs.table import About, about_output
-from trak_core.spec import EXACT
+from trak_core.spec import EXACT, GAUSS_NEWTON
 from trak_core.system.job import PEAK
 
 # A smaller loss weight is near 0.
@@ -115,7 +115,7 @@ class Results:
     @property
     def exact(self) -> bool:
         """Whether nothing was projected."""
-        return self.spec["projection"]["kind"] == EXACT
+        return self.spec["projection"]["kind"] in (EXACT, GAUSS_NEWTON)
 
     @property
     def files(self) -> list[File]:

@@ -33,7 +33,7 @@ from trak_core.report.read_results import (
     strongest,
 )
 from trak_core.scoring.lists import ENOUGH_TARGETS, few_targets
-from trak_core.spec import EXACT, Combine
+from trak_core.spec import EXACT, GAUSS_NEWTON, Combine
 
 # Fewer checkpoints are few; with a larger condition number rounding may show in a score's second
 # digit, since features are float32, right to 6e-8.
@@ -111,7 +111,7 @@ def _suspects(results: Results) -> list[StudyWarning]:
 def _checkpoints(scores: File) -> list[StudyWarning]:
     n, n_train = len(scores.spec["checkpoints"]), scores.attributes["n_train"]
     is_of_texts = output_of(scores).place.startswith("language_modelling.")
-    is_exact = scores.spec["projection"]["kind"] == EXACT
+    is_exact = scores.spec["projection"]["kind"] in (EXACT, GAUSS_NEWTON)
     may_be_exact = n == 1 and is_of_texts and n_train <= _MOST_EXACT and not is_exact
     shown = {"n": n, "n_train": n_train, "may_be_exact": may_be_exact}
     return [StudyWarning("few_checkpoints", shown)] if n < LIMITS["checkpoints"] else []

@@ -10,6 +10,7 @@ from trak_core.spec.projection import (
 from trak_core.spec.stage_specs import (
     ADAPTER_CONFIG,
     EXACT,
+    GAUSS_NEWTON,
     MEAN_OF,
     OPTIMIZER_FILE,
     POOL,
@@ -33,6 +34,7 @@ from trak_core.spec.stage_specs import (
 __all__ = [
     "ADAPTER_CONFIG",
     "EXACT",
+    "GAUSS_NEWTON",
     "MEAN_OF",
     "OPTIMIZER_FILE",
     "POOL",

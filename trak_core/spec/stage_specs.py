@@ -17,6 +17,8 @@ from trak_core.spec.projection import (
 
 # What a config says in place of a projection, and files made without one as its kind.
 EXACT = "exact"
+# Neither, but the Gauss-Newton matrix of the training loss, in place of that of gradients.
+GAUSS_NEWTON = "gauss_newton"
 # The split of the training samples; every other one is an experiment's targets.
 TRAIN = "train"
 # The split of samples to select from, on which nothing was trained.
@@ -113,7 +115,7 @@ class FeaturesSpec:
         model_output: Name of the model output f.
         parameter_patterns: Patterns of names of the parameters to differentiate; None for all.
         projection: The config's keys of it, without ``kind`` where the model's size decides; or
-            ``{"kind": "exact"}``.
+            ``{"kind": "exact"}``, or ``gauss_newton``.
         dtype: How features are stored.
         study_digest: Hash of the study's source and data files.
         preconditioner: ``adam`` where gradients are divided by the root of the optimizer's second

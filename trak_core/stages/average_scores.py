@@ -12,8 +12,6 @@ import numpy as np
 import pandas as pd
 
 from trak_core.artifacts import (
-    CHECKPOINT_SCORES,
-    EXACT_SCORES,
     FEATURES,
     SCORES,
     SCORES_SHARD,
@@ -21,6 +19,7 @@ from trak_core.artifacts import (
     Writer,
     check_same,
     check_together,
+    checkpoint_scores_kind,
     create,
     open_artifact,
 )
@@ -36,7 +35,7 @@ from trak_core.scoring.scores import (
     most_frequent,
     unit_of,
 )
-from trak_core.spec import EXACT, MEAN_OF, POOL, TRAIN, ScoresSpec
+from trak_core.spec import MEAN_OF, POOL, TRAIN, ScoresSpec
 from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -247,8 +246,7 @@ def average_scores(
     """
     assert spec.loss_weight_power is not None
     with ExitStack() as stack:
-        is_exact = spec.features.projection.get("kind") == EXACT
-        kind = EXACT_SCORES if is_exact else CHECKPOINT_SCORES
+        kind = checkpoint_scores_kind(spec.features.projection)
         kind = kind if mean_of is None else replace(kind, rule="average_targets")
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]

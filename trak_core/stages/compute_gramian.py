@@ -1,4 +1,4 @@
-"""Compute inner products of gradients under one checkpoint, without a projection."""
+"""Compute inner products of gradients, or scores by the Gauss-Newton matrix: no projection."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,13 +6,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trak_core.artifacts import GRAMIAN, create, selected_ids
+from trak_core.artifacts import GRAMIAN, checkpoint_scores_kind, create, selected_ids
 from trak_core.gradients import Variety
 from trak_core.model.device import device_name, find_device, full_precision
+from trak_core.model.gauss_newton import STEPS, newton_scores
 from trak_core.model.inner_products import inner_products
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.sample_outputs import write_columns
-from trak_core.spec import TRAIN, FeaturesSpec
+from trak_core.model.sample_outputs import warn_of_saturation, write_columns
+from trak_core.spec import TRAIN, FeaturesSpec, ScoresSpec
+from trak_core.stages._inputs import PER_SAMPLE
 from trak_core.study.targets import split_of
 from trak_core.system.progress import software
 
@@ -58,3 +60,58 @@ def compute_gramian(
         rows = writer.matrix("gramian", data.ids, own.ids, dtype=np.float64)
         rows[:] = values
         write_columns(writer, own.ids, columns, spec)
+
+
+def compute_newton_scores(
+    *,
+    scores: Path,
+    checkpoint: Path,
+    study_file: Path,
+    spec: ScoresSpec,
+    targets: Sequence[int | str] | None = None,
+    question: Path | None = None,
+    selected: Sequence[Path] = (),
+    code: str,
+    device: str,
+    batch_size: int,
+    memory_mb: int,
+    threads: int,
+) -> None:
+    """Solve the Gauss-Newton matrix of the training loss for the targets, by conjugate gradients.
+
+    Writes A_c of ``newton_scores``, in the same kind of file as scores by a projection. A file of
+    ``selected`` targets has their ids, in place of ``targets``.
+    """
+    torch.set_num_threads(threads)
+    features = spec.features
+    loaded = LoadedModel.load(study_file, checkpoint, features, full_precision(find_device(device)))
+    where, data = device_name(loaded.device), loaded.study.split(TRAIN, None)
+    ids = selected_ids(selected, spec.of_targets()) or targets
+    own = split_of(loaded.study, str(spec.experiment), ids, question)
+    print(f"{spec.experiment}: scores of {len(data.ids)} x {len(own.ids)} samples on {where}")
+    found = newton_scores(loaded, data, own, spec.damping, batch_size, memory_mb)
+    about = loaded.file_spec(features, features.projection)
+    file_spec = {
+        **spec.as_dict(),
+        **{key: about[key] for key in ("checkpoint", "projection", "parameters_digest")},
+        "lambda": found.ridge,
+        "gauss_newton": {"steps": STEPS, "samples": found.curved},
+    }
+    kind = checkpoint_scores_kind(features.projection)
+    with create(scores, kind, file_spec, software(code, where, "torch", "numpy")) as writer:
+        values = writer.matrix("similarities", data.ids, own.ids, chunks=(1024, 64))
+        values[:] = found.values.astype(np.float32)
+        for side, ids, columns in (
+            ("train", data.ids, found.train),
+            ("target", own.ids, found.targets),
+        ):
+            writer.vector(f"{side}_ids", list(ids))
+            for key, column in zip(PER_SAMPLE, columns, strict=False):
+                writer.vector(f"{side}_{key}", _stored(column))
+        warn_of_saturation(found.train[3], features.model_output)
+        writer.vector("loss_weights", _stored(found.train[3]))
+
+
+def _stored(column: torch.Tensor) -> np.ndarray:
+    column = column.cpu()
+    return (column.float() if column.is_floating_point() else column).numpy()

@@ -17,6 +17,7 @@ from trak_core.artifacts import (
     check_made_for,
     check_same,
     check_splits,
+    checkpoint_scores_kind,
     create,
     open_artifact,
 )
@@ -24,7 +25,7 @@ from trak_core.config.memory_needs import exact_need, scores_need
 from trak_core.provenance import content_digest
 from trak_core.scoring.scores import powered, similarities
 from trak_core.scoring.solve import DampedGramian, damped_solve, divide_by_lengths
-from trak_core.spec import EXACT, ScoresSpec
+from trak_core.spec import ScoresSpec
 from trak_core.stages._inputs import (
     PER_SAMPLE,
     Damped,
@@ -159,7 +160,7 @@ def average_targets(
 
     Source: docs/explanation/scores.md, "Scores of several targets".
     """
-    kind = EXACT_SCORES if spec.features.projection.get("kind") == EXACT else CHECKPOINT_SCORES
+    kind = checkpoint_scores_kind(spec.features.projection)
     with ExitStack() as stack:
         parts = [stack.enter_context(open_artifact(path, kind)) for path in members]
         first, name = parts[0], str(spec.experiment)

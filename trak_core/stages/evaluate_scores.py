@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from trak_core.artifacts import (
-    CHECKPOINT_SCORES,
     EVALUATION,
-    EXACT_SCORES,
     FEATURES,
     RETRAINED,
     SCORES,
@@ -25,6 +23,7 @@ from trak_core.artifacts import (
     check_same,
     check_splits,
     check_together,
+    checkpoint_scores_kind,
     create,
     open_artifact,
     read_frame,
@@ -55,7 +54,6 @@ from trak_core.evaluation.lds import (
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.groups import CONFIDENCE
 from trak_core.spec import (
-    EXACT,
     TRAIN,
     Combine,
     FeaturesSpec,
@@ -196,7 +194,7 @@ def evaluate_scores(
     own = Setting(spec.damping, spec.loss_weight_power, Combine(spec.combine), proj_dim)
     settings = settings_of(sweep, own)
     with ExitStack() as stack:
-        kind = EXACT_SCORES if projection.get("kind") == EXACT else CHECKPOINT_SCORES
+        kind = checkpoint_scores_kind(projection)
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         final = stack.enter_context(open_artifact(scores, SCORES))
         check_together(parts, spec)

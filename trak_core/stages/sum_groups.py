@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from trak_core.artifacts import (
-    CHECKPOINT_SCORES,
-    EXACT_SCORES,
     FEATURES,
     GROUPS,
     SCORES,
@@ -16,6 +14,7 @@ from trak_core.artifacts import (
     check_made_for,
     check_same,
     check_together,
+    checkpoint_scores_kind,
     create,
     open_artifact,
 )
@@ -31,7 +30,7 @@ from trak_core.scoring.groups import (
     run_weights,
 )
 from trak_core.scoring.scores import powered
-from trak_core.spec import EXACT, Combine, ScoresSpec
+from trak_core.spec import Combine, ScoresSpec
 from trak_core.stages._inputs import ReadRows, similarity_rows
 from trak_core.system.progress import blocks_with_progress, software
 
@@ -58,7 +57,7 @@ def sum_groups(
     check_groups(group_by, train.drop(columns=["label", "prediction"]))
     groupings = [Grouping.of(name, train[name]) for name in group_by]
     with ExitStack() as stack:
-        kind = EXACT_SCORES if spec.features.projection.get("kind") == EXACT else CHECKPOINT_SCORES
+        kind = checkpoint_scores_kind(spec.features.projection)
         parts = [stack.enter_context(open_artifact(path, kind)) for path in checkpoint_scores]
         phis = [stack.enter_context(open_artifact(path, FEATURES)) for path in features]
         check_together(parts, spec)

@@ -402,6 +402,7 @@ _LIES_WITH = {
     "average_targets": "compute_scores",
     "compute_embeddings": "compute_outputs",
     "compute_exact_scores": "compute_scores",
+    "compute_newton_scores": "compute_gramian",
     "compute_self_influence": "compute_scores",
     "find_duplicates": "write_list",
     "prove_list": "compare_removals",

@@ -1,0 +1,306 @@
+"""Scores by the Gauss-Newton matrix, against dense matrices in float64."""
+
+import copy
+import re
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from pipeline import ON_CPU, averaged, features_spec, read_scores, scores_spec
+from refused import refused
+from torch import nn
+from trained_cases import assert_close
+
+from trak_core.config.memory_needs import check_memory
+from trak_core.errors import InputError
+from trak_core.model import gauss_newton
+from trak_core.model.gauss_newton import newton_scores
+from trak_core.model.loaded_model import LoadedModel
+from trak_core.model_outputs.table import TABLE
+from trak_core.stages.compute_gramian import compute_newton_scores
+from trak_core.study.study import Study
+
+PROJECTION = {"projection": {"kind": "gauss_newton"}, "dtype": "float64"}
+DAMPING = 0.1
+
+
+def found(case, *, checkpoint="c0", batch_size=64, memory_mb=500, model_output=None, **settings):
+    spec = features_spec(model_output or case.output)
+    path = case.checkpoints.get(checkpoint, checkpoint)
+    loaded = LoadedModel.load(case.path, path, spec, torch.device("cpu"))
+    given = case.train, case.target_split, DAMPING, batch_size, memory_mb
+    return newton_scores(loaded, *given, **settings)
+
+
+def dense_matrix(case, rows):
+    """sum_i B_i^T H_i B_i of some training samples, scaled to all, by plain backward passes."""
+    model = copy.deepcopy(case.models["c0"]).double().eval()
+    total = 0.0
+    for i in rows:
+        *inputs, _ = case.train.samples[i]
+        logits = model(*(x.double().unsqueeze(0) for x in inputs))[0]
+        passes = [torch.autograd.grad(z, [*model.parameters()], retain_graph=True) for z in logits]
+        b = torch.stack([torch.cat([g.flatten() for g in each]) for each in passes])
+        h = torch.eye(1, dtype=torch.float64)
+        if case.output == "image_classification":
+            p = logits.detach().softmax(0)
+            h = torch.diag(p) - torch.outer(p, p)
+        total = total + b.T @ h @ b
+    return (total * (len(case.train.ids) / len(rows))).numpy()
+
+
+@cache
+def dense(case, n_curved):
+    n = len(case.train.ids)
+    rows = np.random.default_rng(0).permutation(n)[:n_curved].tolist()
+    return dense_matrix(case, rows)
+
+
+def plain_steps(matrix, b, steps):
+    """Conjugate gradients as in a textbook, in float64."""
+    x, r = np.zeros_like(b), b.copy()
+    p = r.copy()
+    for _ in range(steps):
+        alpha = (r @ r) / (p @ matrix @ p)
+        x = x + alpha * p
+        smaller = r - alpha * matrix @ p
+        p = smaller + (smaller @ smaller) / (r @ r) * p
+        r = smaller
+    return x
+
+
+@pytest.mark.parametrize("name", ["diabetes", "small_digits"])
+def test_scores_are_those_of_the_dense_matrix(cases, name):
+    """After twelve steps a textbook's conjugate gradients; after many the solution itself."""
+    case = cases[name]
+    (j, *_), (j_t, *_) = case.jacobians["c0"]
+    short = found(case)
+    matrix = dense(case, short.curved)
+    damped = matrix + short.ridge * np.eye(len(matrix))
+    twelve = np.stack([plain_steps(damped, b, 12) for b in j_t], axis=1)
+    assert_close(short.values, j @ twelve, 1e-4)
+    # A trace from 16 random vectors: within three standard deviations of it.
+    trace = short.ridge * len(j) / DAMPING
+    spread = np.sqrt(2 * np.square(matrix - np.diag(np.diag(matrix))).sum() / 16)
+    assert abs(trace - np.trace(matrix)) < 3 * spread
+    many = found(case, steps=60)
+    assert many.ridge == short.ridge
+    solution = j @ np.linalg.solve(damped, j_t.T)
+    assert_close(many.values, solution, 1e-4)
+    assert np.abs(short.values - solution).max() > 1e-3 * np.abs(solution).max()
+
+
+def test_a_part_of_the_training_samples_makes_the_matrix(digits, monkeypatch):
+    monkeypatch.setattr(gauss_newton, "LEAST_CURVED", 20)
+    some = found(digits)
+    assert some.curved == 37  # a quarter of 150
+    (j, *_), (j_t, *_) = digits.jacobians["c0"]
+    matrix = dense(digits, 37)
+    damped = matrix + some.ridge * np.eye(len(matrix))
+    twelve = np.stack([plain_steps(damped, b, 12) for b in j_t], axis=1)
+    assert_close(some.values, j @ twelve, 1e-4)
+
+
+def test_batches_and_memory_change_nothing(digits, monkeypatch):
+    first = found(digits)
+    blocks = []
+    real = gauss_newton._solved
+
+    def counted(matrix, gradients, ridge, steps):
+        blocks.append(len(gradients))
+        return real(matrix, gradients, ridge, steps)
+
+    monkeypatch.setattr(gauss_newton, "_solved", counted)
+    monkeypatch.setattr(gauss_newton, "newton_targets", lambda *_: (3, 0))
+    second = found(digits, batch_size=41)
+    assert blocks == [3, 3, 1]
+    assert_close(second.values, first.values, 1e-5)
+    monkeypatch.undo()
+    with refused("config.memory", "150 x 7 scores, and 18 vectors of 874 parameters"):
+        found(digits, memory_mb=0)
+    sizes = {"n_train": 150, "n_targets": {"mine": 7}, "n_checkpoints": 1}
+    given = {"proj_dim": None, "keep": "full", "top": 5, "divides": False}
+    with refused("config.memory", "mine", "150 x 7 scores, and 18 vectors of 10000000 parameters"):
+        check_memory(600, newton_params=10**7, **sizes, **given)
+    check_memory(700, newton_params=10**7, **sizes, **given)
+
+
+def test_the_files_are_those_of_any_scores(digits, tmp_path):
+    """Two checkpoints; columns and loss weights are those that features have; signs are right."""
+    spec = scores_spec(
+        ["c0", "c1"], digits.targets, model_output=digits.output, damping=DAMPING, **PROJECTION
+    )
+    parts = [tmp_path / f"{name}.h5" for name in ("c0", "c1")]
+    for path in parts:
+        compute_newton_scores(
+            scores=path,
+            checkpoint=digits.checkpoints[path.stem],
+            study_file=digits.path,
+            spec=spec.under(path.stem),
+            targets=digits.targets,
+            **ON_CPU,
+        )
+    scores = read_scores(averaged(tmp_path / "mine.h5", parts, spec))
+    products = []
+    for name in ("c0", "c1"):
+        (_, f, _), _ = digits.jacobians[name]
+        q = 1 / (1 + np.exp(f))
+        products.append((found(digits, checkpoint=name).values, q))
+    values, weights = (np.mean(each, axis=0) for each in zip(*products, strict=True))
+    assert_close(scores.to_numpy(), values * weights[:, None], 1e-5)
+    usual = read_scores(digits.stages(tmp_path / "usual", 2, made=digits.features()))
+    assert scores.index.tolist() == usual.index.tolist()
+    assert scores.columns.tolist() == usual.columns.tolist()
+    # Another matrix, the same question.
+    agreement = np.corrcoef(scores.to_numpy().ravel(), usual.to_numpy().ravel())[0, 1]
+    assert 0.5 < agreement < 0.999
+
+
+def test_numbers_that_are_not_finite_are_refused(digits, tmp_path):
+    bad = digits.spoiled(tmp_path / "bad.pt", lambda state: state["8.bias"].fill_(np.nan))
+    with pytest.raises(InputError, match="must be finite"):
+        found(digits, checkpoint=bad["bad"])
+    huge = digits.spoiled(tmp_path / "huge.pt", lambda state: state["8.weight"].mul_(1e25))
+    with pytest.raises(InputError, match="must be finite"):
+        found(digits, checkpoint=huge["bad"])
+
+
+def test_what_has_no_matrix_is_refused(digits, monkeypatch):
+    with refused("model.no_loss_hessian"):
+        found(digits, model_output="loss")
+
+    class OneWay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return OneWay.apply(x)
+
+    spec = features_spec(digits.output)
+    loaded = LoadedModel.load(digits.path, digits.checkpoints["c0"], spec, torch.device("cpu"))
+    loaded.model.append(Layer())
+    with refused("model.forward_mode", re.compile(r"RuntimeError: .*(?= Take)")):
+        newton_scores(loaded, digits.train, digits.target_split, DAMPING, 64, 500)
+
+
+# A sample's logits and labels, and its training loss in torch's words.
+LOSSES = {
+    "image_classification": ((5,), 2, nn.functional.cross_entropy),
+    "language_modelling": (
+        (4, 5),
+        [1, 3, -100, 2],
+        lambda z, y: nn.functional.cross_entropy(z[:-1], y[1:], reduction="sum"),
+    ),
+    "masked_language_modelling": (
+        (4, 5),
+        [1, -100, 0, 2],
+        lambda z, y: nn.functional.cross_entropy(z, y, reduction="sum"),
+    ),
+    "segmentation": (
+        (3, 2, 2),
+        [[0, 2], [-100, 1]],
+        lambda z, y: nn.functional.cross_entropy(z[None], y[None]),
+    ),
+    "multi_label": (
+        (3,),
+        [1, -100, 0],
+        lambda z, y: nn.functional.binary_cross_entropy_with_logits(
+            z[y >= 0], y[y >= 0].double(), reduction="sum"
+        ),
+    ),
+    "regression": ((1,), 0.3, lambda z, y: (z - y).square().sum() / 2),
+}
+ALIKE = {
+    "text_classification": "image_classification",
+    "sequence_to_sequence": "masked_language_modelling",
+    "token_log_odds": "language_modelling",
+}
+
+
+def test_the_table_says_which_losses_have_a_hessian():
+    assert {name for name, row in TABLE.items() if row.has_loss_hessian} == {*LOSSES, *ALIKE}
+
+
+@pytest.mark.parametrize("name", [*LOSSES, *ALIKE])
+def test_the_hessian_of_a_loss_in_its_logits(name):
+    shape, label, loss = LOSSES[ALIKE.get(name, name)]
+    generator = torch.Generator().manual_seed(0)
+    z, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    y = torch.tensor(label)
+    expected = torch.autograd.functional.hvp(lambda x: loss(x, y), z, v)[1]
+    hessian = TABLE[name].load().loss_hessian
+    torch.testing.assert_close(hessian(z, y, v), expected)
+    several = torch.vmap(hessian)(z[None], y[None], v[None])[0]
+    torch.testing.assert_close(several, expected)
+
+
+TEXTS = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def make_model():
+    torch.manual_seed(0)
+    config = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, initializer_range=0.3, **config))
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def _texts(seed, n):
+    generator = torch.Generator().manual_seed(seed)
+    texts = [torch.randint(11, (3 + i % 4,), generator=generator) for i in range(n)]
+    return [{"input_ids": text, "labels": text} for text in texts]
+
+
+def train_data():
+    return _texts(1, 10)
+
+
+def target_data():
+    return _texts(2, 3)
+"""
+
+
+def test_texts_of_different_lengths(tmp_path):
+    """Padding counts nothing, tied weights count once, attention is differentiated twice."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "texts.py"
+    path.write_text(TEXTS)
+    study = Study.load(path)
+    model = study.make_model()
+    torch.save(model.state_dict(), tmp_path / "c0.pt")
+    spec = features_spec("language_modelling")
+    loaded = LoadedModel.load(path, tmp_path / "c0.pt", spec, torch.device("cpu"))
+    train, targets = study.split("train", None), study.split("mine", [0, 1, 2])
+    scores = newton_scores(loaded, train, targets, DAMPING, 4, 200)
+    model = model.double().eval()
+    parameters = [*model.parameters()]
+
+    def backward(value):
+        gradients = torch.autograd.grad(value, parameters, retain_graph=True)
+        return torch.cat([g.flatten() for g in gradients])
+
+    def gradient(text):
+        p = model(text["input_ids"][None]).logits[0, :-1].log_softmax(-1)
+        log_p = p.gather(1, text["labels"][1:, None]).sum()
+        return backward(log_p - torch.log1p(-log_p.exp())).numpy()
+
+    matrix = 0.0
+    for text in train.samples:
+        logits = model(text["input_ids"][None]).logits[0, :-1]
+        for row in logits:
+            b = torch.stack([backward(z) for z in row])
+            p = row.detach().softmax(0)
+            matrix = matrix + b.T @ (torch.diag(p) - torch.outer(p, p)) @ b
+    damped = matrix.numpy() + scores.ridge * np.eye(len(matrix))
+    solved = [plain_steps(damped, gradient(targets.samples[i]), 12) for i in range(3)]
+    j = np.stack([gradient(text) for text in train.samples])
+    assert_close(scores.values, j @ np.stack(solved, axis=1), 1e-4)
