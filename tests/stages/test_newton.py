@@ -272,7 +272,7 @@ def target_data():
 def test_texts_of_different_lengths(tmp_path):
     """Padding counts nothing, tied weights count once, attention is differentiated twice."""
     pytest.importorskip("transformers")
-    path = tmp_path / "texts.py"
+    path = tmp_path / "short_texts.py"
     path.write_text(TEXTS)
     study = Study.load(path)
     model = study.make_model()
