@@ -92,7 +92,6 @@ def test_imports_begin_before_snakemake_where_a_config_is_new(tmp_path, monkeypa
     assert len(begun) == 1
 
 
-@pytest.mark.skipif(os.name != "posix", reason="runs on Linux and macOS")
 def test_ctrl_c_before_snakemake_reads_the_workflow_is_one_line(tmp_path):
     (tmp_path / "mine.yaml").touch()
     command = [sys.executable, "-m", "trak_core.command.main", "run", "mine.yaml"]

@@ -262,7 +262,7 @@ def test_a_sample_without_pairs_has_no_shares():
 
 
 def test_held_directions_are_no_more_than_a_piece(monkeypatch):
-    """Of layers of one size some are held, not all or none."""
+    """Layers of one size are held as far as they fit, not all or none."""
     monkeypatch.setattr("trak_core.model.token_shares.PIECE", 100)
     parameters = dict(nn.Sequential(*(nn.Linear(4, 4) for _ in range(5))).named_parameters())
     spec = ProjectionSpec(kind="sjlt", n_params=100, proj_dim=32, seed=1, stream=2)

@@ -189,7 +189,7 @@ def test_a_stored_sample_s_features_show_that_one_pass_will_do(run, monkeypatch,
 def test_checkpoints_that_do_not_fit_take_turns(run, reads):
     """The same scores, and a notice; also where a gradient beside them is what doesn't fit."""
     finished, said = FinishedRun.of_folder(run), []
-    is_exact = finished.specs.is_exact
+    is_exact = not finished.specs.is_projected
     # Three Gramians of 342 x 342 and their factors take 8 MiB, the others' checkpoints 100 KiB.
     finished.specs.config["compute"]["memory_mb"] = 10 if is_exact else 1
     held = HeldRun(finished, said.append)

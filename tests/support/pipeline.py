@@ -192,9 +192,9 @@ def run_config(config_file: Path) -> Path:
         record_config(specs.config, results)
         job = {"code": "code", "memory_mb": 500}
         for name, about in specs.checkpoints.items():
-            own = results / ("gramian" if specs.is_exact else "features") / name
+            own = results / ("features" if specs.is_projected else "gramian") / name
             matrix, stage = results / f"normal_matrix/{name}.h5", compute_features
-            if specs.is_exact:
+            if not specs.is_projected:
                 stage = compute_gramian
             for split in (TRAIN, *specs.experiments):
                 question = specs.questions.get(split)
@@ -207,7 +207,7 @@ def run_config(config_file: Path) -> Path:
                     question=question and Path(question),
                     **ON_CPU,
                 )
-            if not specs.is_exact:
+            if specs.is_projected:
                 spec = specs.normal_matrix(name)
                 compute_normal_matrix(
                     normal_matrix=matrix, features=own / "train.h5", spec=spec, **job
@@ -219,7 +219,7 @@ def run_config(config_file: Path) -> Path:
                     "targets_path": own / f"{experiment}.h5",
                     "spec": specs.checkpoint_scores(experiment, name),
                 }
-                if specs.is_exact:
+                if not specs.is_projected:
                     compute_exact_scores(**given, **job)
                 else:
                     compute_scores(**given, normal_matrix=matrix, keep="full", **job)

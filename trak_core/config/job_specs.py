@@ -155,9 +155,9 @@ class Specs:
         return content_digest(digest, self.output_digest) if self.output_digest else digest
 
     @property
-    def is_exact(self) -> bool:
-        """Whether scores come without a projection."""
-        return isinstance(self.config["projection"], str)
+    def is_projected(self) -> bool:
+        """Whether scores come from projected gradients."""
+        return not isinstance(self.config["projection"], str)
 
     @property
     def is_newton(self) -> bool:
@@ -291,8 +291,8 @@ class Specs:
         return FeaturesSpec(
             model_output=output_name(self.config["model_output"]),
             parameter_patterns=None if patterns == "all" else patterns,
-            projection={"kind": projection} if self.is_exact else projection,
-            dtype="float64" if self.is_exact else self.config["features_dtype"],
+            projection=projection if self.is_projected else {"kind": projection},
+            dtype=self.config["features_dtype"] if self.is_projected else "float64",
             study_digest=self._with_output(self.digests["training"]),
             preconditioner=None if self.config["preconditioner"] == "none" else "adam",
         )
@@ -395,7 +395,7 @@ class Specs:
         """Whether something is measured that scores alone can't say."""
         if not self.measured:
             return False
-        several = len(self.runs) < len(self.checkpoints) and not self.is_exact
+        several = len(self.runs) < len(self.checkpoints) and self.is_projected
         return several or "sweep" in self.evaluation or self.measures("gradient_dot")
 
     def measures(self, baseline: str) -> bool:

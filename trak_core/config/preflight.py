@@ -226,9 +226,9 @@ def _imports_of_scoring(specs: Specs) -> list[str]:
 
     The names come in small parts, because the server says how a fork ended only between two.
     """
-    way = ("compute_features", "compute_scores")
-    if specs.is_exact:
-        way = ("compute_gramian", "compute_exact_scores")
+    way = ("compute_gramian", "compute_exact_scores")
+    if specs.is_projected:
+        way = ("compute_features", "compute_scores")
     return ["numba", *imports_of([*way, "average_scores"])]
 
 
@@ -356,7 +356,7 @@ def _check_sizes(specs: Specs, facts: Mapping[str, Any]) -> None:
     """Refuse what the study's sizes, and the memory of a job, don't allow."""
     config, memory_mb = specs.config, specs.config["compute"]["memory_mb"]
     proj_dim = None
-    if not specs.is_exact:
+    if specs.is_projected:
         proj_dim = config["projection"]["proj_dim"]
         chosen = projection_of(specs.all_features.under(""), [(facts["n_params"],)])
         check_columns(chosen.proj_dim, chosen.kind, specs.evaluation)

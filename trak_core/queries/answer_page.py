@@ -49,7 +49,7 @@ def _file(held: HeldRun, answers: Sequence[Answer]) -> File:
     targets = targets.join(short_columns(columns))
     influences = pd.concat([_influences(answer) for answer in answers], ignore_index=True)
     file_spec = spec.as_dict() | {"experiment": "asked", "checkpoints": spec.checkpoints}
-    file_spec["projection"] = {"kind": EXACT} if held.specs.is_exact else held.projection
+    file_spec["projection"] = held.projection if held.specs.is_projected else {"kind": EXACT}
     return File(
         name="",
         content_hash="",

@@ -97,7 +97,8 @@ class FinishedRun:
 
     def train_file(self, name: str) -> Path:
         """Return the training samples' features under a checkpoint, or their Gramian."""
-        return self.results / ("gramian" if self.specs.is_exact else "features") / name / "train.h5"
+        folder = "features" if self.specs.is_projected else "gramian"
+        return self.results / folder / name / "train.h5"
 
     def normal_matrix(self, name: str) -> Path:
         """Return a checkpoint's normal matrix."""
@@ -105,7 +106,7 @@ class FinishedRun:
 
     def files(self, name: str) -> list[Path]:
         """Return all that answers need of a checkpoint."""
-        matrix = [] if self.specs.is_exact else [self.normal_matrix(name)]
+        matrix = [self.normal_matrix(name)] if self.specs.is_projected else []
         return [self.checkpoint(name), self.train_file(name), *matrix]
 
     def check_scores(self) -> None:

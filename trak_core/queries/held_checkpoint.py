@@ -190,9 +190,9 @@ class HeldCheckpoint:
         return way.cut(self.loaded, pairs, (phi, target), len(places), memory_mb)
 
 
-def device_of(name: str, *, is_exact: bool) -> torch.device:
+def device_of(name: str, *, is_projected: bool) -> torch.device:
     """Return the device that a config names, as a job of its kind takes it."""
-    return full_precision(find_device(name)) if is_exact else projecting_device(name)
+    return projecting_device(name) if is_projected else full_precision(find_device(name))
 
 
 @contextlib.contextmanager
@@ -207,9 +207,9 @@ def held_checkpoint(
         The checkpoint; the file of its training samples stays open.
     """
     spec = run.specs.self_influence.under(name)
-    is_exact = run.specs.is_exact
+    is_projected = run.specs.is_projected
     run.check_scores()
-    with open_artifact(run.train_file(name), GRAMIAN if is_exact else FEATURES) as file:
+    with open_artifact(run.train_file(name), FEATURES if is_projected else GRAMIAN) as file:
         run.check_today(file.path, *made_for(file, spec.of_train()))
         if file.ids("sample_ids") != train.ids:
             run.refuse_changed(file.path, "list of training samples")
@@ -221,7 +221,7 @@ def held_checkpoint(
         assert power is not None
         weights = powered(file.vector("loss_weights"), power)
         about = {key: file.vector(key) for key in ("labels", "outputs", "predictions")}
-        if is_exact:
+        if not is_projected:
             run.check_today(
                 file.path, loaded.file_spec(spec.of_train(), {"kind": EXACT}), file.spec
             )

@@ -132,7 +132,7 @@ class HeldRun:
         training samples. Checkpoints that take turns are read once for as many samples as fit, and
         once more for tokens. Where they can't be cut, a notice says why, and the answer is without.
         """
-        if tokens and self.specs.is_exact:
+        if tokens and not self.specs.is_projected:
             raise InputError(
                 "Scores can be cut by tokens with a projection only. Found `projection: exact`, "
                 "which leaves no features. Ask without tokens, or run with a projection.",
@@ -182,7 +182,8 @@ class HeldRun:
 
     @cached_property
     def _device(self) -> torch.device:
-        return device_of(self.specs.config["compute"]["device"], is_exact=self.specs.is_exact)
+        name = self.specs.config["compute"]["device"]
+        return device_of(name, is_projected=self.specs.is_projected)
 
     def _take_turns(self, why: str) -> None:
         self.close()
@@ -194,7 +195,7 @@ class HeldRun:
                 f"Notice: checkpoints take turns, because all {n_checkpoints} {why} {half}. Every "
                 "question reads them again; questions of one file are answered together."
             )
-        elif not self.specs.is_exact:
+        elif self.specs.is_projected:
             self._say(
                 "Notice: every question reads the training samples' features again, because these "
                 f"with the checkpoint {why} {half}."

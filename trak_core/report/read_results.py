@@ -113,9 +113,9 @@ class Results:
         return len({i for file in self.experiments for i in file.tables["targets"]["id"]})
 
     @property
-    def exact(self) -> bool:
-        """Whether nothing was projected."""
-        return self.spec["projection"]["kind"] in (EXACT, GAUSS_NEWTON)
+    def is_projected(self) -> bool:
+        """Whether scores come from projected gradients."""
+        return self.spec["projection"]["kind"] not in (EXACT, GAUSS_NEWTON)
 
     @property
     def files(self) -> list[File]:

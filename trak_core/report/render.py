@@ -105,7 +105,8 @@ def _suspects(results: Results) -> list[StudyWarning]:
     files = (file for file in results.experiments if file.spec["experiment"] == named)
     tables = [file.tables["targets"] for file in files]
     few = [len(targets) for targets in tables if few_targets(targets)]
-    return [StudyWarning("few_targets", {"n": n, "exact": results.exact}) for n in few]
+    shown = {"is_projected": results.is_projected}
+    return [StudyWarning("few_targets", shown | {"n": n}) for n in few]
 
 
 def _checkpoints(scores: File) -> list[StudyWarning]:

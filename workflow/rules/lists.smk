@@ -3,7 +3,7 @@ rule write_list:
         scores=lambda wildcards: list_scores(wildcards.kind),
         self_influence=lambda wildcards: (
             [f"{folder}/self_influence.h5"] * (wildcards.kind == "suspects")
-            if not specs.is_exact
+            if specs.is_projected
             else []
         ),
     output:

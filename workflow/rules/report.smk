@@ -5,7 +5,7 @@ rule write_report:
         timings if stored else [],
         scores=expand("<results>/scores/{experiment}.h5", experiment=specs.scored),
         normal_matrices=(
-            [] if specs.is_exact else of_checkpoints("normal_matrix/{c}.h5")
+            of_checkpoints("normal_matrix/{c}.h5") if specs.is_projected else []
         ),
         groups=group_files,
         distortion=distortion_files,

@@ -164,7 +164,7 @@ self_influence_files = [f"{folder}/self_influence.h5"] * bool(
 proof_files = [f"{folder}/proof/{kind}.h5" for kind in specs.proofs]
 # What pages show of training samples, where something else needs it too.
 known_self_influence = self_influence_files or (
-    [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and not specs.is_exact)
+    [f"{folder}/self_influence.h5"] * ("suspects" in specs.lists and specs.is_projected)
 )
 measured_files = [
     *(distortion_files + evaluation_files + removals_files),
