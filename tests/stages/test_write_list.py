@@ -187,6 +187,7 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     assert f"{rows['worth_a_look'].sum()} of 20 are worth a look" in shown.text
     few = "from 4 targets: mostly chance. Take targets: all, or sort by output, lowest first."
     assert f"Suspects {few}" in shown.text
+    assert "Few checkpoints. These scores are averages over 2 checkpoints." in shown.text
     assert few in capsys.readouterr().out.replace("`", "")
     assert len(shown.all("img")) == (20 if way == "drawn" else 0)
     alts = [f"train {i}" for i in rows["id"]]

@@ -6,10 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from trak_core.artifacts import SCORES, open_artifact
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
 from trak_core.report.number_formats import anchor, number
-from trak_core.report.render import listed_samples
+from trak_core.report.read_results import read_experiment
+from trak_core.report.render import listed_samples, score_warnings
 from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
 from trak_core.study.data_split import Split
@@ -88,18 +88,16 @@ def show_list(
             entry["samples"].append((among, *others[row["among"]][row["other_id"]]))
         entries.append(entry)
     n_looks = rows["worth_a_look"].tolist().count("1") if "worth_a_look" in rows else 0
-    n_targets = 0
-    for path in scores:
-        with open_artifact(path, SCORES) as file:
-            targets = file.table("targets")
-        n_targets = len(targets) if few_targets(targets) else 0
+    files = [read_experiment(path, path.parents[1], 0, 0) for path in scores]
+    few = [targets for file in files if few_targets(targets := file.tables["targets"])]
     markup = listed_samples(
         kind=kind,
         experiment=experiment,
         entries=entries,
         n_rows=len(rows),
         n_looks=n_looks,
-        n_targets=n_targets,
+        n_targets=sum(map(len, few)),
+        warnings=[warning for file in files for warning in score_warnings(file)],
         has_self_influence="self_influence" in rows,
         has_pool=pool is not None,
         described=study.has("describe"),
