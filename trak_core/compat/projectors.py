@@ -293,8 +293,10 @@ def known_projection(
     ``n_params`` is the size of a gradient, which the projector that doesn't project cannot know.
     """
     if type(projector) is NoOpProjector:
-        sizes = {"n_params": n_params, "proj_dim": n_params}
-        return ProjectionSpec(kind=ProjectionKind.IDENTITY, **sizes, seed=0, stream=model_id)
+        kind = ProjectionKind.IDENTITY
+        return ProjectionSpec(
+            kind=kind, n_params=n_params, proj_dim=n_params, seed=0, stream=model_id
+        )
     if isinstance(projector, _MatrixProjector) and type(projector) in _OWN:
         return projector.spec(model_id)
     return None
