@@ -1,127 +1,107 @@
-"""Scores of the board's questions under the Gauss-Newton matrix itself, by conjugate gradients.
+"""Scores of the board's questions by `projection: gauss_newton`, through the pipeline.
 
     python benchmarks/board_newton.py --folder board
 
-Scores are t^T (G + lambda I)^-1 g, where t and g are whole gradients of a question's and a piece's
-log p at the end of run 0, and G the Gauss-Newton matrix of all words' cross entropies, of a part of
-the pieces. Krylov spaces of all questions grow together, one product with G a step, from which
-every number of steps and every damping follows: as many steps of conjugate gradients. lambda is in
-units of G's trace over n. board.py reads the file.
+A folder of board.py holds a training's end and what drops of pieces do. This is the study of that
+end too, so that `trak run` scores it, with the pipeline's defaults or another damping. Prints LDS
+of each kind of drops, above inner products of whole gradients with damping 0.3 from the same end,
+with paired 95 % intervals, and the job's seconds. board.py makes rows of the file newton.npz.
 """
 
 import argparse
-import time
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import yaml
+from board import truths
 from board_scores import loaded
-from board_study import Board, Size, board, losses, save, written
-from torch import Tensor
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from board_study import Board, Size, board, save, written
+from board_study import make_model as model_of
+from machine import environment
+from planted_ways import Way
+from torch import Tensor, nn
 
-_CHUNK, _PROBES, _DAMPINGS = 25, 8, (2.0, 0.3, 0.1, 0.01)
+from trak_core.evaluation.lds import bootstrap, rank_correlations
+from trak_core.scoring.groups import interval
+
+_FOLDER = "TRAK_CORE_BOARD"  # where the study finds its board
+_END = 1.0
 
 
-class Newton:
-    """The end of run 0 as a function of its parameters, one vector ``theta``."""
+def _board(folder: Path) -> Board:
+    given = yaml.safe_load((folder / "about.yaml").read_text(encoding="utf-8"))
+    text = given.pop("text")
+    return board(Size(**{name: value for name, value in given.items() if name != "digest"}), text)
 
-    def __init__(self, about: Board, folder: Path, curved: int):
-        """Load it; the matrix is that of ``curved`` random pieces, scaled to all."""
-        self.about = about
-        self.model: Any = loaded(about, folder, "run-0", 1.0)[0]
-        self.model.set_attn_implementation("eager")  # which forward mode can differentiate
-        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
-        self.theta = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-        order = torch.randperm(about.size.texts, generator=torch.Generator().manual_seed(0))
-        self.curved = about.train[order[:curved]]
 
-    def _call(self, flat: Tensor, tokens: Tensor) -> dict[str, Tensor]:
-        parts = flat.split([shape.numel() for shape in self.shapes.values()])
-        named = {n: p.view(s) for (n, s), p in zip(self.shapes.items(), parts, strict=True)}
-        return functional_call(self.model, named, kwargs={"input_ids": tokens})
+def make_model() -> nn.Module:
+    """Return the board's model."""
+    return model_of(_board(Path(os.environ[_FOLDER])).size)
 
-    def gradients(self) -> Tensor:
-        """Return gradients of log p of all pieces, then questions, shape (n + m, p)."""
 
-        def log_p(flat: Tensor, one: Tensor) -> Tensor:
-            return -losses(lambda input_ids: self._call(flat, input_ids), one[None]).sum()
+def _samples(tokens: Tensor) -> list[dict[str, Tensor]]:
+    return [{"input_ids": piece, "labels": piece} for piece in tokens]
 
-        each = vmap(grad(log_p), in_dims=(None, 0))
-        return torch.cat([each(self.theta, part) for part in self.about.tokens.split(_CHUNK)])
 
-    def product(self, vectors: Tensor) -> Tensor:
-        """Return G times each of the vectors, shape (m, p)."""
-        total = torch.zeros_like(vectors)
-        for tokens in self.curved.split(_CHUNK):
+def train_data() -> list[dict[str, Tensor]]:
+    """Return the training pieces."""
+    return _samples(_board(Path(os.environ[_FOLDER])).train)
 
-            def logits(flat: Tensor, tokens: Tensor = tokens) -> Tensor:
-                return self._call(flat, tokens)["logits"][:, :-1]
 
-            values, back = vjp(logits, self.theta)[:2]
-            p = values.softmax(-1)
+def target_data() -> list[dict[str, Tensor]]:
+    """Return the questions."""
+    return _samples(_board(Path(os.environ[_FOLDER])).asked)
 
-            def one(vector: Tensor, p: Tensor = p, back=back, logits=logits) -> Tensor:
-                moved = jvp(logits, (self.theta,), (vector,))[1]
-                return back(p * (moved - (p * moved).sum(-1, keepdim=True)))[0]
 
-            with torch.no_grad():
-                total += vmap(one)(vectors)
-        return total * (self.about.size.texts / len(self.curved))
-
-    def unit(self) -> float:
-        """Return the trace of G over n, from random signs."""
-        generator = torch.Generator().manual_seed(1)
-        signs = 2 * torch.randint(2, (_PROBES, len(self.theta)), generator=generator) - 1.0
-        return float((signs * self.product(signs)).sum(1).mean()) / self.about.size.texts
-
-    def scores(self, steps: int) -> dict[str, np.ndarray]:
-        """Return scores (n, m) after half the steps and all, by damping."""
-        n, every, unit = self.about.size.texts, self.gradients(), self.unit()
-        sizes = every[n:].norm(dim=1)
-        vectors = every[n:] / sizes[:, None]
-        m = len(vectors)
-        basis, matrix = torch.zeros(steps, *vectors.shape), torch.zeros(m, steps, steps).double()
-        for k in range(steps):
-            basis[k] = vectors
-            vectors = self.product(vectors)
-            matrix[:, k, k] = (vectors * basis[k]).sum(1)
-            for _ in range(2):  # once more, against rounding
-                along = torch.einsum("kmp,mp->km", basis[: k + 1], vectors)
-                vectors = vectors - torch.einsum("km,kmp->mp", along, basis[: k + 1])
-            length = vectors.norm(dim=1)
-            if k + 1 < steps:
-                matrix[:, k, k + 1] = matrix[:, k + 1, k] = length
-            vectors = vectors / length[:, None]
-            print(f"step {k + 1}: {time.process_time():.0f} processor seconds", flush=True)
-        pairs = torch.einsum("np,kmp->knm", every[:n], basis).double()
-        found = {}
-        for count in (steps // 2, steps):
-            first = torch.zeros(m, count, 1).double()
-            first[:, 0, 0] = sizes
-            for damping in _DAMPINGS:
-                damped = matrix[:, :count, :count] + damping * unit * torch.eye(count)
-                weights = torch.linalg.solve(damped, first)[..., 0]
-                name = f"its end, Gauss-Newton, {count} steps, damping {damping:g}"
-                found[name] = torch.einsum("knm,mk->nm", pairs[:count], weights).numpy()
-        return found
+def _scored(folder: Path, damping: float) -> tuple[np.ndarray, float]:
+    """Run the pipeline in the board's folder; return scores (n, m) and the job's seconds."""
+    results = f"newton-{damping:g}"
+    config = {
+        **{"study": str(Path(__file__).resolve()), "model_output": "language_modelling"},
+        **{"checkpoints": {"end": "end.pt"}, "experiments": {"all": {"targets": "all"}}},
+        **{"projection": "gauss_newton", "scoring": {"damping": damping}, "results": results},
+    }
+    (folder / f"{results}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [sys.executable, "-m", "trak_core.command.main", "run", f"{results}.yaml"]
+    environ = os.environ | {_FOLDER: str(folder.resolve()), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--cores", "1", "scores"], cwd=folder, env=environ, check=True)
+    timed = folder / results / "benchmarks/compute_newton_scores/all/end.tsv"
+    seconds = float(pd.read_csv(timed, sep="\t")["s"].iloc[0])
+    scores = pd.read_hdf(folder / results / "scores/all.h5", "scores")
+    return np.asarray(scores), seconds
 
 
 def main() -> None:
-    """Write the scores into the board's folder."""
+    """Score, judge, and write the scores into the board's folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--curved", type=int, default=225, help="pieces that make the matrix")
+    parser.add_argument("--dampings", type=float, nargs="+", default=[0.1])
     asked = parser.parse_args()
+    print(environment("cpu", ("torch", "transformers")))
     torch.set_num_threads(1)
-    given = yaml.safe_load((asked.folder / "about.yaml").read_text())
-    text = given.pop("text")
-    size = Size(**{name: value for name, value in given.items() if name != "digest"})
-    scores = Newton(board(size, text), asked.folder, asked.curved).scores(asked.steps)
-    written(asked.folder / "newton.npz", lambda path: save(path, scores))
+    about = _board(asked.folder)
+    n, m = about.size.texts, about.size.questions
+    model = loaded(about, asked.folder, "run-0", _END)[0]
+    torch.save(model.state_dict(), asked.folder / "end.pt")
+    with np.load(asked.folder / f"products-run-0-{_END}.npz") as file:
+        rows = {"exact, damping 0.3": Way(0.3).scores(file["plain"], file["outputs"], n, m)}
+    for damping in asked.dampings:
+        name = f"its end, Gauss-Newton, damping {damping:g}"
+        rows[name], seconds = _scored(asked.folder, damping)
+        print(f"{name}: {seconds:.0f} s, {seconds / m:.1f} s a question")
+    written(asked.folder / "newton.npz", lambda path: save(path, dict([*rows.items()][1:])))
+    for drops, (left_out, outputs) in truths(asked.folder).items():
+        sums = [left_out @ scores for scores in rows.values()]
+        drawn = bootstrap(sums, outputs)
+        for i, name in enumerate(rows):
+            lds = rank_correlations(sums[i], outputs.mean(0)).mean()
+            low, high = interval(drawn[:, i] - drawn[:, 0], axis=0)
+            print(f"| {drops} | {name} | {lds:.2f}, {low:+.2f} to {high:+.2f} |")
 
 
 if __name__ == "__main__":
