@@ -194,7 +194,7 @@ addEventListener("load", () => setTimeout(() => {
   change(of("site"), "value", "");
   change(controls.querySelector("input[type=checkbox]"), "checked", false);
   const order = change(of("Order"), "value", "1");
-  done([wrong, site, order]);
+  done([wrong, site, order, labels.map((label) => label.textContent.split(" ")[0])]);
 }, 100));
 """
 
@@ -216,7 +216,9 @@ def test_a_browser_filters_and_sorts(shown_as, results, tmp_path):
     assert marked == [False, True, False, True]
     assert "label 0, predicted 4, site <b>north</b>" in page.text
     names = [f"target {i}" for i in (*HOSTILE, "plain")]
-    wrong, site, order = in_browser(answer, tmp_path, FILTER)
+    wrong, site, order, filters = in_browser(answer, tmp_path, FILTER)
+    assert "site" in filters
+    assert "prediction" not in filters  # each target's is another
     assert wrong == [names[1], names[3]]
     assert site == [names[3]]
     assert order == [names[i] for i in (1, 3, 0, 2)]

@@ -414,7 +414,7 @@ def _of_network(
     output = "image_classification" if is_class else "regression"
     asked = _targets(ids_of(explained), [one.get(label) for one in explained] if is_class else None)
     arguments = [
-        ("table", str(train), "its columns scaled as in training"),
+        ("table", str(train), "its columns must be scaled as in training"),
         *given,
         ("label", label, "the column to predict"),
     ]
