@@ -41,7 +41,7 @@ from trak_core.gradients import (
     gradients_in_turn,
     select_parameters,
 )
-from trak_core.gradients.collect_gradients import Digest
+from trak_core.gradients.gradient_consumers import Digest
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING, SEQUENCE_TO_SEQUENCE
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.supervised import CLASSIFICATION

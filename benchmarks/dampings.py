@@ -34,7 +34,7 @@ from trak_core.gradients import as_batch, formed_gradients, gradients_at_once, s
 from trak_core.model_outputs.table import TABLE
 from trak_core.scoring.groups import interval
 from trak_core.spec import usual_kind
-from trak_core.study.checkpoints import load_checkpoint
+from trak_core.study.load_checkpoint import load_checkpoint
 from trak_core.study.study import Study
 
 _DAMPINGS = 2.0, 1.0, 0.3, 0.1, 0.03

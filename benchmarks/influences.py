@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from trak_core.artifacts import FEATURES, SCORES, create, open_artifact
-from trak_core.provenance import content_digest
+from trak_core.dependency_digests import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.system.job import keep_freed, stage_of
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from trak_core.provenance import content_digest
+from trak_core.dependency_digests import content_digest
 from trak_core.spec import FeaturesSpec, ScoresSpec
 from trak_core.system.job import keep_freed, stage_of
 

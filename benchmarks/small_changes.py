@@ -26,8 +26,8 @@ from machine import environment, write_csv
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.config.cross_checks import usual_power, usual_weighting
-from trak_core.evaluation.baselines import CheckpointRows, average_weights, setting_sums
 from trak_core.evaluation.lds import GroundTruth, bootstrap, rank_correlations
+from trak_core.evaluation.subset_sums import CheckpointRows, average_weights, setting_sums
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.groups import interval
 from trak_core.spec import Combine, FeaturesSpec, RetrainedSpec, Setting, curvature_power

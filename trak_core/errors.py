@@ -1,4 +1,4 @@
-"""The error for the person at the keyboard; a failed allocation or a full disk told from others."""
+"""InputError, for what a user can put right; and whether memory or disk ran out."""
 
 import errno
 import os

@@ -12,7 +12,7 @@ def float64():
 @pytest.fixture
 def no_detour(monkeypatch):
     """No operation may be differentiated for each sample, no output row by row."""
-    monkeypatch.delattr("trak_core.gramian.engine.by_rows")
+    monkeypatch.delattr("trak_core.gramian.jacobian_gramian.by_rows")
     monkeypatch.delattr("trak_core.autograd.one_pass._by_operation")
 
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-from trak_core.gradients.choose_method import (
+from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
 )
-from trak_core.gradients.collect_gradients import Formed
 from trak_core.gramian import Engine
 from trak_core.model_outputs.model_output import ModelOutput
 
@@ -189,10 +189,10 @@ def test_all_ways_give_the_same(name, monkeypatch):
     prefers = {"all": False}
     for path, value in {
         "autograd.gradient_terms.prefers_inner_products": lambda *_: prefers["all"],
-        "autograd.closed_forms.prefers_inner_products": lambda *_: prefers["all"],
+        "autograd.gradient_formulas.prefers_inner_products": lambda *_: prefers["all"],
         "autograd.gradient_terms.PIECE": 100,
-        "autograd.closed_forms._BY_PLACE_CHANNELS": 1,
-        "autograd.closed_forms._CACHED": 10,
+        "autograd.gradient_formulas._BY_PLACE_CHANNELS": 1,
+        "autograd.gradient_formulas._CACHED": 10,
     }.items():
         monkeypatch.setattr(f"trak_core.{path}", value)
     model, call = run(name, 2)

@@ -15,7 +15,7 @@ from torch import nn
 
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.gramian import Engine
-from trak_core.gramian.engine import parameter_gramian
+from trak_core.gramian.jacobian_gramian import parameter_gramian
 
 pytestmark = pytest.mark.usefixtures("float64")
 N = 3

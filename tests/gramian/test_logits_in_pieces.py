@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trak_core.autograd import gradient_terms, token_margins
+from trak_core.autograd import gradient_terms, margins_in_pieces
 from trak_core.gradients import (
     as_batch,
     choose_method,
@@ -83,7 +83,7 @@ AS_A_WHOLE = {
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
     """Pieces hold three tokens of a text, or a few rows of the vocabulary for whole gradients."""
-    monkeypatch.setattr(token_margins, "PIECE", 3 * VOCABULARY)
+    monkeypatch.setattr(margins_in_pieces, "PIECE", 3 * VOCABULARY)
     monkeypatch.setattr(gradient_terms, "PIECE", 40)
 
 

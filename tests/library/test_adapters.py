@@ -11,9 +11,9 @@ from refused import refused
 from safetensors.torch import load_file, save_file
 
 from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-from trak_core.gradients.choose_method import gradients_at_once, gradients_one_by_one
+from trak_core.gradients.gradient_methods import gradients_at_once, gradients_one_by_one
 from trak_core.model_outputs.table import TABLE
-from trak_core.study.checkpoints import load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import load_checkpoint, read_state_dict
 
 peft = pytest.importorskip("peft", reason="with the extra `test`, as `make test` has it")
 lora = pytest.importorskip("lora_models")

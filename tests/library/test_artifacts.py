@@ -27,8 +27,8 @@ from trak_core.artifacts import (
     scaled_integers,
     verify,
 )
-from trak_core.artifacts.checksums import SealedFile, SealingFile, read_seal, seal
 from trak_core.artifacts.format import content_hash
+from trak_core.artifacts.sealed_file import SealedFile, SealingFile, read_seal, seal
 from trak_core.artifacts.write import _even as even
 
 IDS = {"integers": [3, 1, 2], "strings": ["a", "bb", "ccé"]}

@@ -14,7 +14,7 @@ from trak_core.gradients.batch_size import (
     sample_memory,
     samples_that_fit,
 )
-from trak_core.gradients.per_sample import select_parameters
+from trak_core.gradients.differentiable_model import select_parameters
 from trak_core.model_outputs.supervised import CLASSIFICATION
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from trak_core.gradients import (
     gradients_with_copies,
     select_parameters,
 )
-from trak_core.gradients.collect_gradients import Formed
+from trak_core.gradients.gradient_consumers import Formed
 from trak_core.gramian import train_gramian
 from trak_core.model.features import Features
 from trak_core.model_outputs.language_modelling import LANGUAGE_MODELLING

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trak_core.errors import InputError
-from trak_core.study.checkpoints import check_checkpoint, load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import check_checkpoint, load_checkpoint, read_state_dict
 from trak_core.study.weight_files import read_tensors
 
 

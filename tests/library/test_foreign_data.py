@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from trak_core.artifacts import FEATURES, ArtifactError, create, open_artifact, read_frame, verify
-from trak_core.artifacts.checksums import seal
+from trak_core.artifacts.sealed_file import seal
 
 VALUES = "features/block0_values"
 SECRET = b"\0\0\x80\x3f" * 6  # ones, as another file's bytes

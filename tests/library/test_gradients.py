@@ -13,20 +13,20 @@ from torch import nn
 
 from trak_core.gradients import PerSample, as_batch, formed_gradients, gradient_method, model_inputs
 from trak_core.gradients.batch_size import sample_memory
-from trak_core.gradients.checks import (
+from trak_core.gradients.check_gradients import (
     check_finite,
     check_samples_apart,
     count_classes,
     refuse_not_finite,
 )
-from trak_core.gradients.choose_method import (
-    choose_method,
+from trak_core.gradients.choose_method import choose_method
+from trak_core.gradients.differentiable_model import n_params, select_parameters
+from trak_core.gradients.gradient_consumers import Formed
+from trak_core.gradients.gradient_methods import (
     gradients_at_once,
     gradients_in_turn,
     gradients_one_by_one,
 )
-from trak_core.gradients.collect_gradients import Formed
-from trak_core.gradients.per_sample import n_params, select_parameters
 from trak_core.model_outputs.supervised import CLASSIFICATION, REGRESSION
 
 CPU = torch.device("cpu")

@@ -87,7 +87,7 @@ def in_callback():
 
 def in_hdf5():
     import h5py
-    from trak_core.artifacts.checksums import SealingFile
+    from trak_core.artifacts.sealed_file import SealingFile
 
     class Slow(SealingFile):
         def _written(self, block, place, part):
@@ -104,7 +104,7 @@ def in_hdf5():
 
 def before_hdf5_has_ended():
     import h5py
-    from trak_core.artifacts.checksums import SealingFile
+    from trak_core.artifacts.sealed_file import SealingFile
     with SealingFile(Path("ended"), "w+") as raw:
         file = h5py.File(raw, "w")
         file.create_dataset("x", data=[1])

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "trak_core"
 LAYERS = [
     {"errors"},
-    {"spec", "provenance"},
+    {"spec", "dependency_digests"},
     {"system"},
     {"projection", "model_outputs"},
     {"study", "artifacts", "config", "autograd"},
@@ -65,7 +65,7 @@ def test_imports_point_down():
 
 def test_all_but_what_is_said_everywhere_lies_in_a_folder():
     loose = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__"}
-    assert loose == {"errors", "provenance"}
+    assert loose == {"errors", "dependency_digests"}
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == RANK.keys() - loose
 
 
@@ -109,7 +109,7 @@ def test_modules_are_small():
 HEAVY = {"torch", "numpy", "h5py", "numba", "pandas"}
 LIGHT = [
     [
-        ("trak_core.provenance", HEAVY),
+        ("trak_core.dependency_digests", HEAVY),
         ("trak_core.model_outputs.table", HEAVY),
         ("trak_core.spec", HEAVY),
         *((f"trak_core.config.{name}", HEAVY) for name in ("memory_needs", "read_config")),

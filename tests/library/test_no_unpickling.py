@@ -11,7 +11,7 @@ import yaml
 from workspace import REPOSITORY
 
 from trak_core.artifacts import SCORES, create, open_artifact
-from trak_core.artifacts.checksums import seal
+from trak_core.artifacts.sealed_file import seal
 from trak_core.config import read_config as config
 
 SOURCES = [

@@ -10,7 +10,7 @@ import torch
 import yaml
 from refused import FOLDER, refused, wordings
 
-from trak_core import provenance
+from trak_core import dependency_digests
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import TABLE
 from trak_core.projection.cpu import project
@@ -130,7 +130,7 @@ def test_each_output_is_one_and_its_row_says_what_it_is(name):
 
 def test_jobs_depend_on_the_code_of_each_output():
     """Imports within the table's functions count: an output's module is no secret to a digest."""
-    closure = provenance._closure(("trak_core", "model", "sample_outputs"), [REPOSITORY])
+    closure = dependency_digests._closure(("trak_core", "model", "sample_outputs"), [REPOSITORY])
     modules = {path.stem for path in (PACKAGE / "model_outputs").glob("[a-z]*.py")}
     assert modules <= {name[-1] for name in closure}
 

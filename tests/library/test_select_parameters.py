@@ -6,7 +6,7 @@ import torch
 from refused import refused
 from torch import nn
 
-from trak_core.gradients.per_sample import select_parameters
+from trak_core.gradients.differentiable_model import select_parameters
 
 
 def test_frozen_parameters_are_left_out():

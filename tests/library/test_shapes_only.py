@@ -9,7 +9,7 @@ from trak_core.errors import InputError
 from trak_core.gradients import as_batch, n_params, select_parameters
 from trak_core.model_outputs.table import TABLE
 from trak_core.stages.preflight_study import StudyModel
-from trak_core.study.checkpoints import check_checkpoint
+from trak_core.study.load_checkpoint import check_checkpoint
 from trak_core.study.study import Study
 
 lora = pytest.importorskip("lora_models", reason="with the extra `test`, as `make test` has it")

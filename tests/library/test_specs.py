@@ -10,8 +10,8 @@ from refused import refused
 
 from trak_core.config import job_specs
 from trak_core.config.job_specs import specs_of
+from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
-from trak_core.provenance import content_digest
 from trak_core.spec import (
     Combine,
     FeaturesSpec,

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trak_core.model.loaded_model import _move
-from trak_core.study.checkpoints import _is_finite, load_checkpoint, read_state_dict
+from trak_core.study.load_checkpoint import _is_finite, load_checkpoint, read_state_dict
 from trak_core.study.weight_files import read_shapes, stream_tensors
 
 
@@ -52,7 +52,7 @@ def saved(folder, dtype=torch.float32, prefix="", **changed):
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_weights_are_read_into_the_model_itself(tmp_path, dtype, prefix, monkeypatch):
     state = saved(tmp_path, dtype, prefix)
-    monkeypatch.delattr("trak_core.study.checkpoints.load_state_dict")
+    monkeypatch.delattr("trak_core.study.load_checkpoint.load_state_dict")
     model = Net()
     places = {key: value.data_ptr() for key, value in model.state_dict().items()}
     digests = load_checkpoint(model, tmp_path)
@@ -142,7 +142,7 @@ JOB = """
 import re, sys, torch
 from pathlib import Path
 from torch import nn
-from trak_core.study.checkpoints import load_checkpoint
+from trak_core.study.load_checkpoint import load_checkpoint
 
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

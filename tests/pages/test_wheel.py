@@ -20,8 +20,8 @@ from pages import blocks
 from workspace import REPOSITORY
 
 import trak_core
+from trak_core.dependency_digests import code_digest
 from trak_core.projection import project
-from trak_core.provenance import code_digest
 from trak_core.spec import ProjectionKind, ProjectionSpec
 
 SOURCE = REPOSITORY / "trak_core"
@@ -45,7 +45,7 @@ for module in pkgutil.walk_packages(trak_core.__path__, "trak_core."):
 USE = f"""
 import numpy as np
 from trak_core.projection import project
-from trak_core.provenance import code_digest
+from trak_core.dependency_digests import code_digest
 from trak_core.spec import ProjectionSpec
 spec = ProjectionSpec(kind="rademacher", n_params=3, proj_dim=4, seed=0, stream=0)
 print(*project(np.float32([[1, 2, 3]]), spec)[0], code_digest({STAGE!r}))

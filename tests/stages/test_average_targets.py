@@ -9,7 +9,7 @@ from linear_study import with_two_checkpoints
 from pipeline import averaged, read_scores, run_exact_stages, run_stages, scores_spec
 
 from trak_core.artifacts import ArtifactError, verify
-from trak_core.provenance import content_digest
+from trak_core.dependency_digests import content_digest
 from trak_core.stages.compute_scores import average_targets
 from trak_core.stages.draw_influences import draw_influences
 

@@ -28,7 +28,7 @@ from trak_core.artifacts import (
     open_artifact,
     verify,
 )
-from trak_core.artifacts.checksums import SEAL_BYTES, seal
+from trak_core.artifacts.sealed_file import SEAL_BYTES, seal
 from trak_core.stages.compute_distortion import compute_distortion
 from trak_core.stages.compute_outputs import compute_outputs
 from trak_core.stages.draw_influences import draw_influences

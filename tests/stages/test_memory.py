@@ -194,7 +194,7 @@ def test_distortion_holds_what_is_said():
 MEASURE = """
 import numpy as np
 from trak_core.scoring.solve import Spectrum
-from trak_core.evaluation.baselines import damped_sums, weighted_sums
+from trak_core.evaluation.subset_sums import damped_sums, weighted_sums
 rng = np.random.default_rng(0)
 def measure(k, n_train, n_targets, n_subsets, block):
     rows = rng.standard_normal((n_train, k), dtype=np.float32)

@@ -14,8 +14,8 @@ from trained_cases import assert_close
 
 from trak_core.config.memory_needs import check_memory
 from trak_core.errors import InputError
-from trak_core.model import gauss_newton
-from trak_core.model.gauss_newton import newton_scores
+from trak_core.model import gauss_newton_scores
+from trak_core.model.gauss_newton_scores import newton_scores
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model_outputs.table import TABLE
 from trak_core.stages.compute_gramian import compute_newton_scores
@@ -92,7 +92,7 @@ def test_scores_are_those_of_the_dense_matrix(cases, name):
 
 
 def test_a_part_of_the_training_samples_makes_the_matrix(digits, monkeypatch):
-    monkeypatch.setattr(gauss_newton, "LEAST_CURVED", 20)
+    monkeypatch.setattr(gauss_newton_scores, "LEAST_CURVED", 20)
     some = found(digits)
     assert some.curved == 37  # a quarter of 150
     (j, *_), (j_t, *_) = digits.jacobians["c0"]
@@ -105,14 +105,14 @@ def test_a_part_of_the_training_samples_makes_the_matrix(digits, monkeypatch):
 def test_batches_and_memory_change_nothing(digits, monkeypatch):
     first = found(digits)
     blocks = []
-    real = gauss_newton._solved
+    real = gauss_newton_scores._solved
 
     def counted(matrix, gradients, ridge, steps):
         blocks.append(len(gradients))
         return real(matrix, gradients, ridge, steps)
 
-    monkeypatch.setattr(gauss_newton, "_solved", counted)
-    monkeypatch.setattr(gauss_newton, "newton_targets", lambda *_: (3, 0))
+    monkeypatch.setattr(gauss_newton_scores, "_solved", counted)
+    monkeypatch.setattr(gauss_newton_scores, "newton_targets", lambda *_: (3, 0))
     second = found(digits, batch_size=41)
     assert blocks == [3, 3, 1]
     assert_close(second.values, first.values, 1e-5)

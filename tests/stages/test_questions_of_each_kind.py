@@ -18,10 +18,10 @@ import trak_core
 from trak_core.command.ask import _in_words
 from trak_core.command.main import main
 from trak_core.errors import InputError
-from trak_core.queries.answer import Answer, Asked
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint
 from trak_core.queries.held_run import HeldRun
+from trak_core.queries.question_and_answer import Answer, Asked
 from trak_core.stages.compute_token_scores import compute_token_scores
 from trak_core.study.study import Study
 

@@ -37,7 +37,7 @@ from trak_core.report.number_formats import (
     signed,
 )
 from trak_core.report.read_results import File, read_experiment, read_timings, side_by_side
-from trak_core.study.data_split import Split
+from trak_core.study.read_split import Split
 from trak_core.study.study import Study
 
 

@@ -3,8 +3,8 @@
 import pytest
 from pipeline import averaged, changed, scores_spec
 
+from trak_core.dependency_digests import content_digest
 from trak_core.errors import InputError
-from trak_core.provenance import content_digest
 from trak_core.spec import EXACT
 from trak_core.stages.compute_scores import compute_exact_scores, compute_scores
 

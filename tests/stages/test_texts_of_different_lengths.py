@@ -11,7 +11,7 @@ from pipeline import ON_CPU, features_spec
 from refused import refused
 
 from trak_core.artifacts import DISTORTION, FEATURES, GRAMIAN, OUTPUTS, open_artifact
-from trak_core.autograd import token_margins
+from trak_core.autograd import margins_in_pieces
 from trak_core.errors import InputError
 from trak_core.model import loaded_model
 from trak_core.model.sample_order import order_samples
@@ -27,7 +27,7 @@ from trak_core.stages.compute_gramian import compute_gramian
 from trak_core.stages.compute_outputs import compute_embeddings, compute_outputs
 from trak_core.stages.join_shards import join_shards
 from trak_core.stages.preflight_study import preflight_study
-from trak_core.study.data_split import Split
+from trak_core.study.read_split import Split
 
 texts = pytest.importorskip("texts", reason="needs transformers, which `make test` has")
 N_TRAIN, PROJ_DIM, OUTPUT = 30, 32, "language_modelling"
@@ -378,7 +378,7 @@ def test_features_from_logits_in_pieces_are_the_same(case, capsys, monkeypatch):
     assert "logits" not in capsys.readouterr().out
     # As a longer text's: 30 x 40 logits are more than a 2^18th of 500 MiB.
     monkeypatch.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-    monkeypatch.setattr(token_margins, "PIECE", 5 * 40)
+    monkeypatch.setattr(margins_in_pieces, "PIECE", 5 * 40)
     file = case.features("pieces", "tensor_sketch")
     assert "30 tokens have 30 x 40 logits. They are computed a few tokens at" in (
         capsys.readouterr().out
@@ -402,7 +402,7 @@ def test_outputs_of_all_targets_take_no_more_memory_than_there_is(case, capsys, 
     called, call = [], outputs_stage.call
     with monkeypatch.context() as small:
         small.setattr(loaded_model, "_LOGITS_SHARE", 2**18)
-        small.setattr(token_margins, "PIECE", 5 * 40)
+        small.setattr(margins_in_pieces, "PIECE", 5 * 40)
         small.setattr(outputs_stage, "budget_bytes", lambda *memory: 1)
         small.setattr(outputs_stage, "call", lambda m, b: called.append(len(b)) or call(m, b))
         pieces = computed("few")

@@ -7,7 +7,7 @@ from workspace import REPOSITORY
 
 from trak_core.errors import InputError
 from trak_core.stages.train_checkpoint import train_checkpoint
-from trak_core.study.checkpoints import load_checkpoint
+from trak_core.study.load_checkpoint import load_checkpoint
 from trak_core.study.study import Study
 
 STUDY = """

@@ -14,7 +14,7 @@ import yaml
 from refusals import GOOD, save_weights
 from workspace import REPOSITORY, forked_python
 
-from trak_core.provenance import code_digest
+from trak_core.dependency_digests import code_digest
 from trak_core.spec import FeaturesSpec, NormalSpec, RetrainedSpec, ScoresSpec
 from trak_core.system.job import convert_param, describe_job, run, stage_module, stage_of
 

@@ -10,8 +10,8 @@ from refusals import message, preflight
 from workspace import REPOSITORY
 
 from trak_core.errors import InputError
+from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
-from trak_core.study.targets import split_of
 
 STUDY = """
 

@@ -86,7 +86,7 @@ def test_what_a_change_of_the_config_runs_again(study, name):
 
 
 def test_a_module_edited(study):
-    """That a job's digest is that of all it imports: test_dispatch.py, test_provenance.py."""
+    """That a digest is of all imports: test_dispatch.py, test_dependency_digests.py."""
     study.take_code()
     path = study.path("trak_core/scoring/solve.py")
     path.write_text(path.read_text() + "\n_EDITED = 1\n")

@@ -7,7 +7,7 @@ bytes, which is compared before HDF5 opens it. Matrices lie in pandas' own
 ordinary chunked dataset, ``<key>/block0_values``; they are written block by block.
 """
 
-from trak_core.artifacts.compare import (
+from trak_core.artifacts.check_consistency import (
     check_made_for,
     check_retrained,
     check_same,
@@ -45,7 +45,7 @@ from trak_core.artifacts.format import (
     scaled_integers,
 )
 from trak_core.artifacts.read import Artifact, Rows, open_artifact, read_frame, verify
-from trak_core.artifacts.write import Writer, create
+from trak_core.artifacts.write import Writer, create, software
 
 __all__ = ["check_made_for", "check_retrained", "check_same", "check_splits", "check_together"]
 __all__ += ["ANSWERS", "CHECKPOINT_SCORES", "DISTORTION", "EMBEDDINGS"]
@@ -54,5 +54,5 @@ __all__ += ["OUTPUTS", "PROOF", "TARGETS", "TOKEN_SCORES", "selected_ids"]
 __all__ += ["GROUPS", "KINDS", "NORMAL_MATRIX", "REMOVALS", "RETRAINED", "SCORES", "SELF_INFLUENCE"]
 __all__ += ["SCORES_SHARD"]
 __all__ += ["Artifact", "ArtifactError", "ArtifactKind", "Rows", "Writer"]
-__all__ += ["create", "made_for", "open_artifact", "read_frame", "verify"]
+__all__ += ["create", "made_for", "open_artifact", "read_frame", "software", "verify"]
 __all__ += ["checkpoint_scores_kind", "scaled_integers"]

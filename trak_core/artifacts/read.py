@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from trak_core.artifacts.checksums import Damaged, SealedFile, read_seal
 from trak_core.artifacts.format import (
     KINDS,
     VERSION,
@@ -32,6 +31,7 @@ from trak_core.artifacts.format import (
     scales_of,
     table_columns,
 )
+from trak_core.artifacts.sealed_file import Damaged, SealedFile, read_seal
 
 if TYPE_CHECKING:  # most jobs read no table
     import pandas as pd

@@ -1,16 +1,19 @@
-"""Write artifacts: whole under their final names, or not at all."""
+"""Write artifacts, whole under their final names or not at all, and say what made them."""
 
 import contextlib
 import json
+import platform
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 import h5py
 import numpy as np
 
-from trak_core.artifacts.checksums import SealingFile
+from trak_core import __version__
 from trak_core.artifacts.format import (
     VERSION,
     ArtifactError,
@@ -25,6 +28,7 @@ from trak_core.artifacts.format import (
     table_columns,
     write_object,
 )
+from trak_core.artifacts.sealed_file import SealingFile
 from trak_core.system.files import does_not_fit, written_whole
 
 if TYPE_CHECKING:  # most jobs write no table
@@ -355,3 +359,26 @@ def _put_content_hash(path: Path, file: h5py.File, known: dict[str, str]) -> Non
         put_attributes(file, **{"content-hash": content_hash(file, known)})
     except ValueError as error:
         raise not_finite(path, error) from error
+
+
+# The files that have it are read and parsed, 10 ms each.
+_version = cache(version)
+
+
+def software(
+    code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return versions, code digest and device as plain values: an artifact's provenance.
+
+    The device is ``cpu``, or ``cuda`` and its name. Packages are distributions that the numbers
+    depend on. ``made_from`` is the provenance of files that went in; equal ones are kept once.
+    """
+    own = {
+        "trak-core": __version__,
+        "python": platform.python_version(),
+        "code": code,
+        "device": device,
+        **{package: _version(package) for package in packages},
+    }
+    different = [source for i, source in enumerate(made_from) if source not in made_from[:i]]
+    return own | {"made_from": different} if different else own

@@ -1,4 +1,4 @@
-"""Plan how far one backward pass can tell samples apart, and where it takes their gradients.
+"""Find where one backward pass can tell samples apart, and takes each sample's gradients.
 
 From the outputs down, each tensor of the graph is either *split* (every entry belongs to one
 sample, see ``graph.py``) or *shared*: a parameter, a function of parameters alone, or what

@@ -1,4 +1,4 @@
-"""Represent what one use of a parameter adds to its gradients, smaller than the gradients.
+"""Keep what one use of a parameter adds to its gradients as factors, smaller than the gradients.
 
 Rows are pairs (c, b): c counts what is differentiated within a sample, b the samples. A
 contribution stands for the matrix of those rows' gradients with respect to one tensor. It can add

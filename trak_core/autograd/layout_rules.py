@@ -1,4 +1,4 @@
-"""Derive the layout of an operation's input from that of its output, operation by operation.
+"""Say which sample each entry of an operation's input belongs to, given that of its output.
 
 A rule may only answer with a layout if every entry of the output depends on entries of the input
 that belong to the same sample. Operations that aren't listed are probed.

@@ -1,4 +1,4 @@
-"""Differentiate an output for all samples by one backward pass, or for several rows at once."""
+"""Differentiate an output for all samples of a batch by one pass, or for rows of its Jacobian."""
 
 import warnings
 from collections import defaultdict
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from trak_core.autograd.backward_plan import MOVES, Plan, Region, keeps_order, make_plan
-from trak_core.autograd.closed_forms import closed_form, has_form
+from trak_core.autograd.gradient_formulas import closed_form, has_form
 from trak_core.autograd.gradient_terms import Consumer, Contribution, Dense, transposed
 from trak_core.autograd.graph import (
     Edge,

@@ -22,9 +22,9 @@ from trak_core.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from trak_core.queries.answer import Answer, Asked
     from trak_core.queries.finished_run import FinishedRun
     from trak_core.queries.held_run import HeldRun
+    from trak_core.queries.question_and_answer import Answer, Asked
 
 _HOW = """\
 Type, or pipe, a line for each sample: a JSON object, as the `data` of an experiment has them, or
@@ -219,7 +219,7 @@ class _Session:
         """
         file: Path | None = self._asked.file
         if file is not None and file.suffix == ".tsv":
-            from trak_core.study.targets import read_questions
+            from trak_core.study.read_targets import read_questions
 
             ids, rows, numbers = read_questions(file)
             for number, own_id, row in zip(numbers, ids, rows, strict=True):

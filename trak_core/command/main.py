@@ -1,4 +1,4 @@
-"""The command ``trak``: its words, and what each calls."""
+"""The command ``trak``: its subcommands, and what each calls."""
 
 import signal
 import sys

@@ -15,7 +15,7 @@ from trak_core.compat.modelout_functions import TASK_TO_MODELOUT, AbstractModelO
 from trak_core.compat.projectors import AbstractProjector, known_projection
 from trak_core.compat.savers import AbstractSaver, AssertedError
 from trak_core.errors import InputError, listed
-from trak_core.study.checkpoints import load_state_dict, state_dict_sha256
+from trak_core.study.load_checkpoint import load_state_dict, state_dict_sha256
 
 # What a model or task raises at a batch that it cannot take.
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError)

@@ -1,4 +1,4 @@
-"""Make the specs of a config's jobs: all that decides their numbers, made nowhere else."""
+"""Build the specs of all jobs from a config: every setting that can change their numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +32,9 @@ from trak_core.config.read_config import (
     python_modules,
     target_ids,
 )
+from trak_core.dependency_digests import content_digest, mentions, study_digest
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import About, about_output, output_name
-from trak_core.provenance import content_digest, mentions, study_digest
 from trak_core.spec import (
     GAUSS_NEWTON,
     POOL,

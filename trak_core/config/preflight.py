@@ -1,4 +1,4 @@
-"""Refuse before any job what some job would stop at: files, the study, its sizes and checkpoints.
+"""Before any job, refuse missing files, a study that fails, misfit checkpoints, too little memory.
 
 A process of its own reads the study and its checkpoints: a fork of the one that will fork for jobs,
 where there is one. Its answer stays in the results folder under keys of all that it read, so that a
@@ -19,9 +19,14 @@ from typing import IO, Any
 from trak_core.config.cross_checks import check_columns, check_sizes
 from trak_core.config.job_specs import Specs
 from trak_core.config.memory_needs import LARGE_BYTES, check_memory, evaluation_need
+from trak_core.dependency_digests import (
+    may_change_imports,
+    stat_signature,
+    study_digest,
+    study_imports,
+)
 from trak_core.errors import InputError
 from trak_core.model_outputs.table import output_name
-from trak_core.provenance import may_change_imports, stat_signature, study_digest, study_imports
 from trak_core.spec import ADAPTER_CONFIG, OPTIMIZER_FILE, POOL, TRAIN, projection_of
 from trak_core.spec.target_filter import MOST_TARGETS
 from trak_core.system.files import code_digests, read_record, write_record

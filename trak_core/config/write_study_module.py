@@ -1,4 +1,4 @@
-"""Write the Python file that a config's `study_arguments` stand for; standard library only."""
+"""Write the Python file that binds a ready-made study to its arguments; standard library only."""
 
 import ast
 import csv
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trak_core.dependency_digests import study_modules
 from trak_core.errors import InputError
-from trak_core.provenance import study_modules
 from trak_core.system.files import code_digests, written_whole
 
 _TEXT = '''\

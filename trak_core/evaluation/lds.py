@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
-from trak_core.evaluation.baselines import Key
+from trak_core.evaluation.subset_sums import Key
 from trak_core.scoring.groups import interval
 from trak_core.spec import Setting
 

@@ -20,7 +20,7 @@ from trak_core.gradients.batch_size import (
     sample_memory,
     samples_that_fit,
 )
-from trak_core.gradients.checks import (
+from trak_core.gradients.check_gradients import (
     Variety,
     check_finite,
     check_finite_gramian,
@@ -30,16 +30,27 @@ from trak_core.gradients.checks import (
     explain_not_finite,
     refuse_not_finite,
 )
-from trak_core.gradients.choose_method import (
+from trak_core.gradients.choose_method import choose_method, gradient_method
+from trak_core.gradients.differentiable_model import (
+    graph_to,
+    in_evaluation_mode,
+    memory_formats_kept_apart,
+    n_params,
+    select_parameters,
+)
+from trak_core.gradients.gradient_methods import (
     GradientMethod,
-    choose_method,
+    PerSample,
+    as_blocks,
+    beside_gradient,
+    columns_of,
     formed_gradients,
-    gradient_method,
     gradients_at_once,
     gradients_at_once_or_with_copies,
     gradients_in_turn,
     gradients_one_by_one,
     gradients_with_copies,
+    per_sample,
 )
 from trak_core.gradients.model_inputs import (
     Batch,
@@ -49,18 +60,6 @@ from trak_core.gradients.model_inputs import (
     call,
     joined,
     shapes_of,
-)
-from trak_core.gradients.per_sample import (
-    PerSample,
-    as_blocks,
-    beside_gradient,
-    columns_of,
-    graph_to,
-    in_evaluation_mode,
-    memory_formats_kept_apart,
-    n_params,
-    per_sample,
-    select_parameters,
 )
 
 __all__ = ["Batch", "Samples", "Shapes", "as_batch", "call", "joined", "shapes_of"]

@@ -18,8 +18,8 @@ from trak_core.autograd.gradient_terms import PIECE
 from trak_core.autograd.layout_rules import MixedSamplesError
 from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory
+from trak_core.gradients.differentiable_model import differentiating
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, joined
-from trak_core.gradients.per_sample import differentiating
 from trak_core.gradients.recompute_activations import Recomputation
 from trak_core.model_outputs.model_output import ModelOutput, over_samples
 

@@ -1,47 +1,34 @@
-"""Choose and run a way to per-sample gradients: one backward pass for all samples, or one each."""
+"""Choose the way to a model's per-sample gradients, by what several ways give for two samples."""
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum, auto
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trak_core.autograd.gradient_terms import Dense
 from trak_core.autograd.layout_rules import MixedSamplesError
-from trak_core.autograd.one_pass import GraphNeededError, by_samples, plan_of
+from trak_core.autograd.one_pass import plan_of
 from trak_core.errors import InputError, is_out_of_memory
-from trak_core.gradients.collect_gradients import Digest, Formed, SampleConsumer, Twin
-from trak_core.gradients.model_inputs import (
-    Batch,
-    Samples,
-    as_batch,
-    joined,
-    least_rounding,
-    rounding,
-)
-from trak_core.gradients.per_sample import (
-    PerSample,
-    beside_gradient,
-    beside_gradients,
+from trak_core.gradients.differentiable_model import (
     check_graph,
     differentiating,
     in_evaluation_mode,
-    memory_formats_kept_apart,
     n_params,
-    per_sample,
 )
-from trak_core.model_outputs.model_output import ModelOutput, of_sample, over_samples
-from trak_core.system.job import return_freed
-
-GradientMethod = Callable[
-    [nn.Module, dict[str, nn.Parameter], ModelOutput, Samples, SampleConsumer], list[Tensor]
-]
-
-
-class SamplesSharedError(Exception):
-    """The graph doesn't say which gradient belongs to which sample."""
+from trak_core.gradients.gradient_consumers import Digest, Twin
+from trak_core.gradients.gradient_methods import (
+    GradientMethod,
+    SamplesSharedError,
+    gradients_at_once,
+    gradients_at_once_or_with_copies,
+    gradients_in_turn,
+    gradients_one_by_one,
+    gradients_with_copies,
+)
+from trak_core.gradients.model_inputs import Batch, Samples, as_batch, least_rounding, rounding
+from trak_core.model_outputs.model_output import ModelOutput, over_samples
 
 
 def gradient_method(
@@ -111,8 +98,14 @@ def choose_method(
 # gradients stay in a core's caches (RESULTS.md, "Ways to gradients"). Recurrent layers, which give
 # no factors, don't count.
 _LEAST_PARAMETERS = 8_000_000
+
+
 _Given = tuple[nn.Module, dict[str, nn.Parameter], ModelOutput, Batch]
+
+
 _CANNOT_TAKE = "one backward pass for all samples cannot take this model; it"
+
+
 _ALONE_IS_WRONG = (
     "autograd gives wrong gradients of this model where a sample is alone in its batch; they are "
     "off by {} of the largest entry, and finite differences in float64 agree with a batch of "
@@ -299,200 +292,3 @@ def _hiding_operations(
         return None
     names = [name for (name, a), (_, b) in zip(two, three, strict=False) if a != b]
     return f"cannot tell samples apart below: {', '.join(dict.fromkeys(names))}"
-
-
-def gradients_at_once(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Differentiate f of each sample of a batch, and hand the gradients over as they come.
-
-    One forward and one backward pass serve all samples, and form no gradient of a weight. Where a
-    parameter is used, the saved inputs and the gradient of the operation's output give every
-    sample's gradient (see ``trak_core.autograd``), which the consumer takes in the form it likes.
-    The numbers of a sample don't depend on the other samples of its batch, to rounding. The model
-    is used in evaluation mode, and a parameter must lead to f.
-
-    Returns:
-        The tensors of ``PerSample.columns``, shape (batch,) each, on the batch's device.
-
-    Raises:
-        SamplesSharedError: If the graph can't be read, which ``gradients_one_by_one`` doesn't need.
-
-    Source: Park et al., "TRAK", ICML 2023, section 3.2 (the features before projection).
-    """
-    batch = as_batch(samples, output)
-
-    def one_pass(keep_graph: bool) -> list[Tensor]:
-        with differentiating(model, parameters.values()):
-            outputs = output.read(batch.given_to(model))
-            values = over_samples(output.value, outputs, batch.labels)
-            beside = beside_gradients(output, outputs, batch.labels, values)
-        del outputs
-        check_graph(values)
-        with torch.no_grad(), memory_formats_kept_apart(values):
-            plan = plan_of(values, list(parameters.values()), 0)
-            if plan is None:
-                raise SamplesSharedError
-            part = consumer.empty()
-            by_samples(part, values, plan, 0, keep_graph=keep_graph)
-            part.finish()
-            consumer.add(part)
-        return [values.detach(), *beside]
-
-    try:
-        return one_pass(keep_graph=False)
-    except GraphNeededError:
-        pass  # frees the tensors of the first pass, which the error holds
-    return one_pass(keep_graph=True)
-
-
-def gradients_one_by_one(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, to rounding, by a pass a sample.
-
-    The model is called as it is, so that it works for everything that autograd takes. A parameter's
-    gradient is dropped when the consumer has taken it.
-    """
-    return _in_turn(model, parameters, output, samples, consumer, n_copies=1)
-
-
-def gradients_in_turn(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return and hand over what ``gradients_at_once`` does, by a pass a sample.
-
-    What isn't made of parameters alone belongs to the sample, so that no operation hides it.
-    """
-    batch = as_batch(samples, output)
-    columns = [
-        gradients_at_once(
-            model, parameters, output, batch.rows(slice(i, i + 1)), consumer.of(slice(i, i + 1))
-        )
-        for i in range(len(batch))
-    ]
-    return [torch.cat(column) for column in zip(*columns, strict=True)]
-
-
-def gradients_with_copies(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return what ``gradients_one_by_one`` does; the model is called with each sample and a copy.
-
-    f of the sample alone is differentiated, so that the copy adds nothing. It costs twice the time.
-    """
-    return _in_turn(model, parameters, output, samples, consumer, n_copies=2)
-
-
-def gradients_at_once_or_with_copies(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-) -> list[Tensor]:
-    """Return what ``gradients_at_once`` does; the model never sees a sample without another."""
-    batch = as_batch(samples, output)
-    method = gradients_with_copies if len(batch) == 1 else gradients_at_once
-    return method(model, parameters, output, batch, consumer)
-
-
-# Gradients of so many bytes, and the heap is given back: activations have gone, whose room a large
-# matrix' gradient doesn't take.
-_RETURNED_BYTES = 2**27
-
-
-def _in_turn(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-    consumer: SampleConsumer,
-    n_copies: int,
-) -> list[Tensor]:
-    batch = as_batch(samples, output)
-    rows: list[tuple[Tensor, ...]] = []
-
-    # Autograd keeps what a hook returns until the pass is over. What came to be between two
-    # gradients would lie where the first was, so that the next one finds no room there.
-    nothing = [p.new_zeros(()).expand(p.shape) for p in parameters.values()]
-    n_bytes = 0
-
-    def watch(
-        parameter: Tensor, no_gradient: Tensor, taker: SampleConsumer
-    ) -> Callable[[Tensor], Tensor]:
-        def hook(gradient: Tensor) -> Tensor:
-            nonlocal n_bytes
-            taker.take(parameter, [Dense(gradient.detach()[None, None])])
-            n_bytes += gradient.nbytes
-            if n_bytes > _RETURNED_BYTES and gradient.device.type == "cpu":
-                return_freed()
-                n_bytes = 0
-            return no_gradient
-
-        return hook
-
-    for i in range(len(batch)):
-        sample = batch.rows(slice(i, i + 1))
-        given = joined([sample] * n_copies)
-        with ExitStack() as stack, differentiating(model, parameters.values()):
-            outputs = output.read(given.given_to(model))
-            outputs = of_sample(outputs, 0, n_copies)
-            f = output.value(outputs, sample.labels[0])
-            taker = consumer.of(slice(i, i + 1))
-            for parameter, no_gradient in zip(parameters.values(), nothing, strict=True):
-                hook = watch(parameter, no_gradient, taker)
-                stack.callback(parameter.register_hook(hook).remove)
-            check_graph(f)
-            stack.enter_context(memory_formats_kept_apart(f))
-            torch.autograd.grad(f, list(parameters.values()), allow_unused=True)
-            taker.finish()
-        rows.append((f.detach(), *beside_gradient(output, outputs, sample.labels[0], f)))
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
-def formed_gradients(
-    method: GradientMethod,
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    output: ModelOutput,
-    samples: Samples,
-) -> PerSample:
-    """Form the gradients of a batch as a whole, by a method from ``gradient_method``.
-
-    Returns:
-        Gradients, outputs and the other columns of the batch, on its device. A parameter that f
-        doesn't depend on has gradient 0.
-
-    Example:
-        >>> import torch
-        >>> from trak_core.gradients import formed_gradients, gradient_method, select_parameters
-        >>> from trak_core.model_outputs.table import TABLE
-        >>> model, output = torch.nn.Linear(4, 3), TABLE["image_classification"].load()
-        >>> parameters = select_parameters(model, None)
-        >>> batch = torch.ones(5, 4), torch.tensor([0, 1, 2, 2, 0])
-        >>> method = gradient_method(model, parameters, output, batch)
-        >>> formed = formed_gradients(method, model, parameters, output, batch)
-        >>> {name: tuple(gradient.shape) for name, gradient in formed.gradients.items()}
-        {'weight': (5, 3, 4), 'bias': (5, 3)}
-    """
-    batch = as_batch(samples, output)
-    formed = Formed.zeros(parameters, len(batch))
-    columns = method(model, parameters, output, batch, formed)
-    return per_sample(formed.rows, columns)

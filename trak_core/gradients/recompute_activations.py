@@ -1,4 +1,4 @@
-"""Forget what a model's repeated blocks save on the way to f, and run them again on the way back.
+"""Save memory: keep only the inputs of a model's repeated blocks, and run these again going back.
 
 A text's activations grow with the number of blocks. Here a call of a block keeps its inputs alone.
 The graph stays as it is, with the nodes of every operation, so that whatever reads it goes on
@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError
-from trak_core.gradients.per_sample import graph_to, in_evaluation_mode
+from trak_core.gradients.differentiable_model import graph_to, in_evaluation_mode
 
 # Arguments that a second call may be given as they are.
 _PLAIN = (Tensor, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)

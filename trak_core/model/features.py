@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trak_core.artifacts import scaled_integers
 from trak_core.autograd.gradient_terms import PIECE, Contribution, Lookup, Outer, summed_parts
-from trak_core.autograd.token_margins import MarginFactors
+from trak_core.autograd.margins_in_pieces import MarginFactors
 from trak_core.errors import InputError, listed
 from trak_core.gradients import Batch, GradientMethod, explain_not_finite
 from trak_core.model.device import find_device, takes_cuda

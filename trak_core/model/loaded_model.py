@@ -9,6 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from trak_core.dependency_digests import parameters_digest
 from trak_core.errors import InputError, is_out_of_memory
 from trak_core.gradients import (
     Batch,
@@ -28,11 +29,10 @@ from trak_core.model.sample_order import OrderedSamples, StoredSamples, order_sa
 from trak_core.model.sample_outputs import N_OTHERS, OTHERS_SEED, model_output
 from trak_core.model_outputs.model_output import ModelOutput
 from trak_core.model_outputs.table import about_output
-from trak_core.provenance import parameters_digest
 from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.study.checkpoints import load_checkpoint
-from trak_core.study.data_split import Split
+from trak_core.study.load_checkpoint import load_checkpoint
 from trak_core.study.optimizer_state import adam_scales
+from trak_core.study.read_split import Split
 from trak_core.study.study import Study
 from trak_core.system.job import return_freed
 

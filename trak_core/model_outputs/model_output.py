@@ -1,4 +1,4 @@
-"""What a model output is: functions of what the model returned for one sample, as data."""
+"""ModelOutput: the number f that is explained, and its loss weight, as functions of a result."""
 
 import inspect
 import traceback

@@ -1,4 +1,4 @@
-"""The model outputs that a config may name: one row each, read by all who must know them apart.
+"""The table of model outputs that a config may name: what each needs, and its words for readers.
 
 A config may also bring one of its own, a function in a Python file; ``about_output`` has words for
 either. A new row needs its name in the config's schema and its line in ``config/README.md``;

@@ -1,4 +1,4 @@
-"""Show answers as the page that a run makes of an experiment, or as the rows of a table."""
+"""Show answers as a page of HTML, like that of an experiment, or as rows of a table."""
 
 import json
 from collections.abc import Sequence
@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trak_core.queries.answer import Answer
 from trak_core.queries.held_run import HeldRun
+from trak_core.queries.question_and_answer import Answer
 from trak_core.report.describe_samples import Picture, are_drawn, show_sample
 from trak_core.report.explore_page import Tokens, explore
 from trak_core.report.read_results import File, with_class_names

@@ -1,4 +1,4 @@
-"""Say which files a finished run consists of, and refuse one that is not today's."""
+"""List a finished run's files, and refuse a run whose files were made for another config."""
 
 import contextlib
 from collections.abc import Mapping

@@ -14,17 +14,17 @@ import torch
 
 from trak_core.artifacts import FEATURES, open_artifact
 from trak_core.errors import InputError, came_from_no_memory, no_room
-from trak_core.model.cut_scores import SIDES, Cut, token_tables
-from trak_core.queries.answer import Answer, Asked, asked_of, said_of, strongest
+from trak_core.model.token_scores import SIDES, Cut, token_tables
 from trak_core.queries.finished_run import FinishedRun
 from trak_core.queries.held_checkpoint import HeldCheckpoint, Said, device_of, held_checkpoint
+from trak_core.queries.question_and_answer import Answer, Asked, asked_of, said_of, strongest
 from trak_core.report.describe_samples import BEGINNING, printed, readable, shown_tokens
 from trak_core.scoring.scores import checkpoint_weights, combined
 from trak_core.spec import TRAIN, Combine
-from trak_core.study.data_split import Split, users_code
+from trak_core.study.read_split import Split, users_code
+from trak_core.study.read_targets import split_of
 from trak_core.study.sample_columns import columns_of
 from trak_core.study.study import Study
-from trak_core.study.targets import split_of
 
 # A sample's gradient did not fit.
 _NO_ROOM = "gradients.memory_limit"

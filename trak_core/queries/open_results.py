@@ -12,8 +12,8 @@ from trak_core.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from trak_core.queries.answer import Answer
     from trak_core.queries.held_run import HeldRun
+    from trak_core.queries.question_and_answer import Answer
 
 
 @dataclass(frozen=True)

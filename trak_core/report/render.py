@@ -1,4 +1,4 @@
-"""Pages of HTML: templates filled in with what results hold, and what may mislead readers.
+"""Render pages of HTML from results by templates, and decide which warnings they show.
 
 The folder templates/warnings/ has the words of warnings.
 

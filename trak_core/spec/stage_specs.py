@@ -1,4 +1,4 @@
-"""What decides the numbers of a job, as frozen data: features, scores, retrained models."""
+"""Frozen dataclasses of all settings that can change a job's numbers: its spec."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -22,6 +22,7 @@ from trak_core.artifacts import (
     checkpoint_scores_kind,
     create,
     open_artifact,
+    software,
 )
 from trak_core.artifacts.format import plain_ids
 from trak_core.config.memory_needs import CHUNK_ROWS, average_need, holds_solved, shard_rows
@@ -36,8 +37,8 @@ from trak_core.scoring.scores import (
     unit_of,
 )
 from trak_core.spec import MEAN_OF, POOL, TRAIN, ScoresSpec
-from trak_core.stages._inputs import ReadRows, score_rows, similarity_rows
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.stages._shared import ReadRows, score_rows, similarity_rows
+from trak_core.system.progress import blocks_with_progress
 
 Summary = Callable[[np.ndarray], np.ndarray]
 # Blocks of more scores leave the processor's cache between one step and the next.

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trak_core.artifacts import DISTORTION, create
+from trak_core.artifacts import DISTORTION, create, software
 from trak_core.config.memory_needs import DISTORTION_SAMPLES, DISTORTION_STREAMS, distortion_need
 from trak_core.errors import InputError, listed
 from trak_core.evaluation.distortion import agreement, inner_products, product_variances
@@ -26,8 +26,8 @@ from trak_core.model.features import Features, compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import OrderedSamples, StoredSamples
 from trak_core.spec import TRAIN, FeaturesSpec, ProjectionSpec, projection_of
-from trak_core.study.data_split import Split
-from trak_core.system.progress import software, with_progress
+from trak_core.study.read_split import Split
+from trak_core.system.progress import with_progress
 
 _SEED = 0  # draws the samples
 

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids
+from trak_core.artifacts import FEATURE_SHARD, FEATURES, create, selected_ids, software
+from trak_core.dependency_digests import content_digest
 from trak_core.gradients import Variety, check_labels, gradient_method, in_chunks
 from trak_core.model.device import device_name
 from trak_core.model.features import batch_features, compilers, projecting_device, stored_rows
 from trak_core.model.loaded_model import LoadedModel
 from trak_core.model.sample_order import subset
 from trak_core.model.sample_outputs import write_columns
-from trak_core.provenance import content_digest
 from trak_core.spec import TRAIN, FeaturesSpec, projection_of
-from trak_core.study.data_split import with_flipped_labels
-from trak_core.study.targets import split_of
-from trak_core.system.progress import software, with_progress
+from trak_core.study.read_split import with_flipped_labels
+from trak_core.study.read_targets import split_of
+from trak_core.system.progress import with_progress
 
 # Texts are ordered by length within a window: its size in bytes of features, and in texts at least.
 _WINDOW_BYTES, _LEAST_WINDOW = 2**24, 256

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from trak_core.artifacts import FEATURES, NORMAL_MATRIX, check_made_for, create, open_artifact
+from trak_core.artifacts import (
+    FEATURES,
+    NORMAL_MATRIX,
+    check_made_for,
+    create,
+    open_artifact,
+    software,
+)
 from trak_core.config.memory_needs import normal_matrix_need
 from trak_core.scoring.scores import powered
 from trak_core.scoring.solve import (
@@ -15,8 +22,8 @@ from trak_core.scoring.solve import (
     weighted_gramians,
 )
 from trak_core.spec import NormalSpec
-from trak_core.stages._inputs import normal_weights, read_rows
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.stages._shared import normal_weights, read_rows
+from trak_core.system.progress import blocks_with_progress
 
 
 def compute_normal_matrix(

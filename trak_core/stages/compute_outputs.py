@@ -1,4 +1,4 @@
-"""Run the model on samples under one checkpoint: what it says of targets, or how it embeds all."""
+"""Compute outputs of targets, or embeddings of all samples, under one checkpoint."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create
+from trak_core.artifacts import EMBEDDINGS, OUTPUTS, create, software
 from trak_core.gradients import (
     Room,
     budget_bytes,
@@ -22,7 +22,7 @@ from trak_core.model.sample_order import OrderedSamples
 from trak_core.model.sample_outputs import embed_samples
 from trak_core.model_outputs.model_output import over_samples
 from trak_core.spec import TRAIN, FeaturesSpec
-from trak_core.system.progress import software, with_progress
+from trak_core.system.progress import with_progress
 
 
 def compute_outputs(

@@ -1,4 +1,4 @@
-"""Score training samples: by features or exactly, for targets' mean, or for themselves."""
+"""Score training samples, by features or exactly; average over targets; compute self-influence."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,13 +20,14 @@ from trak_core.artifacts import (
     checkpoint_scores_kind,
     create,
     open_artifact,
+    software,
 )
 from trak_core.config.memory_needs import exact_need, scores_need
-from trak_core.provenance import content_digest
+from trak_core.dependency_digests import content_digest
 from trak_core.scoring.scores import powered, similarities
 from trak_core.scoring.solve import DampedGramian, damped_solve, divide_by_lengths
 from trak_core.spec import ScoresSpec
-from trak_core.stages._inputs import (
+from trak_core.stages._shared import (
     PER_SAMPLE,
     Damped,
     normal_weights,
@@ -34,7 +35,7 @@ from trak_core.stages._inputs import (
     self_influences,
     write_samples,
 )
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.system.progress import blocks_with_progress
 
 
 def compute_scores(

@@ -17,17 +17,23 @@ from trak_core.artifacts import (
     check_same,
     create,
     open_artifact,
+    software,
 )
-from trak_core.model.cut_scores import SIDES, Between, cut_scores, divided_by_lengths, token_tables
 from trak_core.model.device import device_name
 from trak_core.model.features import compilers, projecting_device
 from trak_core.model.loaded_model import LoadedModel
+from trak_core.model.token_scores import (
+    SIDES,
+    Between,
+    cut_scores,
+    divided_by_lengths,
+    token_tables,
+)
 from trak_core.scoring.scores import checkpoint_weights, powered
 from trak_core.scoring.solve import damped_solve
 from trak_core.spec import TRAIN, Combine, ScoresSpec, projection_of
-from trak_core.stages._inputs import Damped
-from trak_core.study.targets import split_of
-from trak_core.system.progress import software
+from trak_core.stages._shared import Damped
+from trak_core.study.read_targets import split_of
 
 # Targets, from the first, and training samples of either sign for each.
 _TARGETS, _EACH = 100, 10

@@ -16,6 +16,7 @@ from trak_core.artifacts import (
     check_same,
     create,
     open_artifact,
+    software,
 )
 from trak_core.report.charts import TARGETS_IN_FIGURE, influences_figure
 from trak_core.report.describe_samples import (
@@ -36,11 +37,11 @@ from trak_core.report.explore_page import EACH_ON_PAGE, Answer, Tokens, explore
 from trak_core.report.read_results import File, read_experiment, with_class_names
 from trak_core.report.render import answer as answer_page
 from trak_core.spec import TRAIN
-from trak_core.study.data_split import Split
+from trak_core.study.read_split import Split
+from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
-from trak_core.study.targets import split_of
 from trak_core.system.files import written_whole
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.system.progress import blocks_with_progress
 
 # Targets of a page, at most; their sizes may leave room for fewer.
 _MOST_TARGETS = 20_000

@@ -27,10 +27,18 @@ from trak_core.artifacts import (
     create,
     open_artifact,
     read_frame,
+    software,
 )
 from trak_core.config.cross_checks import usual_combine, usual_power, usual_weighting
 from trak_core.config.memory_needs import evaluation_need
-from trak_core.evaluation.baselines import (
+from trak_core.evaluation.lds import (
+    GroundTruth,
+    curve_counts,
+    lds_tables,
+    order_models,
+    sweep_tables,
+)
+from trak_core.evaluation.subset_sums import (
     Bm25,
     CheckpointRows,
     FeaturePass,
@@ -44,13 +52,6 @@ from trak_core.evaluation.baselines import (
     setting_sums,
     subset_sums,
 )
-from trak_core.evaluation.lds import (
-    GroundTruth,
-    curve_counts,
-    lds_tables,
-    order_models,
-    sweep_tables,
-)
 from trak_core.model_outputs.table import about_output
 from trak_core.scoring.groups import CONFIDENCE
 from trak_core.spec import (
@@ -63,8 +64,7 @@ from trak_core.spec import (
     curvature_power,
     settings_of,
 )
-from trak_core.stages._inputs import normal_weights, read_embeddings, read_rows, score_rows
-from trak_core.system.progress import software
+from trak_core.stages._shared import normal_weights, read_embeddings, read_rows, score_rows
 
 
 def _passes(

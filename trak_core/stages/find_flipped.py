@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact
+from trak_core.artifacts import FEATURES, FLIPPED, check_same, create, open_artifact, software
 from trak_core.evaluation.lds import auc
 from trak_core.spec import ScoresSpec
-from trak_core.stages._inputs import self_influences
+from trak_core.stages._shared import self_influences
 from trak_core.study.retraining_draws import flipped_samples
-from trak_core.system.progress import software
 
 
 def _recall(values: np.ndarray, flipped: np.ndarray) -> float:

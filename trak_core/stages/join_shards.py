@@ -14,10 +14,11 @@ from trak_core.artifacts import (
     create,
     made_for,
     open_artifact,
+    software,
 )
 from trak_core.errors import InputError
 from trak_core.spec import FeaturesSpec
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.system.progress import blocks_with_progress
 
 _ROWS = 4096
 

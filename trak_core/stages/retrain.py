@@ -22,9 +22,17 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from trak_core.artifacts import RETRAINED, SCORES, check_made_for, check_same, create, open_artifact
+from trak_core.artifacts import (
+    RETRAINED,
+    SCORES,
+    check_made_for,
+    check_same,
+    create,
+    open_artifact,
+    software,
+)
 from trak_core.errors import InputError
-from trak_core.evaluation.baselines import Bm25
+from trak_core.evaluation.subset_sums import Bm25
 from trak_core.model.sample_outputs import outputs_and_predictions
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import (
@@ -36,8 +44,8 @@ from trak_core.spec import (
     removed_sizes,
     subset_size,
 )
-from trak_core.stages._inputs import embeddings_hashes, read_embeddings
-from trak_core.study.data_split import Split
+from trak_core.stages._shared import embeddings_hashes, read_embeddings
+from trak_core.study.read_split import Split
 from trak_core.study.retraining_draws import (
     random_removal,
     random_removals,
@@ -48,7 +56,7 @@ from trak_core.study.retraining_draws import (
 )
 from trak_core.study.study import Study, trained_model
 from trak_core.system.files import file_digest, harmless
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.system.progress import blocks_with_progress
 
 _POOL = "target_data"
 # Lists of samples to train on; those of the others are left out.

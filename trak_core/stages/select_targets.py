@@ -6,12 +6,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from trak_core.artifacts import OUTPUTS, TARGETS, check_made_for, check_same, create, open_artifact
+from trak_core.artifacts import (
+    OUTPUTS,
+    TARGETS,
+    check_made_for,
+    check_same,
+    create,
+    open_artifact,
+    software,
+)
 from trak_core.errors import InputError
 from trak_core.scoring.scores import most_frequent
 from trak_core.spec import FeaturesSpec
 from trak_core.spec.target_filter import MOST_TARGETS, Condition
-from trak_core.system.progress import software
 
 
 def select_targets(

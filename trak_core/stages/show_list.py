@@ -12,9 +12,9 @@ from trak_core.report.read_results import read_experiment
 from trak_core.report.render import listed_samples, score_warnings
 from trak_core.scoring.lists import few_targets
 from trak_core.spec import TRAIN
-from trak_core.study.data_split import Split
+from trak_core.study.read_split import Split
+from trak_core.study.read_targets import split_of
 from trak_core.study.study import Study
-from trak_core.study.targets import split_of
 from trak_core.system.files import harmless, written_whole
 
 # Rows of a page, and characters of a text.

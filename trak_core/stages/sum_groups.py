@@ -17,6 +17,7 @@ from trak_core.artifacts import (
     checkpoint_scores_kind,
     create,
     open_artifact,
+    software,
 )
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.scoring.groups import (
@@ -31,8 +32,8 @@ from trak_core.scoring.groups import (
 )
 from trak_core.scoring.scores import powered
 from trak_core.spec import Combine, ScoresSpec
-from trak_core.stages._inputs import ReadRows, similarity_rows
-from trak_core.system.progress import blocks_with_progress, software
+from trak_core.stages._shared import ReadRows, similarity_rows
+from trak_core.system.progress import blocks_with_progress
 
 
 def sum_groups(

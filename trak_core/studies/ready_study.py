@@ -14,9 +14,9 @@ import pandas as pd
 from torch import nn
 
 from trak_core.errors import InputError
+from trak_core.study.read_targets import parse_line, rows_of_table, shortened
 from trak_core.study.sample_columns import short_columns
 from trak_core.study.study import Study
-from trak_core.study.targets import parse_line, rows_of_table, shortened
 
 
 @dataclass(frozen=True, slots=True)

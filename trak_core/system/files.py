@@ -1,4 +1,4 @@
-"""Write files whole, keep records of earlier starts, and tell data files by their content.
+"""Write files whole, lock the results folder, and keep digests of code and data between starts.
 
 Standard library only, because every start of Snakemake imports this.
 """
@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trak_core.dependency_digests import code_digest, code_files, content_digest
 from trak_core.errors import InputError, no_room
-from trak_core.provenance import code_digest, code_files, content_digest
 
 if TYPE_CHECKING:
     import pandas as pd

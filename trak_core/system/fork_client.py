@@ -1,4 +1,4 @@
-"""Ask for forks in place of processes of one's own: a job's, and Snakemake's for the preflight.
+"""Ask the fork server to run a job or the preflight, in place of starting a new Python.
 
 The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight,
 or takes over the one that ``trak run`` started before it became Snakemake. A job's process asks it

@@ -1,13 +1,8 @@
-"""Show how far a stage has come, in lines fit for a log file, and what software it ran."""
+"""Show how far a stage has come, in lines fit for a log file."""
 
-import platform
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from importlib.metadata import version
-from typing import Any, TypeVarTuple
-
-from trak_core import __version__
+from collections.abc import Iterable, Iterator
+from typing import TypeVarTuple
 
 _WIDTH = 20
 _SECONDS = 10.0
@@ -39,26 +34,3 @@ def blocks_with_progress(n_rows: int, block: int, unit: str) -> Iterator[tuple[i
     """Yield start and stop of blocks of ``n_rows``, with the lines of ``with_progress``."""
     starts = range(0, n_rows, block)
     yield from with_progress(((i, min(i + block, n_rows)) for i in starts), n_rows, unit)
-
-
-# The files that have it are read and parsed, 10 ms each.
-_version = cache(version)
-
-
-def software(
-    code: str, device: str, *packages: str, made_from: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """Return versions, code digest and device as plain values: an artifact's provenance.
-
-    The device is ``cpu``, or ``cuda`` and its name. Packages are distributions that the numbers
-    depend on. ``made_from`` is the provenance of files that went in; equal ones are kept once.
-    """
-    own = {
-        "trak-core": __version__,
-        "python": platform.python_version(),
-        "code": code,
-        "device": device,
-        **{package: _version(package) for package in packages},
-    }
-    different = [source for i, source in enumerate(made_from) if source not in made_from[:i]]
-    return own | {"made_from": different} if different else own

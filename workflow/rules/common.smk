@@ -30,7 +30,7 @@ from trak_core.config.read_config import (
 )
 from trak_core.config.job_specs import specs_of
 from trak_core.errors import InputError
-from trak_core.provenance import mentions, stat_signature
+from trak_core.dependency_digests import mentions, stat_signature
 from trak_core.system.job import imports_of, stage_module
 from trak_core.system.files import code_digests, hold_results
 from trak_core.system.fork_client import (

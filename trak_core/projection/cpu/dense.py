@@ -1,4 +1,4 @@
-"""The kinds on a CPU whose every entry is drawn by itself: rademacher and normal.
+"""Project on a CPU by dense matrices of independent entries: rademacher and normal.
 
 ``normal`` makes a small tile of R at a time, multiplied while it is in cache. ``rademacher`` uses
 the method of Four Russians. Four coordinates of one sample can enter a sum with 16 patterns of

@@ -1,4 +1,4 @@
-"""Cutting a projection into slices of coordinates, for threads to work on.
+"""Project gradients on a CPU: take the kind's kernel, and share fixed slices among threads.
 
 Slices lie on the absolute grid of coordinates and their sums are added in order. So the result
 depends neither on the number of threads, nor on how the gradient is cut into blocks, nor, where

@@ -22,7 +22,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import config, extending, njit, types
 
-from trak_core.provenance import code_digest
+from trak_core.dependency_digests import code_digest
 
 _M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _W0, _W1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)

@@ -1,4 +1,4 @@
-"""The kinds on a GPU whose every entry is drawn by itself, on tensor cores and without.
+"""Project on a GPU by dense matrices of independent entries, on tensor cores and without.
 
 *Portable*, in plain float32 arithmetic, for any GPU and for the simulator. A block of threads takes
 one slice of coordinates, ``samples`` rows and four columns a thread. It brings 128 coordinates at a

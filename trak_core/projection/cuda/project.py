@@ -1,4 +1,4 @@
-"""Project on a GPU, once kernels can run there and are known to make the right matrix."""
+"""Project on a GPU, after a check that its kernels run there and make the right matrix."""
 
 import importlib.util
 from collections.abc import Generator, Sequence

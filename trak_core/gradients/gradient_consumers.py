@@ -1,4 +1,4 @@
-"""Take per-sample gradients parameter by parameter: form them, or keep a short digest.
+"""Consumers of per-sample gradients: keep them whole, their largest entry, or a digest to compare.
 
 Where digests of two ways differ, ``Twin`` says by finite differences in float64 which is right.
 """
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.gradient_terms import Consumer, Contribution, summed_parts
+from trak_core.gradients.differentiable_model import in_evaluation_mode
 from trak_core.gradients.model_inputs import Batch, rounding
-from trak_core.gradients.per_sample import in_evaluation_mode
 from trak_core.model_outputs.model_output import ModelOutput, of_sample
 
 

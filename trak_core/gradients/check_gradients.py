@@ -1,4 +1,4 @@
-"""Refuse mixed samples, labels that don't fit a model, and gradients with NaN or without news."""
+"""Refuse samples that affect each other, misfit labels, and gradients with NaN or all alike."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,10 +11,10 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from trak_core.errors import InputError, listed
-from trak_core.gradients.choose_method import gradients_one_by_one
-from trak_core.gradients.collect_gradients import Magnitude
+from trak_core.gradients.differentiable_model import in_evaluation_mode
+from trak_core.gradients.gradient_consumers import Magnitude
+from trak_core.gradients.gradient_methods import PerSample, gradients_one_by_one
 from trak_core.gradients.model_inputs import Batch, Samples, as_batch, call, call_with_rounding
-from trak_core.gradients.per_sample import PerSample, in_evaluation_mode
 from trak_core.model_outputs.model_output import (
     IGNORED,
     ModelOutput,

@@ -1,4 +1,4 @@
-"""Cut inner products of gradients with directions by tokens and parameters, as gradients come."""
+"""Add up inner products of gradients with given vectors, by token and parameter, as they come."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from trak_core.autograd.gradient_terms import (
     Outer,
     summed_parts,
 )
-from trak_core.autograd.token_margins import BiasFactors, MarginFactors
+from trak_core.autograd.margins_in_pieces import BiasFactors, MarginFactors
 from trak_core.projection import Contractions, back_project
 from trak_core.spec import ProjectionSpec, matrix_shape
 

@@ -11,13 +11,19 @@ from unittest import mock
 import pytest
 from refused import refused
 
-from trak_core import provenance
+from trak_core import dependency_digests
 from trak_core.config.job_specs import study_digests
-from trak_core.provenance import code_digest, content_digest, mentions, study_digest, study_modules
+from trak_core.dependency_digests import (
+    code_digest,
+    content_digest,
+    mentions,
+    study_digest,
+    study_modules,
+)
 from trak_core.system import files
 from trak_core.system.files import CodeDigests
 
-PACKAGE = Path(provenance.__file__).parent
+PACKAGE = Path(dependency_digests.__file__).parent
 STAGES = sorted(p.stem for p in (PACKAGE / "stages").glob("[a-z]*.py"))
 # A package of six modules: two stages, what one of them, both or neither imports.
 TOY = {
@@ -40,7 +46,7 @@ def toy(tmp_path, monkeypatch):
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(provenance, "_ROOT", tmp_path)
+    monkeypatch.setattr(dependency_digests, "_ROOT", tmp_path)
     return folder
 
 
@@ -161,7 +167,9 @@ def test_closure_holds_every_module_that_importing_runs():
     # Nothing was imported in a way that is not watched.
     assert set().union(*found.values()) | {"trak_core", "trak_core.stages"} == everything
     for name, modules in found.items():
-        walked = {".".join(n) for n in provenance._closure(name, [PACKAGE.parent], "trak_core")}
+        walked = {
+            ".".join(n) for n in dependency_digests._closure(name, [PACKAGE.parent], "trak_core")
+        }
         assert modules <= walked, name
 
 
@@ -462,13 +470,13 @@ def test_what_a_study_always_imports_is_imported_ahead(tmp_path):
     text = "import torch.nn\nfrom sklearn import datasets\nimport beside\n"
     later = "def train():\n    import transformers\n"
     study.write_text(text + later)
-    assert provenance.study_imports(study) == ["numpy", "sklearn.datasets", "torch.nn"]
+    assert dependency_digests.study_imports(study) == ["numpy", "sklearn.datasets", "torch.nn"]
     for own in (
         *("import os\nos.environ['A'] = 'b'\n", "import sys\nsys.path[:0] = ['lib']\n"),
         *("import os\nos.environb[b'A'] = b'b'\n", "import dotenv\ndotenv.load_dotenv()\n"),
     ):
         study.write_text(own + text)
-        assert provenance.study_imports(study) == []
+        assert dependency_digests.study_imports(study) == []
 
 
 def test_content_digest_goes_by_text_and_order():
@@ -480,12 +488,12 @@ def test_content_digest_goes_by_text_and_order():
 def test_signature_notices_an_older_file_and_changes_in_a_folder(tmp_path):
     file = tmp_path / "a.pt"
     file.write_bytes(b"1234")
-    before = provenance.stat_signature(file)
+    before = dependency_digests.stat_signature(file)
     os.utime(file, (0, 0))
-    assert provenance.stat_signature(file) != before
+    assert dependency_digests.stat_signature(file) != before
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    before = provenance.stat_signature(folder)
+    before = dependency_digests.stat_signature(folder)
     (folder / "weights.bin").write_bytes(b"1")
-    assert provenance.stat_signature(folder) != before
+    assert dependency_digests.stat_signature(folder) != before

@@ -1,4 +1,4 @@
-"""Differentiate the margins of a text's tokens without ever holding all of its logits.
+"""Margins of a text's tokens, and their gradients, without ever holding all of its logits.
 
 The logits of T tokens are T x V numbers, V the vocabulary, most of a text's memory where V is
 large. Here they are computed in pieces of tokens, and again wherever the backward pass needs them.
@@ -77,8 +77,8 @@ def margins_of_tokens(hidden: Tensor, labels: Tensor, head: Head) -> tuple[Tenso
 
     Margins are those of ``model_outputs.classification``, up to rounding. At most ``PIECE`` logits
     are held at a time, those of one token at least, and again in the backward pass. The weight's
-    gradients can be read by ``closed_forms``. Shapes are (batch, tokens, d) of what is ``hidden``,
-    (batch, tokens) of labels, which are classes, and of both results.
+    gradients can be read by ``gradient_formulas``. Shapes are (batch, tokens, d) of what is
+    ``hidden``, (batch, tokens) of labels, which are classes, and of both results.
     """
     bias = None if head.bias is None else head.bias.detach()
     fixed = Head(head.weight.detach(), bias, head.functions)

@@ -1,91 +1,15 @@
-"""Hold per-sample values, select the parameters, and set a model up to be differentiated."""
+"""Select the parameters to differentiate, and set a model up for that."""
 
 import contextlib
 import fnmatch
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trak_core.autograd.graph import Node, name_of
 from trak_core.errors import InputError, listed
-from trak_core.gradients.model_inputs import Samples, as_batch
-from trak_core.model_outputs.model_output import ModelOutput, OfValue, detached, over_samples
-
-
-def as_blocks(gradients: Iterable[Tensor]) -> list[Tensor]:
-    """Return (batch, *shape) tensors as (batch, entries) blocks of one dtype, float32 at most."""
-    blocks = [block.reshape(len(block), -1) for block in gradients]
-    if len({block.dtype for block in blocks}) > 1 or blocks[0].dtype is torch.float64:
-        blocks = [block.float() for block in blocks]
-    return blocks
-
-
-@dataclass(frozen=True, slots=True)
-class PerSample:
-    """Whole gradients and the other values of a batch under one checkpoint.
-
-    Attributes:
-        gradients: df/dtheta, one (batch, *shape) tensor a parameter, in order.
-        outputs: f, shape (batch,).
-        predictions: Shape (batch,).
-        loss_weights: Q, shape (batch,).
-        curvature: W, shape (batch,); None where the model output has none.
-    """
-
-    gradients: dict[str, Tensor]
-    outputs: Tensor
-    predictions: Tensor
-    loss_weights: Tensor
-    curvature: Tensor | None
-
-    def columns(self) -> list[Tensor]:
-        """Return outputs, predictions, loss weights and, if there is one, curvature."""
-        columns = [self.outputs, self.predictions, self.loss_weights]
-        return columns if self.curvature is None else [*columns, self.curvature]
-
-    def blocks(self) -> list[Tensor]:
-        """Return the gradients, one (batch, entries) block a parameter, without a copy."""
-        return as_blocks(self.gradients.values())
-
-
-def beside_gradient(
-    output: ModelOutput, outputs: Any, label: Tensor, value: Tensor
-) -> tuple[Tensor, ...]:
-    """Return prediction, loss weight and, if there is one, curvature of one sample.
-
-    ``value`` is f, which need not be computed again for functions of it.
-    """
-    functions = [output.prediction or output.value, output.loss_weight]
-    if output.curvature is not None:
-        functions.append(output.curvature)
-    return tuple(
-        function.function(value.detach())
-        if isinstance(function, OfValue) and function.value is output.value
-        else function(detached(outputs), label)
-        for function in functions
-    )
-
-
-def beside_gradients(
-    output: ModelOutput, outputs: Any, labels: Tensor, values: Tensor
-) -> tuple[Tensor, ...]:
-    """Return ``beside_gradient`` of all samples, shape (batch,) each."""
-
-    def beside(pair: tuple[Any, Tensor], label: Tensor) -> tuple[Tensor, ...]:
-        return beside_gradient(output, pair[0], label, pair[1])
-
-    with torch.no_grad():
-        return over_samples(beside, (detached(outputs), values.detach()), labels)
-
-
-def per_sample(gradients: dict[str, Tensor], columns: Sequence[Tensor]) -> PerSample:
-    """Combine gradients with f and the values of ``beside_gradient``, in that order."""
-    outputs, predictions, loss_weights, *curvature = columns
-    return PerSample(gradients, outputs, predictions, loss_weights, *curvature or [None])
 
 
 @contextlib.contextmanager
@@ -199,15 +123,6 @@ def _matches(pattern: str, trainable: list[str], named: dict[str, nn.Parameter])
 def n_params(parameters: dict[str, nn.Parameter]) -> int:
     """Return p, the number of entries of the parameters."""
     return sum(p.numel() for p in parameters.values())
-
-
-def columns_of(model: nn.Module, output: ModelOutput, samples: Samples) -> list[Tensor]:
-    """Return ``PerSample.columns``, shape (batch,) each, of a model in evaluation mode."""
-    batch = as_batch(samples, output)
-    with in_evaluation_mode(model), torch.no_grad():
-        outputs = output.read(batch.given_to(model))
-        values = over_samples(output.value, outputs, batch.labels)
-        return [values, *beside_gradients(output, outputs, batch.labels, values)]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Checksums that seal a file: of every block of its bytes, at its end, where HDF5 doesn't look.
+"""Seal a file with a checksum for each block, and read it by verified blocks only.
 
 HDF5 gets a sealed file's bytes from here, block by block, each compared with its hash first:
 damage can make HDF5 libraries crash or run for ever. So a reader reads what it needs, once, and a

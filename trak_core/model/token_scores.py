@@ -1,4 +1,4 @@
-"""Cut a checkpoint's scores of some pairs by tokens and parameters: a pass over either side."""
+"""Split scores of chosen pairs into shares of the tokens of either text, and of parameters."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ import torch
 from trak_core.autograd.gradient_terms import PIECE
 from trak_core.gradients import Batch, gradient_method, in_chunks
 from trak_core.model.loaded_model import LoadedModel
-from trak_core.model.token_shares import Directions, Pairs, Shares
+from trak_core.model.token_inner_products import Directions, Pairs, Shares
 from trak_core.scoring.scores import unit_rows
 from trak_core.spec import ProjectionSpec
-from trak_core.study.data_split import Split
+from trak_core.study.read_split import Split
 from trak_core.system.progress import with_progress
 
 SIDES = ("train", "target")

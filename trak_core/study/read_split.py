@@ -1,4 +1,4 @@
-"""Read a split's samples and check their ids; flip labels where an evaluation needs wrong ones."""
+"""Read the samples of a split, check their ids, and flip labels where wrong ones are needed."""
 
 import traceback
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A question as a sample, and its answer: scores of training samples, the strongest with texts."""
+"""Make a sample of a question, and hold its answer: the strongest training samples, with texts."""
 
 import html
 import inspect
@@ -15,9 +15,9 @@ from trak_core.model_outputs.table import about_output
 from trak_core.report.number_formats import of_target
 from trak_core.report.read_results import named
 from trak_core.scoring.scores import largest, most_frequent
-from trak_core.study.data_split import Samples, Split, checked_ids, users_code
+from trak_core.study.read_split import Samples, Split, checked_ids, users_code
+from trak_core.study.read_targets import parsed_json, shortened
 from trak_core.study.study import Study
-from trak_core.study.targets import parsed_json, shortened
 
 _TEXT = "text"
 

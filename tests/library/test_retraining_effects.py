@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from trak_core.evaluation.retrained_lists import mean_interval, measures, proof_tables
+from trak_core.evaluation.retraining_effects import mean_interval, measures, proof_tables
 from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.scoring.lists import best_in_turn
 from trak_core.study.retraining_draws import sizes_of
@@ -71,5 +71,5 @@ def test_what_a_seed_does_cancels_in_the_difference():
 def test_blocks_of_draws_change_nothing(monkeypatch):
     changes = np.random.default_rng(0).standard_normal((3, 50))
     whole = mean_interval(changes)
-    monkeypatch.setattr("trak_core.evaluation.retrained_lists._BLOCK", 1)
+    monkeypatch.setattr("trak_core.evaluation.retraining_effects._BLOCK", 1)
     assert mean_interval(changes) == pytest.approx(whole, rel=1e-12)

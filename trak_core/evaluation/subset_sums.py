@@ -1,4 +1,4 @@
-"""Subset sums of scores, of other settings of scoring and of baselines; NumPy only.
+"""Sum scores over subsets of training samples, for settings and baselines to compare; NumPy only.
 
 A subset sum adds up a target's scores over the training samples of a subset. It is linear in the
 rows of Phi_c: with masks M (S, n), weights w (n,) and solved targets X_c (k, m) the sums are

@@ -1,4 +1,4 @@
-"""Compute an input's contribution from what its operation saved, by closed forms."""
+"""Formulas, operation by operation, for what a parameter's use adds to its gradients."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from trak_core.autograd.gradient_terms import (
     prefers_inner_products,
 )
 from trak_core.autograd.graph import Edge, Layout, locate, name_of, shape_of
-from trak_core.autograd.token_margins import head_factors
+from trak_core.autograd.margins_in_pieces import head_factors
 
 # From so many input channels on, a product for each place of the kernel is faster than patches.
 _BY_PLACE_CHANNELS = 8
