@@ -170,6 +170,15 @@ def experts(m, x):
     return m.head(mixed.view_as(x)).flatten(1)
 
 
+def all_by_every_expert(m, x):
+    """Every expert sees every token, weighted by its share, as in Llama 4."""
+    tokens = x.flatten(0, 1)
+    scores = m.router(tokens).sigmoid()
+    seen = tokens.repeat(3, 1) * scores.T.reshape(-1, 1)
+    hidden = torch.bmm(seen.view(3, -1, 4), m.weights).tanh().view(-1, 4)
+    return m.head(hidden.reshape(3, -1, 4).sum(0).view_as(x)).flatten(1)
+
+
 def sorted_by_expert(m, x):
     """The same by one product of groups of rows, which are sorted and sorted back."""
     tokens = x.flatten(0, 1)
