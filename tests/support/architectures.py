@@ -331,6 +331,7 @@ ARCHITECTURES = {
     "experts, all": net(
         all_by_every_expert,
         vectors(5, 4),
+        peer=(),
         router=linear(4, 3),
         weights=weight(3, 4, 4),
         head=linear(4, 2),
