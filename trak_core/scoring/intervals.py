@@ -31,7 +31,7 @@ class Chance(NamedTuple):
     def __add__(self, other: "Chance") -> "Chance":  # pyright: ignore[reportIncompatibleMethodOverride]
         """Add an independent one; the freedom is Welch's, infinite where nothing varies."""
         total = self.variance + other.variance
-        pieces = [one.variance**2 / np.maximum(one.freedom, 1) for one in (self, other)]
+        pieces = [own.variance**2 / np.maximum(own.freedom, 1) for own in (self, other)]
         small = np.asarray(pieces[0] + pieces[1], dtype=np.float64)
         freedom = np.full(small.shape, np.inf)
         np.divide(total**2, small, out=freedom, where=small > 0)
