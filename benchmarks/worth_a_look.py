@@ -10,6 +10,7 @@ lines of numpy here, with gradients of log-odds projected to 256 numbers.
 """
 
 import argparse
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,8 @@ _STEPS, _AT, _RUNS, _RATE = 300, (60, 300), 2, 3e-3
 _RATES = 0.01, 0.03, 0.1, 0.2
 _LOOKS_LIKE = {3: 8, 8: 3, 1: 7}
 Parameters = list[np.ndarray]
+# Inputs and labels.
+Samples = tuple[np.ndarray, np.ndarray]
 
 
 def _forward(weights: Parameters, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,7 +77,9 @@ def _gradients(
     return np.concatenate([of_inputs, back, of_units, slopes], axis=1) @ projection, left
 
 
-def _scores(runs: list[Parameters], train: tuple, targets: tuple, signs: np.ndarray) -> np.ndarray:
+def _scores(
+    runs: list[Parameters], train: Samples, targets: Samples, signs: np.ndarray
+) -> np.ndarray:
     """Return scores, (n, m)."""
     total = np.zeros((_N_TRAIN, _N_TARGETS))
     for weights in runs:
@@ -91,18 +96,18 @@ def _scores(runs: list[Parameters], train: tuple, targets: tuple, signs: np.ndar
 
 def _draw(x: np.ndarray, y: np.ndarray, rate: float, kind: str, draw: int) -> tuple[int, int, int]:
     """Return how many labels are wrong, how many are worth a look, and how many are both."""
-    random = np.random.default_rng([draw, round(100 * rate), kind == "asymmetric"])
+    random = np.random.default_rng([draw, int(100 * rate), kind == "asymmetric"])
     order = random.permutation(len(y))
     own, held = order[:_N_TRAIN], order[_N_TRAIN : _N_TRAIN + _N_TARGETS]
     given = y[own].copy()
-    often = np.ones(_N_TRAIN)
+    n_wrong = round(rate * _N_TRAIN)
     if kind == "asymmetric":
         often = np.isin(given, list(_LOOKS_LIKE)) * np.where(given == 8, 0.5, 1.0)
-    wrong = random.choice(_N_TRAIN, round(rate * _N_TRAIN), replace=False, p=often / often.sum())
-    if kind == "asymmetric":
+        wrong = random.choice(_N_TRAIN, n_wrong, replace=False, p=often / often.sum())
         given[wrong] = [_LOOKS_LIKE[label] for label in given[wrong]]
     else:
-        given[wrong] = (given[wrong] + random.integers(1, 10, len(wrong))) % 10
+        wrong = np.sort(random.permutation(_N_TRAIN)[:n_wrong])
+        given[wrong] = (given[wrong] + random.integers(1, 10, n_wrong)) % 10
     n_weights = x.shape[1] * _UNITS + _UNITS + _UNITS * 10 + 10
     signs = random.choice([-1.0, 1.0], size=(n_weights, _K)) / np.sqrt(_K)
     runs = [
@@ -122,12 +127,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=10)
     n_draws = parser.parse_args().draws
-    x, y = load_digits(return_X_y=True)
+    digits: Any = load_digits()
+    x, y = digits.data / 16, digits.target
     print("| wrong labels | kind | worth a look | of these wrong | of the wrong ones found |")
     print("|---|---|---|---|---|")
     for rate in _RATES:
         for kind in ("any other", "asymmetric"):
-            found = np.array([_draw(x / 16, y, rate, kind, draw) for draw in range(n_draws)])
+            found = np.array([_draw(x, y, rate, kind, draw) for draw in range(n_draws)])
             wrong, looked, both = found.sum(axis=0)
             least, most = found[:, 1].min(), found[:, 1].max()
             print(
