@@ -41,7 +41,7 @@ from board_study import DROPS, SIZES, Board, Size, Training, board, save, train,
 from machine import environment, write_csv
 
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.scoring.groups import interval
+from trak_core.scoring.intervals import interval
 
 _PACKAGES = "kronfluence", "bergson", "dattri", "logix"
 _LEAST, _FEWEST = 0.8, 4

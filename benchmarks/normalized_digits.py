@@ -18,7 +18,7 @@ from machine import environment
 
 from trak_core.artifacts import FEATURES, open_artifact, read_frame
 from trak_core.evaluation.lds import bootstrap, rank_correlations
-from trak_core.scoring.groups import interval
+from trak_core.scoring.intervals import interval
 
 _POWER, _DAMPING = 0.75, 2.0
 _WAYS = "as it is", "before", "after", "under the inverse"

@@ -39,7 +39,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from trak_core.config.job_specs import specs_of
 from trak_core.evaluation.lds import auc
-from trak_core.evaluation.retraining_effects import mean_interval
+from trak_core.scoring.intervals import mean_interval
 from trak_core.scoring.lists import best_in_turn
 from trak_core.stages.average_scores import average_scores
 from trak_core.stages.compute_features import compute_features

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 import torch
 
-from trak_core.evaluation.retraining_effects import mean_interval, measures, proof_tables
+from trak_core.evaluation.retraining_effects import measures, proof_tables
 from trak_core.model_outputs.table import TABLE, about_output
 from trak_core.scoring.lists import best_in_turn
 from trak_core.study.retraining_draws import sizes_of
@@ -68,8 +68,14 @@ def test_what_a_seed_does_cancels_in_the_difference():
     assert one["mean"].tolist() == [-3, 1, 8]
 
 
-def test_blocks_of_draws_change_nothing(monkeypatch):
-    changes = np.random.default_rng(0).standard_normal((3, 50))
-    whole = mean_interval(changes)
-    monkeypatch.setattr("trak_core.evaluation.retraining_effects._BLOCK", 1)
-    assert mean_interval(changes) == pytest.approx(whole, rel=1e-12)
+def test_intervals_stay_where_a_measure_can_be():
+    """An accuracy above 1 or a loss below 0 would be nonsense; a difference may be below 0."""
+    accuracies = np.array([1.0, 0.99, 1.0, 0.9])[:, None, None] * np.ones((4, 3, 30))
+    accuracies[:, 2] -= 0.01 * np.arange(4)[:, None]
+    values = {"accuracy": accuracies, "target_loss": 1 - accuracies, "output": accuracies - 1}
+    summary, _ = proof_tables(values, [5])
+    rows = {(row.measure, row.subset): row for row in summary.itertuples()}
+    assert rows["accuracy", "everything"].high == 1
+    assert rows["target_loss", "everything"].low == 0
+    assert rows["output", "everything"].high > 0
+    assert rows["target_loss", "difference"].low < 0

@@ -8,32 +8,12 @@ import numpy as np
 import pandas as pd
 
 from trak_core.model_outputs.table import About
-from trak_core.scoring.groups import interval
+from trak_core.scoring.intervals import mean_interval
 
 # How rows begin that compare the scores with a baseline; its name follows.
 LESS = "top less "
-_N_DRAWS = 1000
-# Numbers of one block of draws.
-_BLOCK = 2**24
-
-
-def mean_interval(changes: np.ndarray) -> tuple[float, float]:
-    """Return the ends of the percentile bootstrap interval of a mean over trainings and targets.
-
-    ``changes`` has shape (seeds, targets). Both are drawn anew, because all targets share the
-    models that saw everything, and what these have by chance must not look like an effect.
-
-    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapter 13.
-    """
-    random = np.random.default_rng(0)
-    seeds, targets = (random.integers(n, size=(_N_DRAWS, n)) for n in changes.shape)
-    block = max(1, _BLOCK // changes.size)
-    means = [
-        changes[seeds[i : i + block, :, None], targets[i : i + block, None, :]].mean(axis=(1, 2))
-        for i in range(0, _N_DRAWS, block)
-    ]
-    low, high = interval(np.concatenate(means), axis=0)
-    return float(low), float(high)
+# What a measure of models can be; what is subtracted has no such bounds.
+_BOUNDS = {"accuracy": (0.0, 1.0), "target_loss": (0.0, np.inf)}
 
 
 def measures(
@@ -83,7 +63,11 @@ def proof_tables(
         random = {size: numbers[:, 1 + n + i] for i, size in enumerate(sizes)}
         parts = {("everything", 0): numbers[:, 0]} | against_random(own, random, "list")
         for (subset, size), part in parts.items():
-            rows.append((measure, subset, size, float(part.mean()), *mean_interval(part)))
+            low, high = mean_interval(part)
+            if subset != "difference":
+                least, most = _BOUNDS.get(measure, (-np.inf, np.inf))
+                low, high = max(low, least), min(high, most)
+            rows.append((measure, subset, size, float(part.mean()), low, high))
             if subset != "difference":
                 means = enumerate(part.mean(axis=1).tolist())
                 models += [(measure, subset, size, draw, mean) for draw, mean in means]

@@ -8,10 +8,9 @@ import numpy as np
 import pandas as pd
 
 from trak_core.errors import InputError
+from trak_core.scoring.intervals import Chance, expanded
 from trak_core.spec import Combine
 
-# The part of draws that every interval holds, of groups and of evaluations.
-CONFIDENCE = 0.95
 # Draws of runs, and draws of samples under each of them.
 RUN_DRAWS, SAMPLE_DRAWS = 100, 10
 N_DRAWS = RUN_DRAWS * SAMPLE_DRAWS
@@ -154,11 +153,47 @@ class GroupSums:
             return self.drawn / self.counts[:, :, None]
 
 
-def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of percentile intervals along an axis; draws that are NaN don't count."""
-    outside = (1 - CONFIDENCE) / 2
-    low, high = np.nanquantile(draws, [outside, 1 - outside], axis=axis)
-    return low, high
+def chance_of_samples(draws: np.ndarray, size: int) -> Chance:
+    """Return what means of a group owe to its samples: the spread of draws of the same runs.
+
+    Draws have shape (..., N_DRAWS), NaN where one has no sample; the result has shape (...). The
+    mean of a single sample has no spread.
+    """
+    variance = _within_runs(draws) * size / max(size - 1, 1)
+    return Chance(variance, np.full(variance.shape, size - 1.0))
+
+
+def group_interval(
+    draws: np.ndarray, means: np.ndarray, samples: Chance, n_runs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return intervals of groups' means, or of differences: samples, and what runs add to them.
+
+    Draws have shape (..., N_DRAWS), the others (...). With one run nothing is added.
+    """
+    if n_runs > 1:
+        # The mean of a run's draws of samples still has a part of their variance.
+        left = _within_runs(draws) / SAMPLE_DRAWS
+        runs = np.maximum(np.nanvar(_run_means(draws), axis=-1, ddof=1) - left, 0)
+        samples += Chance(runs * n_runs / (n_runs - 1), np.full(runs.shape, n_runs - 1.0))
+    return expanded(draws, means, samples)
+
+
+def _within_runs(draws: np.ndarray) -> np.ndarray:
+    """Return the variance of draws of samples under the same draw of runs, shape (...)."""
+    centred = _by_run(draws) - _run_means(draws)[..., None]
+    freedom = (np.isfinite(centred).sum(axis=-1) - 1).clip(0).sum(axis=-1)
+    return np.nansum(centred**2, axis=(-1, -2)) / np.maximum(freedom, 1)
+
+
+def _run_means(draws: np.ndarray) -> np.ndarray:
+    """Return means over the draws of samples, (..., RUN_DRAWS), NaN where none has a sample."""
+    counts = np.isfinite(_by_run(draws)).sum(axis=-1)
+    total = np.nansum(_by_run(draws), axis=-1)
+    return np.where(counts > 0, total / np.maximum(counts, 1), np.nan)
+
+
+def _by_run(draws: np.ndarray) -> np.ndarray:
+    return draws.reshape(*draws.shape[:-1], RUN_DRAWS, SAMPLE_DRAWS)
 
 
 def group_tables(
@@ -167,6 +202,7 @@ def group_tables(
     drawn: np.ndarray,
     ends: tuple[np.ndarray, np.ndarray],
     target_ids: Sequence[Any],
+    n_runs: int,
 ) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return the tables ``groups``, ``targets`` and ``differences``, empty without two groups.
 
@@ -176,24 +212,29 @@ def group_tables(
         drawn: Draws of each group's mean over its samples and all targets, shape (groups, draws).
         ends: Ends of the intervals of each group's mean for each target, two of shape (groups, m).
         target_ids: Those of the m targets.
+        n_runs: Training runs that were drawn.
     """
     groups, differences, first = [], [], 0
     for grouping in groupings:
         sizes = np.bincount(grouping.numbers, minlength=len(grouping.names))
         own = slice(first, first + len(grouping.names))
-        sums, draws = plain[own].mean(axis=1), drawn[own]
-        low, high = interval(draws, axis=1)
-        of_column = {"column": grouping.column, "group": grouping.names, "n": sizes, "sum": sums}
-        groups.append(pd.DataFrame({**of_column, "mean": sums / sizes, "low": low, "high": high}))
+        means, draws = plain[own].mean(axis=1) / sizes, drawn[own]
+        chances = [chance_of_samples(*pair) for pair in zip(draws, sizes.tolist(), strict=True)]
+        low, high = group_interval(draws, means, _stacked(chances), n_runs)
+        of_column = {"column": grouping.column, "group": grouping.names, "n": sizes}
+        columns = {"sum": means * sizes, "mean": means, "low": low, "high": high}
+        groups.append(pd.DataFrame({**of_column, **columns}))
         first = own.stop
-        i, j = np.triu_indices(len(grouping.names), k=1)
-        if not len(i):
-            continue
-        names, means = np.array(grouping.names, dtype=object), sums / sizes
-        low, high = interval(draws[i] - draws[j], axis=1)
-        pairs = {"column": grouping.column, "group": names[i], "other": names[j]}
-        both = {**pairs, "difference": means[i] - means[j], "low": low, "high": high}
-        differences.append(pd.DataFrame(both))
+        names = np.array(grouping.names, dtype=object)
+        for i in range(len(names) - 1):
+            others = slice(i + 1, None)
+            less = means[i] - means[others]
+            chance = _stacked([chances[i] + other for other in chances[others]])
+            low, high = group_interval(draws[i] - draws[others], less, chance, n_runs)
+            pairs = {"column": grouping.column, "group": names[i], "other": names[others]}
+            differences.append(
+                pd.DataFrame({**pairs, "difference": less, "low": low, "high": high})
+            )
     table = pd.concat(groups, ignore_index=True)
     m = plain.shape[1]
     targets = table.loc[table.index.repeat(m), ["column", "group"]].reset_index(drop=True)
@@ -204,3 +245,7 @@ def group_tables(
     targets["mean"] = (plain / table["n"].to_numpy()[:, None]).ravel()
     targets["low"], targets["high"] = (end.ravel() for end in ends)
     return table, targets, pd.concat([pd.DataFrame(), *differences], ignore_index=True)
+
+
+def _stacked(chances: Sequence[Chance]) -> Chance:
+    return Chance(*(np.array(part) for part in zip(*chances, strict=True)))

@@ -41,8 +41,8 @@ def suspects(train: pd.DataFrame) -> pd.DataFrame:
     The targets' own labels must be right, on the whole. A sample with a wrong label pushes down the
     model output of the targets that it looks like.
 
-    Columns are id, rank, ``worth_a_look`` (1 where the harm is larger than the help, an upper
-    estimate of how many are wrong), ``suggested_label``, harm, help, and the others of ``train``,
+    Columns are id, rank, ``worth_a_look`` (1 where the harm is larger than the help, which is no
+    count of wrong labels), ``suggested_label``, harm, help, and the others of ``train``,
     the table of a scores file.
 
     Source: docs/how-to/clean-data.md, "Find wrong labels".

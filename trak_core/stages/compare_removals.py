@@ -14,7 +14,7 @@ import numpy as np
 from trak_core.artifacts import PROOF, REMOVALS, SCORES, check_same, create, open_artifact, software
 from trak_core.evaluation.retraining_effects import measures, proof_tables, removal_tables
 from trak_core.model_outputs.table import about_output
-from trak_core.scoring.groups import CONFIDENCE
+from trak_core.scoring.intervals import CONFIDENCE
 from trak_core.spec import RetrainedSpec, removed_sizes
 from trak_core.stages._shared import Retrained, embeddings_hashes
 from trak_core.study.retraining_draws import random_removals, top_removals

@@ -53,7 +53,7 @@ from trak_core.evaluation.subset_sums import (
     subset_sums,
 )
 from trak_core.model_outputs.table import about_output
-from trak_core.scoring.groups import CONFIDENCE
+from trak_core.scoring.intervals import CONFIDENCE
 from trak_core.spec import (
     TRAIN,
     Combine,

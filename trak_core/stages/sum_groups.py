@@ -21,15 +21,16 @@ from trak_core.artifacts import (
 )
 from trak_core.config.memory_needs import GroupsNeed
 from trak_core.scoring.groups import (
-    CONFIDENCE,
     N_DRAWS,
     Grouping,
     GroupSums,
+    chance_of_samples,
     check_groups,
+    group_interval,
     group_tables,
-    interval,
     run_weights,
 )
+from trak_core.scoring.intervals import CONFIDENCE
 from trak_core.scoring.scores import powered
 from trak_core.spec import Combine, ScoresSpec
 from trak_core.stages._shared import ReadRows, similarity_rows
@@ -68,11 +69,13 @@ def sum_groups(
             for part, phi in zip(parts, phis or [None] * len(parts), strict=True)
         ]
         target_ids = parts[0].ids("target_ids")
-        plain, drawn, ends = _sums(parts, rows, spec, groupings, len(target_ids), memory_mb)
-        table, targets, differences = group_tables(groupings, plain, drawn, ends, target_ids)
-        file_spec = spec.as_dict() | {"scores": scores_hash, "groups": list(group_by)}
-        made_by = software(code, "cpu", "numpy", "pandas")
         assert spec.runs is not None
+        plain, drawn, ends = _sums(parts, rows, spec, groupings, len(target_ids), memory_mb)
+        table, targets, differences = group_tables(
+            groupings, plain, drawn, ends, target_ids, len(spec.runs)
+        )
+        file_spec = spec.as_dict() | {"scores": scores_hash, "groups": list(group_by)}
+        made_by = software(code, "cpu", "numpy", "scipy", "pandas")
         with create(
             groups,
             GROUPS,
@@ -104,6 +107,10 @@ def _sums(
     sizes = [len(grouping.names) for grouping in groupings]
     firsts = np.cumsum([0, *sizes[:-1]])
     numbers = [own.numbers + first for own, first in zip(groupings, firsts, strict=True)]
+    group_sizes = np.concatenate([
+        np.bincount(grouping.numbers, minlength=size)
+        for grouping, size in zip(groupings, sizes, strict=True)
+    ]).tolist()
     run_of = {c: i for i, run in enumerate(spec.runs.values()) for c in run}
     weights = run_weights([run_of[checkpoint] for checkpoint in spec.checkpoints])
     norms = [part.scalar("train_norm") if spec.norm_power is not None else 1.0 for part in parts]
@@ -128,7 +135,10 @@ def _sums(
             sums.add(similarities, loss_weights, norms, of_block)
         means = sums.drawn_means()
         plain[:, own] = sums.plain
-        for end, of_targets in zip(ends, interval(means, axis=1), strict=True):
-            end[:, own] = of_targets
+        for group, size in enumerate(group_sizes):
+            draws = means[group].T
+            chance = chance_of_samples(draws, size)
+            low, high = group_interval(draws, sums.plain[group] / size, chance, len(spec.runs))
+            ends[0][group, own], ends[1][group, own] = low, high
         drawn += means.sum(axis=2)
     return plain, drawn / n_targets, ends
