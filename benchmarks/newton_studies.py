@@ -41,7 +41,8 @@ from trak_core.scoring.solve import DampedGramian
 from trak_core.spec import Combine, FeaturesSpec, curvature_power
 
 EXACT, PROJECTED, NEWTON = "exact", "k = 512", "gauss_newton"
-_DAMPINGS = {EXACT: (0.1, 0.3, 1, 2, 5, 10), NEWTON: (0.01, 0.03, 0.1, 0.3, 1)}
+_DAMPINGS = 0.1, 0.3, 1, 2, 5, 10, 30, 100
+_NEWTON_DAMPINGS = 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30
 _BATCH, _MEMORY_MB = 64, 1000
 Chosen = Sequence[tuple[int, float]]
 Arrays = dict[str, np.ndarray]
@@ -67,9 +68,9 @@ class Row:
 class Scorer:
     """One study's scores of its case's targets; what takes long is computed once."""
 
-    def __init__(self, measured: Measured, runs: int):
-        """Take the first ``runs`` runs."""
-        self.measured, times = measured, measured.case.times
+    def __init__(self, measured: Measured):
+        """Take all of its runs."""
+        self.measured, times, runs = measured, measured.case.times, measured.runs
         some, early, end = range(runs), times[1], times[-1]
         self.choices: dict[str, tuple[bool, Chosen]] = {
             "one run's end": (False, [(0, end)]),
@@ -168,7 +169,7 @@ class Scorer:
         print(f"`trak run` has the same scores, damping {damping:g}", flush=True)
 
 
-def measure(name: str, scorer: Scorer, fraction: float) -> list[Row]:
+def measure(name: str, scorer: Scorer, fraction: float, dampings: Sequence[float]) -> list[Row]:
     """Return the rows of one study and fraction."""
     truth, rows = scorer.measured.truth(fraction), []
     mean = truth.outputs.mean(axis=0)
@@ -179,8 +180,8 @@ def measure(name: str, scorer: Scorer, fraction: float) -> list[Row]:
             @ scorer.of(
                 way, damping, chosen, Combine.UNIT_AVERAGE if along and way == EXACT else plain
             )
-            for way, dampings in _DAMPINGS.items()
-            for damping in dampings
+            for way, tried in {EXACT: _DAMPINGS, NEWTON: dampings}.items()
+            for damping in tried
         }
         projected = scorer.measured.sums(truth.masks, chosen, along=along)
         sums |= {(PROJECTED, damping): own for damping, own in projected.items()}
@@ -224,6 +225,9 @@ def main() -> None:
     parser.add_argument("--targets", type=int, default=40)
     parser.add_argument("--subsets", type=int, help="of each fraction; the study's own if left out")
     parser.add_argument("--keeps", type=float, nargs="+", default=[0.5, 0.99])
+    parser.add_argument(
+        "--dampings", type=float, nargs="+", default=_NEWTON_DAMPINGS, help="of `gauss_newton`"
+    )
     parser.add_argument("--check", action="store_true", help="compare with `trak run`")
     parser.add_argument("--csv", type=Path, help="where the table goes as well")
     asked = parser.parse_args()
@@ -237,11 +241,15 @@ def main() -> None:
         shared = case.n_targets == CASES[name].n_targets
         folder = asked.folder / (name if shared else f"{name}-{case.n_targets}")
         folder.mkdir(parents=True, exist_ok=True)
-        measured = Measured(case, folder)
-        scorer = Scorer(measured, asked.runs)
+        measured = Measured(case, folder, asked.runs)
+        scorer = Scorer(measured)
         if asked.check:
             scorer.check(0.1)
-        more = [row for fraction in asked.keeps for row in measure(name, scorer, fraction)]
+        more = [
+            row
+            for fraction in asked.keeps
+            for row in measure(name, scorer, fraction, asked.dampings)
+        ]
         seconds = float(scorer.newton(0, measured.case.times[-1], 0.1)["seconds"])
         show(more)
         print(f"{name}: {seconds / asked.targets:.2f} processor seconds a target", flush=True)
