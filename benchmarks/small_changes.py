@@ -92,14 +92,14 @@ class Row:
 class Measured:
     """One study's checkpoints and retrained models."""
 
-    def __init__(self, case: Case, folder: Path):
-        """Train what the folder lacks."""
-        self.case, self.folder = case, folder
+    def __init__(self, case: Case, folder: Path, runs: int = _RUNS):
+        """Train what the folder lacks, networks ``runs`` times."""
+        self.case, self.folder, self.runs = case, folder, runs
         study = Study.load(case.path)
         self.targets = study.split("target_data", None).ids[: case.n_targets]
         self.train_ids = study.split("train", None).ids
-        self.checkpoints = list(product(range(_RUNS), case.times))
-        for run in range(_RUNS):
+        self.checkpoints = list(product(range(runs), case.times))
+        for run in range(runs):
             paths = [folder / f"{run}-{at}.pt" for at in case.times]
             if not paths[-1].exists():
                 train_checkpoint(
@@ -174,7 +174,7 @@ class Measured:
 
     def choices(self) -> dict[str, tuple[bool, Chosen]]:
         """Return which checkpoints to take, and whether they come from along runs."""
-        times, runs = self.case.times, range(_RUNS)
+        times, runs = self.case.times, range(self.runs)
         early, late, end = times[1], times[-2], times[-1]
         return {
             "early and end": (True, list(product(runs, [early, end]))),
@@ -222,7 +222,7 @@ class Measured:
         """Say of each time how large the loss weights are, and how many samples carry them."""
         lines = []
         for at in self.case.times:
-            q = np.abs(np.stack([self.weights[run, at] for run in range(_RUNS)]).astype(float))
+            q = np.abs(np.stack([self.weights[run, at] for run in range(self.runs)]).astype(float))
             carried = (q.sum(1) ** 2 / (q**2).sum(1) / q.shape[1]).mean()
             lines.append(f"{at:g}: {q.mean():.4f}, {carried:.3f}")
         return lines
