@@ -31,6 +31,8 @@ _GROUPS = [(1, 3, 0), (1, 5, 0), (1, 40, 0), (2, 40, 0.3), (3, 40, 0.3), (5, 40,
 # Subsets, targets, trainings, and how large their noise is beside what they share.
 _LDS = [(20, 20, 2, 1), (40, 4, 2, 1), (40, 20, 2, 1), (40, 20, 2, 3), (40, 20, 5, 1)]
 _LDS += [(100, 20, 2, 1)]
+# Experiments of groups that have the same draws of samples; others have others.
+_SAME_DRAWS = 10
 _QUALITY, _SPREAD, _SHARED, _DRAWS = 0.6, 0.3, 0.5, 200
 
 
@@ -70,15 +72,20 @@ def _groups(n_experiments: int) -> None:
     random = np.random.default_rng(11)
     print("| groups: runs, samples | size | held | by percentiles |\n|---|---|---|---|")
     for runs, n, size in _GROUPS:
-        values = random.standard_normal((1, n, n_experiments))
-        values = values + size * random.standard_normal((runs, 1, n_experiments))
-        weights = run_weights(range(runs))
-        sums = GroupSums(1, n_experiments, Combine.AVERAGE_OF_PRODUCTS, weights)
-        sums.add(values, np.ones((runs, n)), [1.0] * runs, [np.zeros(n, int)])
-        draws = sums.drawn_means()[0].T
-        chance = chance_of_samples(draws, n)
-        ends = group_interval(draws, sums.plain[0] / n, chance, runs), interval(draws, axis=-1)
-        own, plain = (((low <= 0) & (high >= 0)).mean() for low, high in ends)
+        weights, held = run_weights(range(runs)), np.zeros(2)
+        n_parts = max(1, n_experiments // _SAME_DRAWS)
+        for part in range(n_parts):
+            values = random.standard_normal((1, n, _SAME_DRAWS))
+            values = values + size * random.standard_normal((runs, 1, _SAME_DRAWS))
+            sums = GroupSums(1, _SAME_DRAWS, Combine.AVERAGE_OF_PRODUCTS, weights)
+            sums.random = np.random.default_rng([1, part])
+            sums.add(values, np.ones((runs, n)), [1.0] * runs, [np.zeros(n, int)])
+            draws = sums.drawn_means()[0].T
+            chance = chance_of_samples(draws, n)
+            own = group_interval(draws, sums.plain[0] / n, chance, runs)
+            for i, (low, high) in enumerate([own, interval(draws, axis=-1)]):
+                held[i] += ((low <= 0) & (high >= 0)).mean()
+        own, plain = held / n_parts
         print(f"| {runs}, {n} | {size} | {own:.3f} | {plain:.3f} |", flush=True)
 
 

@@ -129,16 +129,21 @@ def main() -> None:
     n_draws = parser.parse_args().draws
     digits: Any = load_digits()
     x, y = digits.data / 16, digits.target
-    print("| wrong labels | kind | worth a look | of these wrong | of the wrong ones found |")
-    print("|---|---|---|---|---|")
+    print(
+        "| wrong labels | kind | worth a look, mean and range | of these wrong | "
+        "of the wrong ones found | draws with fewer than are wrong |"
+    )
+    print("|---|---|---|---|---|---|")
     for rate in _RATES:
         for kind in ("any other", "asymmetric"):
             found = np.array([_draw(x, y, rate, kind, draw) for draw in range(n_draws)])
             wrong, looked, both = found.sum(axis=0)
             least, most = found[:, 1].min(), found[:, 1].max()
+            n_fewer = np.count_nonzero(found[:, 1] < found[:, 0])
             print(
-                f"| {wrong // n_draws} | {kind} | {looked / n_draws:.0f} ({least} to {most}) | "
-                f"{both / looked:.0%} | {both / wrong:.0%} |",
+                f"| {wrong // n_draws} ({100 * rate:.0f} %) | {kind} | "
+                f"{looked / n_draws:.0f} ({least} to {most}) | {100 * both / looked:.0f} % | "
+                f"{100 * both / wrong:.0f} % | {n_fewer} |",
                 flush=True,
             )
 

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binom
 
 from trak_core.evaluation.retraining_effects import measures, proof_tables
 from trak_core.model_outputs.table import TABLE, about_output
@@ -66,6 +67,37 @@ def test_what_a_seed_does_cancels_in_the_difference():
     assert rows["list", 20].low < -2
     one = models.query("subset == 'list' and n == 20")
     assert one["mean"].tolist() == [-3, 1, 8]
+
+
+def test_models_that_agree_are_not_certain_of_other_targets():
+    """Of n targets none differs: with the part that the interval ends at, that is so in 5 %."""
+    values = np.ones((3, 3, 40))
+    values[:, 1, :] = 0  # the list
+    summary, _ = proof_tables({"accuracy": values, "output": values}, [5])
+    rows = {row.subset: row for row in summary.query("measure == 'accuracy'").itertuples()}
+    for subset in ("everything", "random"):
+        assert rows[subset].high == 1
+        assert binom.pmf(40, 40, rows[subset].low) == pytest.approx(0.05)
+    assert rows["list"].low == 0
+    assert binom.pmf(0, 40, rows["list"].high) == pytest.approx(0.05)
+    assert rows["difference"].low == -1
+    assert binom.pmf(40, 40, -rows["difference"].high) == pytest.approx(0.05)
+    same, _ = proof_tables({"accuracy": np.ones((3, 3, 40))}, [5])
+    (less,) = same.query("subset == 'difference'").itertuples()
+    assert less.mean == 0
+    assert less.high == -less.low == pytest.approx(1 - rows["random"].low)
+    assert set(summary.query("measure == 'output' and subset == 'list'")["high"]) == {0}
+
+
+def test_one_wrong_prediction_makes_no_interval_shorter():
+    widths = []
+    for n_wrong in (0, 1, 5):
+        values = np.ones((5, 3, 50))
+        values[:n_wrong, :, 7] = 0
+        summary, _ = proof_tables({"accuracy": values}, [5])
+        (row,) = summary.query("subset == 'everything'").itertuples()
+        widths.append(row.high - row.low)
+    assert widths == sorted(widths)
 
 
 def test_intervals_stay_where_a_measure_can_be():

@@ -380,11 +380,14 @@ def test_a_projection_that_distorts_too_much(measured, warned):
     assert bool(titles(distortions=[distortion])) is warned
 
 
+UNTOLD = "Too few subsets were trained on to tell how much of that the scores reach."
+
+
 @pytest.mark.parametrize(
     ("ours", "ceiling", "sentences"),
     [
         (0.3, 0.6, ["reach about 0.60 (0.50 to 0.90)", "The scores reach 50 % of that"]),
-        (0.7, 0.6, ["too uncertain here to compare"]),
+        (0.7, 0.6, [UNTOLD]),
         (0.3, None, ["ceiling is unknown"]),
     ],
 )
@@ -395,6 +398,20 @@ def test_lds_is_read_against_its_ceiling(ours, ceiling, sentences):
         assert sentence in text
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "share"),
+    [(0.3, 0.8, "50 %"), (0.0, 0.84, None), (-0.1, 0.4, None), (0.1, 0.75, None)],
+)
+def test_no_share_of_a_ceiling_that_is_hardly_known(low, high, share):
+    """Its interval includes 0, or is wider than the ceiling itself."""
+    evaluations = lds(0.3, 0.2, 0.1, 0.6)
+    summary = evaluations["mine"].tables["summary"]
+    summary.loc[summary["kind"] == "ceiling", ["low", "high"]] = low, high
+    text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
+    assert (f"The scores reach {share} of that" in text) == bool(share)
+    assert ("The scores reach" not in text) == (UNTOLD in text) == (share is None)
+
+
 @pytest.mark.parametrize("ours", [0.3, 0.7])
 def test_the_ceiling_of_the_very_trainings_is_that_of_other_seeds(ours):
     evaluations = lds(ours, 0.2, 0.1, 0.6)
@@ -402,7 +419,7 @@ def test_the_ceiling_of_the_very_trainings_is_that_of_other_seeds(ours):
     text = Page(rendered("trust", results=results_of(evaluations=evaluations))).text
     assert "of these very runs could come near 1" in text
     assert "for any seed would reach about 0.60 (0.50 to 0.90)" in text
-    for wrong in ("perfect method", "retraining itself is noisy", "too uncertain"):
+    for wrong in ("perfect method", "retraining itself is noisy", "Too few subsets"):
         assert wrong not in text
 
 

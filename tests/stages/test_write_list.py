@@ -180,7 +180,11 @@ def test_a_list_has_a_page_with_its_samples(results, tmp_path, way, capsys):
     check_alone(shown)
     rows = pd.read_csv(listed)
     names = [f"{rank}. train {i}" for rank, i in enumerate(rows["id"], start=1)]
-    places = [shown.text.index(f"{name} label") for name in names]
+    marks = [" worth a look" * looks for looks in rows["worth_a_look"]]
+    assert 0 < rows["worth_a_look"].sum() < len(rows)
+    places = [
+        shown.text.index(f"{name}{mark} label") for name, mark in zip(names, marks, strict=True)
+    ]
     assert places == sorted(places)
     links = [f"../answers/mine.html#train-{quote(i, safe='')}" for i in rows["id"]]
     assert [a["href"] for a in shown.all("a") if "#train" in a["href"]] == links

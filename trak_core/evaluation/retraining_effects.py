@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from trak_core.model_outputs.table import About
-from trak_core.scoring.intervals import mean_interval
+from trak_core.scoring.intervals import accuracy_interval, mean_interval
 
 # How rows begin that compare the scores with a baseline; its name follows.
 LESS = "top less "
-# What a measure of models can be; what is subtracted has no such bounds.
-_BOUNDS = {"accuracy": (0.0, 1.0), "target_loss": (0.0, np.inf)}
+# What a measure of models can be, the difference of accuracies too.
+_BOUNDS = {"accuracy": (0.0, 1.0), "target_loss": (0.0, np.inf), "accuracy less": (-1.0, 1.0)}
 
 
 def measures(
@@ -63,10 +63,11 @@ def proof_tables(
         random = {size: numbers[:, 1 + n + i] for i, size in enumerate(sizes)}
         parts = {("everything", 0): numbers[:, 0]} | against_random(own, random, "list")
         for (subset, size), part in parts.items():
-            low, high = mean_interval(part)
-            if subset != "difference":
-                least, most = _BOUNDS.get(measure, (-np.inf, np.inf))
-                low, high = max(low, least), min(high, most)
+            of_part = accuracy_interval if measure == "accuracy" else mean_interval
+            low, high = of_part(part)
+            bounds = f"{measure} less" if subset == "difference" else measure
+            least, most = _BOUNDS.get(bounds, (-np.inf, np.inf))
+            low, high = max(low, least), min(high, most)
             rows.append((measure, subset, size, float(part.mean()), low, high))
             if subset != "difference":
                 means = enumerate(part.mean(axis=1).tolist())

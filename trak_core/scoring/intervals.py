@@ -66,6 +66,31 @@ def mean_interval(values: np.ndarray) -> tuple[float, float]:
     return mean - half, mean + half
 
 
+def accuracy_interval(values: np.ndarray) -> tuple[float, float]:
+    """Return that of a mean of ones and zeros, or of their differences, shape (seeds, targets).
+
+    Where all models agree on all targets, the numbers have no spread, but other targets need not be
+    so: of n that are all alike, up to 3 in n others may differ. So it is where less than one target
+    differs.
+
+    Source: Hanley and Lippman-Hand, "If nothing goes wrong, is everything all right?", Journal of
+        the American Medical Association 249, 1983.
+
+    Example:
+        >>> import numpy as np
+        >>> low, high = accuracy_interval(np.ones((5, 100)))
+        >>> print(f"{low:.2f} to {high:.2f}")
+        0.97 to 1.03
+    """
+    low, high = mean_interval(values)
+    n_targets = values.shape[1]
+    unseen = 1 - (1 - CONFIDENCE) ** (1 / n_targets)
+    for alike in (-1, 0, 1):
+        if np.abs(values - alike).mean() < 1 / n_targets:
+            low, high = min(low, alike - unseen), max(high, alike + unseen)
+    return low, high
+
+
 def interval(draws: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of percentile intervals along an axis; draws that are NaN don't count."""
     low, high = np.nanquantile(draws, [_OUTSIDE, 1 - _OUTSIDE], axis=axis)

@@ -82,6 +82,7 @@ def show_list(
             "facts": _facts(row, classes=classes),
             "samples": [("train" if pool is None else "pool", sample_id, sample)],
             "anchor": anchor(sample_id),
+            "looks": row.get("worth_a_look") == "1",
         }
         if "other_id" in row:
             among = "train" if row["among"] == TRAIN else "target"

@@ -61,7 +61,7 @@ def write_list(
     if kind == "suspects":
         rows = suspects(train)
         n_looks = rows["worth_a_look"].to_numpy().sum()
-        said = "push targets down more than up: look at these first, in their order"
+        said = "have a 1 as worth_a_look, since they harm more than they help: begin with these"
     elif kind == "select":
         rows = best_in_turn(train, top_influences, fraction)
         n_looks, said = len(rows), "are what targets take in turn"
