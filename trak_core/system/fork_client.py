@@ -1,9 +1,10 @@
 """Ask the fork server to run a job or the preflight, in place of starting a new Python.
 
 The user's Snakemake starts the server (``start_fork_server``), whose first fork is the preflight,
-or takes over the one that ``trak run`` started before it became Snakemake. A job's process asks it
-for a fork, and waits for it (``done_by_fork``). Nothing here imports a library: every start of
-Snakemake and every job imports this.
+or takes over the one that ``trak run`` started before it became Snakemake. It asks the server for
+its jobs (``script_forks``); where its scripts are called in a way that is not known, the process
+that it starts for a job asks, and waits (``done_by_fork``). Nothing here imports a library: every
+start of Snakemake and every job imports this.
 """
 
 import atexit
