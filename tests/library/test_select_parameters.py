@@ -1,4 +1,4 @@
-"""Which parameters are differentiated: patterns of names, frozen ones and integers."""
+"""Which parameters are differentiated: patterns of names, frozen, integer and complex ones."""
 
 import re
 
@@ -34,3 +34,11 @@ def test_patterns_of_nothing_and_of_integers_are_refused():
     assert "0.weight" not in select_parameters(model, None)
     with refused("gradients.integer_parameter", "0.weight torch.int8"):
         select_parameters(model, ["*.bias", "0.weight"])
+
+
+def test_complex_parameters_are_refused():
+    model = nn.Linear(2, 1)
+    model.filter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    with refused("gradients.complex_parameter", "filter torch.complex64"):
+        select_parameters(model, None)
+    assert list(select_parameters(model, ["weight"])) == ["weight"]

@@ -79,6 +79,23 @@ def test_a_model_over_several_devices_is_refused(tmp_path):
         Study.load(path).make_model()
 
 
+SCRIPTED = """
+import torch
+
+
+def make_model():
+    return torch.nn.Sequential(torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(1, 2)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_model_is_refused(tmp_path):
+    path = tmp_path / "study.py"
+    path.write_text(SCRIPTED)
+    with refused("study.scripted_model", "Sequential"):
+        Study.load(path).make_model()
+
+
 @pytest.mark.parametrize("form", ["NFC", "NFD"])
 @pytest.mark.parametrize(
     ("text", "words"),

@@ -12,6 +12,7 @@ from forward_passes import (
     Mixed,
     Pointwise,
     TiedEmbedding,
+    all_by_every_expert,
     branches,
     cell_loop,
     columns,
@@ -321,6 +322,14 @@ ARCHITECTURES = {
     ),
     "experts": net(
         experts,
+        vectors(5, 4),
+        peer=(),
+        router=linear(4, 3),
+        weights=weight(3, 4, 4),
+        head=linear(4, 2),
+    ),
+    "experts, all": net(
+        all_by_every_expert,
         vectors(5, 4),
         peer=(),
         router=linear(4, 3),

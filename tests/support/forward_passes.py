@@ -170,6 +170,16 @@ def experts(m, x):
     return m.head(mixed.view_as(x)).flatten(1)
 
 
+def all_by_every_expert(m, x):
+    """Every expert sees every token, weighted by its share, as in Llama 4."""
+    tokens = x.flatten(0, 1)
+    scores = m.router(tokens).sigmoid()
+    seen = tokens.repeat(3, 1) * scores.T.reshape(-1, 1)
+    rows = seen.view(3, -1, 4)
+    hidden = [F.linear(rows[i], weight).tanh() for i, weight in enumerate(m.weights)]
+    return m.head(torch.stack(hidden).sum(0).view_as(x)).flatten(1)
+
+
 def sorted_by_expert(m, x):
     """The same by one product of groups of rows, which are sorted and sorted back."""
     tokens = x.flatten(0, 1)

@@ -263,10 +263,10 @@ def closed_form(
     """Return the contribution of a crossing; None if the operation has to be differentiated.
 
     The edge leads from split outputs to a shared input; ``gradients``, shape (C, *shape) each, and
-    ``layouts`` are those of the outputs.
+    ``layouts`` are those of the outputs. The formulas are those of real numbers.
     """
     make = _FORMS.get(name_of(edge.user))
-    if make is None or set(gradients) != {0}:
+    if make is None or set(gradients) != {0} or gradients[0].is_complex():
         return None
     place = locate(shape_of(edge.user, 0), layouts[0])
     contribution = make(Use(edge, gradients[0], *place, layouts[0])) if place else None

@@ -93,6 +93,14 @@ def _pointwise(at: At) -> Layout | None:
     return at.layout if at.input == at.output else None  # no broadcasting: positions stay
 
 
+def _repeated(at: At) -> Layout | None:
+    """Copies of the whole input, one after another, or of parts of each sample."""
+    n_entries, turn = math.prod(at.input), at.layout.stride * at.layout.period
+    n_behind = max(0, len(at.input) - 1)
+    is_whole = at.output[len(at.output) - n_behind :] == at.input[1:]
+    return at.layout if is_whole and n_entries % turn == 0 else _pointwise(at)
+
+
 def _over_saved_dims(at: At) -> Layout | None:
     """Mixes entries along the dimensions that the operation was given, and no others."""
     return None if at.dim in at.saved_dims(len(at.output)) else at.along(at.dim)
@@ -263,10 +271,11 @@ _NAMES: dict[Rule, str] = {
         "Tan Asin Acos Atan Atan2 Sinh Cosh Tanh Sigmoid Relu LeakyRelu Elu Gelu Silu Mish "
         "Softplus Softshrink Hardshrink Hardtanh Hardswish Hardsigmoid LogSigmoid Threshold "
         "PreluKernel Clamp ClampMin ClampMax Maximum Minimum Where MaskedFill Erf Erfc Erfinv "
-        "Reciprocal Square Sign Lerp Addcmul Addcdiv NativeDropout FusedDropout Expand Repeat "
+        "Reciprocal Square Sign Lerp Addcmul Addcdiv NativeDropout FusedDropout Expand "
         "Tril Triu Xlogy Logaddexp Round Floor Ceil NanToNum Copy MseLoss SmoothL1Loss HuberLoss "
         "BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss KlDiv"
     ),
+    _repeated: "Repeat",
     _over_saved_dims: (
         "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk "
         "Gather Scatter ScatterAdd Glu Flip Roll"
@@ -318,7 +327,7 @@ _PROBED = {
     *("Flip", "Roll", "ConstantPadNd"),
 }
 # These need positions alone, so that samples may be spread over several dimensions.
-_BY_POSITION = {_reshaped, _pointwise, _strided, _indexed, _written}
+_BY_POSITION = {_reshaped, _pointwise, _repeated, _strided, _indexed, _written}
 
 
 def input_layouts(edges: list[Edge], outputs: dict[int, Layout]) -> list[Layout | None]:

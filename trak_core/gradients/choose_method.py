@@ -90,7 +90,7 @@ def choose_method(
     except Exception as error:
         if is_out_of_memory(error):
             return gradients_at_once, None
-        reason = f"fails: {_in_short(error)}{_remedy(model)}"
+        reason = f"fails: {_in_short(error)}"
     return _alone_or_beside_copies(given, reason, reads_terms)
 
 
@@ -252,12 +252,6 @@ def _loses_digits(
         _digest(given, way).difference(digests[1]) for way in (method, gradients_one_by_one)
     )
     return own > _FAR * plain
-
-
-def _remedy(model: nn.Module) -> str:
-    if any(hasattr(module, "_orig_mod") for module in model.modules()):
-        return ". Let make_model() return it without torch.compile"
-    return ""
 
 
 def _in_short(error: Exception) -> str:

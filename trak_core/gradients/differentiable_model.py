@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from trak_core.autograd.graph import Node, name_of
 from trak_core.errors import InputError, listed
+from trak_core.gradients.plain_layers import plain_layers
 
 
 @contextlib.contextmanager
@@ -18,14 +19,15 @@ def in_evaluation_mode(model: nn.Module) -> Generator[None, None, None]:
 
     Dropout is off and BatchNorm uses its stored statistics; afterwards each module has its own mode
     again. The inference kernels of torch's transformer layers, taken when only other layers are
-    differentiated, are off because they leave no graph to read.
+    differentiated, are off because they leave no graph to read. Layers run in their plain form.
     """
     training = [module for module in model.modules() if module.training]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
-        yield
+        with plain_layers(model):
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast_path)
         for module in training:
@@ -76,8 +78,8 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     parameters that are returned have ``requires_grad`` from then on.
 
     Patterns are shell-style (``layer4.*``), of full parameter names; None takes all that have
-    ``requires_grad``. Refused is a pattern that matches no parameter, or one without floating-point
-    numbers; and a model with nothing to differentiate.
+    ``requires_grad``. Refused is a pattern that matches no parameter, or one whose numbers aren't
+    real and floating-point; and a model with nothing to differentiate.
     """
     named = dict(model.named_parameters())
     trainable = [name for name, parameter in named.items() if parameter.requires_grad]
@@ -92,11 +94,16 @@ def select_parameters(model: nn.Module, patterns: Sequence[str] | None) -> dict[
     if patterns is not None:
         chosen = {name for pattern in patterns for name in _matches(pattern, trainable, named)}
     selected = {name: parameter for name, parameter in named.items() if name in chosen}
-    integers = [
-        f"{name} {p.dtype}"
-        for name, p in selected.items()
-        if not (p.is_floating_point() or p.is_complex())
-    ]
+    complex_ones = [f"{name} {p.dtype}" for name, p in selected.items() if p.is_complex()]
+    if complex_ones:
+        raise InputError(
+            "Parameters that are differentiated must hold real numbers. Found "
+            f"{listed(complex_ones)}. Hold real and imaginary parts as one real parameter "
+            "`nn.Parameter(torch.view_as_real(w))`, read it by `torch.view_as_complex`, and save "
+            "the checkpoint's weights likewise; or choose `parameters` that leave them out.",
+            code="gradients.complex_parameter",
+        )
+    integers = [f"{name} {p.dtype}" for name, p in selected.items() if not p.is_floating_point()]
     if integers:
         raise InputError(
             "Parameters that are differentiated must hold floating-point numbers. Found "

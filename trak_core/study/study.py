@@ -114,6 +114,14 @@ class Study:
                 f"{self.path}: make_model() must return a torch.nn.Module. Found "
                 f"{type(model).__name__}."
             )
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise InputError(
+                f"{self.path}: make_model() must return a model in Python, whose layers can be "
+                f"watched. Found {type(model).__name__} with code of torch.jit.script, trace or "
+                "load. Return the model that it was made of; `module.state_dict()` has the "
+                "checkpoint's weights under the same names.",
+                code="study.scripted_model",
+            )
         places = sorted({str(place) for place in getattr(model, "hf_device_map", {}).values()})
         if len(places) > 1:
             raise InputError(
